@@ -1,0 +1,59 @@
+"""A masked token is a missing token, wherever it stands: real tokens move to the left, keep their order, and move back.
+
+What counts tokens (windows, convolutions, projections of the sequence) works on the left-packed tokens, whose first
+`count` are real and whose others are zeros, and so cannot tell a padded sequence from an unpadded one."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+
+class Compaction(NamedTuple):
+    """Where the real tokens of each row are: `order` lists their positions, then those of the masked tokens; `rank` is
+    the number of real tokens up to each position, less one; `count` is the number of real tokens."""
+
+    order: Int[Tensor, "*b n"]
+    rank: Int[Tensor, "*b n"]
+    count: Int[Tensor, "*b"]
+
+
+def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
+    """Never reads a value on the host, so that nothing waits for a device and graphs stay whole."""
+    order = key_mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    seen = key_mask.cumsum(-1)
+    return Compaction(order, seen - 1, key_mask.sum(-1))
+
+
+def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
+    """Real tokens to the left; zeros in the places left over, whatever the masked tokens held."""
+    x = torch.take_along_dim(x, where.order.unsqueeze(-1), dim=-2)
+    return x.masked_fill(~real(where).unsqueeze(-1), 0)
+
+
+def unpack(
+    y: Shaped[Tensor, "*b n d"], where: Compaction, key_mask: Bool[Tensor, "*#b n"], /
+) -> Shaped[Tensor, "*b n d"]:
+    """Packed tokens back to their places; zeros where tokens are masked."""
+    y = torch.take_along_dim(y, where.rank.clamp(min=0).unsqueeze(-1), dim=-2)
+    return y.masked_fill(~key_mask.unsqueeze(-1), 0)
+
+
+def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
+    """Which places of the packed tokens hold real ones."""
+    return torch.arange(where.order.shape[-1], device=where.order.device) < where.count.unsqueeze(-1)
+
+
+def last_tokens(
+    past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], count: Int[Tensor, "*#b"] | None = None, /
+) -> Float[Tensor, "*b s d"]:
+    """The last s tokens of past ⊕ new, the first `count` of whose packed new tokens are real (None: all).
+
+    It owns its memory: a view would keep the whole sequence alive in a state of constant size.
+    """
+    size, n = past.shape[-2], new.shape[-2]
+    if count is None:
+        return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
+    index = count.unsqueeze(-1) + torch.arange(size, device=new.device)
+    return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
