@@ -1,0 +1,77 @@
+"""One layer of a language model, and what a configuration builds it from."""
+
+from typing import Any, final
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.attention.named import named_attention
+from linattn.models.config import LanguageModelConfig
+from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
+
+
+@final
+class Block(nn.Module):
+    """x + mix(norm(x)), then x + feed_forward(norm(x)): the norms stand before, and the residual stream is left alone."""
+
+    def __init__(self, config: LanguageModelConfig, layer: int):
+        super().__init__()
+        self.mixer_norm = make_norm(config)
+        self.mixer = _mixer(config, config.layers[layer])
+        self.feed_forward_norm = None if config.feed_forward == "none" else make_norm(config)
+        self.feed_forward = _feed_forward(config)
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        return self._feed(x + self.mixer(self.mixer_norm(x), key_mask=key_mask))
+
+    def extend(
+        self, x: Float[Tensor, "b n d"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> tuple[Float[Tensor, "b n d"], Any]:
+        y, state = self.mixer.extend(self.mixer_norm(x), state, key_mask=key_mask)
+        return self._feed(x + y), state
+
+    def _feed(self, x: Tensor) -> Tensor:
+        if self.feed_forward is None or self.feed_forward_norm is None:
+            return x
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def make_norm(config: LanguageModelConfig) -> nn.Module:
+    # 1e-6 and 1e-5 are relative to activations of about 1, which the norm itself makes: the customary values
+    return nn.RMSNorm(config.dim, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.dim)
+
+
+def _mixer(config: LanguageModelConfig, name: str) -> MultiheadAttention | GatedConvolution:
+    kind, _, width = name.partition(":")
+    if kind == "convolution":
+        return GatedConvolution(config.dim, int(width), dropout=config.dropout)
+    head_dim = config.head_dim or config.dim // config.num_heads
+    inner = named_attention(
+        name,
+        num_heads=config.num_heads,
+        head_dim=head_dim,
+        num_key_heads=config.num_key_heads,
+        causal=True,
+        window=config.window,
+    )
+    return MultiheadAttention(
+        config.dim,
+        config.num_heads,
+        inner,
+        num_key_heads=config.num_key_heads,
+        head_dim=head_dim,
+        rotary=config.rotary,
+        convolution=config.convolution,
+        head_norm=config.head_norm,
+        gate=config.gate,
+        dropout=config.dropout,
+    )
+
+
+def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward | None:
+    if config.feed_forward == "none":
+        return None
+    kind = GatedFeedForward if config.feed_forward == "gated" else FeedForward
+    return kind(config.dim, config.hidden_dim, dropout=config.dropout)

@@ -1,0 +1,188 @@
+"""Writing with a language model: prompts of any lengths in one batch, in constant memory a token."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.models.language_model import LanguageModel, LanguageModelState
+
+PREFILL = 8192
+"""Prompts are read in pieces of so many tokens, so that their length costs no memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from the logits: the penalty first, then temperature, top_k and top_p.
+
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest likeliest that together reach
+    probability p. The penalty divides the logits of tokens that were there before by itself, where they are positive, and multiplies
+    the negative ones (Keskar et al., https://arxiv.org/abs/1909.05858)."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        # written so that NaN, which compares false with everything, is refused
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and not negative, but is {self.temperature}")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(f"top_k must be a positive integer, but is {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], but is {self.top_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be positive and finite, but is {self.repetition_penalty}")
+
+
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Collection[int] = (),
+    seed: int | None = None,
+) -> list[list[int]]:
+    """The new tokens of each row, a stop token included. See `stream`."""
+    steps = stream(
+        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, seed=seed
+    )
+    rows: list[list[int]] = [[] for _ in range(len(prompts))]
+    for step in steps:
+        for row, token in zip(rows, step, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def stream(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Collection[int] = (),
+    seed: int | None = None,
+) -> Iterator[list[int | None]]:
+    """One token a row and step, as soon as it is known; None for a row that has stopped. The stop token itself is still given.
+
+    Each row is what it would be alone; with a seed, the draws are the same every time and
+    touch no other randomness, without one they come from torch's default generator."""
+    rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
+    _check_prompts(model, rows, max_new_tokens)
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(model.device).manual_seed(seed)
+    return _steps(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), generator)
+
+
+@torch.no_grad()
+def _steps(
+    model: LanguageModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: frozenset[int],
+    generator: torch.Generator | None,
+) -> Iterator[list[int | None]]:
+    logits, state, seen = _prefill(model, prompts)
+    stopped = [False] * len(prompts)
+    for step in range(max_new_tokens):
+        if step:
+            with _evaluating(model):
+                logits, state = model.extend(tokens.unsqueeze(1), state)
+            logits = logits[:, -1]
+        tokens = draw(logits, sampling, seen, generator)
+        seen.scatter_(1, tokens.unsqueeze(1), True)
+        new = tokens.tolist()
+        yield [None if stop else token for stop, token in zip(stopped, new, strict=True)]
+        stopped = [stop or token in stop_tokens for stop, token in zip(stopped, new, strict=True)]
+        if all(stopped):
+            return
+
+
+def _prefill(
+    model: LanguageModel, prompts: list[list[int]]
+) -> tuple[Float[Tensor, "b v"], LanguageModelState, Bool[Tensor, "b v"]]:
+    """The logits after each prompt, the state, and which tokens each prompt has."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    longest = int(lengths.max())
+    tokens = torch.tensor([prompt + [prompt[-1]] * (longest - len(prompt)) for prompt in prompts], device=model.device)
+    present = torch.arange(longest, device=model.device) < lengths.unsqueeze(1)
+    ragged = not bool(present.all())
+    last, state = None, None
+    for start in range(0, longest, PREFILL):
+        piece = slice(start, start + PREFILL)
+        with _evaluating(model):
+            x, state = model.extend_hidden(tokens[:, piece], state, key_mask=present[:, piece] if ragged else None)
+        index = (lengths - 1 - start).clamp(0, x.shape[1] - 1)
+        here = x[torch.arange(len(prompts), device=x.device), index]
+        last = here if last is None else torch.where((lengths > start).unsqueeze(1), here, last)
+    assert last is not None and state is not None
+    # the padding repeats a token of its own row, so it adds none to those seen
+    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=model.device)
+    return model.logits(last), state, seen.scatter_(1, tokens, True)
+
+
+def draw(
+    logits: Float[Tensor, "b v"],
+    sampling: Sampling,
+    seen: Bool[Tensor, "b v"],
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, " b"]:
+    """The next token of each row; `seen` says which tokens are penalised."""
+    logits = logits.float()
+    if sampling.repetition_penalty != 1:
+        penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if sampling.top_p is not None:
+        logits = _nucleus(logits, sampling.top_p)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def _nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
+    """Removes the unlikeliest tokens, as many as together stay within probability 1 - p."""
+    ascending, order = logits.sort(dim=-1)
+    removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    removed[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(removed).scatter_(1, order, removed), -math.inf)
+
+
+@contextmanager
+def _evaluating(model: LanguageModel) -> Iterator[None]:
+    """Dropout is for training only; a model in training stays so for whoever else uses it between two tokens."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _check_prompts(model: LanguageModel, prompts: list[list[int]], max_new_tokens: int) -> None:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
+    if not prompts or not all(prompts):
+        raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
+    low, high = min(map(min, prompts)), max(map(max, prompts))
+    if low < 0 or high >= model.config.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"tokens must be in [0, {model.config.vocab_size}), but a prompt has {wrong}")
+    limit = model.config.max_length
+    length = max(map(len, prompts)) + max(max_new_tokens - 1, 0)
+    if limit is not None and length > limit:
+        raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")

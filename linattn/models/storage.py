@@ -1,0 +1,164 @@
+"""A model as a folder: config.json and model.safetensors, the format of our transformers class too. No pickle, ever."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from linattn.models.config import LanguageModelConfig
+
+if TYPE_CHECKING:
+    from linattn.models.language_model import LanguageModel
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+MODEL_TYPE = "linattn"
+ARCHITECTURE = "LinattnForCausalLM"
+# transformers' class holds the model as its attribute of this name
+PREFIX = "model."
+
+
+def save(model: "LanguageModel", folder: str | os.PathLike[str]) -> None:
+    """Both files are complete on the disk before either takes its name."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    text = json.dumps(_config_to_json(model.config), indent=2) + "\n"
+    with _temporary(folder / WEIGHTS) as weights, _temporary(folder / CONFIG) as config:
+        _write_tensors(tensors, weights)
+        config.write_text(text, encoding="utf-8")
+        # the weights first: a folder with a configuration is a folder with a model
+        _publish(weights, folder / WEIGHTS)
+        _publish(config, folder / CONFIG)
+
+
+def load(folder: str | os.PathLike[str]) -> "LanguageModel":
+    """On the CPU, in evaluation mode, with the weights' own dtypes."""
+    from linattn.models.language_model import LanguageModel
+
+    folder = Path(folder)
+    config = read_config(folder)
+    # the initial weights are thrown away: drawing them must not show in the caller's randomness
+    with torch.random.fork_rng(devices=[]):
+        model = LanguageModel(config)
+    tensors = _read_tensors(folder / WEIGHTS)
+    _check_tensors(model.state_dict(), tensors, folder / WEIGHTS)
+    model.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, assign=True)
+    return model.eval()
+
+
+def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
+    """The configuration of a saved model, without its weights."""
+    path = Path(folder) / CONFIG
+    fields = _read_json(path)
+    if fields.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{path} is not of a linattn model: its model_type is {fields.get('model_type')!r}")
+    _check_version(fields.get("linattn_version"), path)
+    if not isinstance(fields.get("language_model"), dict):
+        raise ValueError(f"{path} has no language_model, the model's configuration")
+    try:
+        return LanguageModelConfig.from_dict(fields["language_model"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
+    from linattn import __version__
+
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        "linattn_version": __version__,
+        "language_model": config.to_dict(),
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
+    return fields
+
+
+def _check_version(version: Any, path: Path) -> None:
+    """A model is read by the version that wrote it and by later ones."""
+    from linattn import __version__
+
+    try:
+        written, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
+    except ValueError as error:
+        raise ValueError(f"{path} has no valid linattn_version, but {version!r}") from error
+    if written > own:
+        raise ValueError(f"{path} was written by linattn {version}, but this is {__version__}: a newer one is needed")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt: {error}") from error
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name} could not be written to {path.parent}: {error}") from error
+
+
+def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
+    names = {PREFIX + name: tensor for name, tensor in expected.items()}
+    problems = [f"{name} is missing" for name in names if name not in found]
+    problems += [f"{name} is not of this model" for name in found if name not in names]
+    for name, tensor in found.items():
+        if name in names and tensor.shape != names[name].shape:
+            problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(names[name].shape)}")
+        elif name in names and tensor.is_floating_point() != names[name].is_floating_point():
+            problems.append(f"{name} is {tensor.dtype} and must be {names[name].dtype}")
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{path} does not fit its configuration: {'; '.join(problems[:5])}{more}")
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A name beside the path, so on the same disk; nothing of that name is left behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":
+        return  # Windows has no descriptor of a folder
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

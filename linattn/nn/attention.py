@@ -1,0 +1,149 @@
+"""Attention as people put it into models: projections around any inner attention."""
+
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linattn.attention.base import InnerAttention
+from linattn.nn.convolution import ShortConvolution
+from linattn.ops.rotary import rotate
+
+
+class AttentionState(NamedTuple):
+    """What the past left: the inner attention's own state, the last inputs of the convolution, the number of tokens."""
+
+    inner: Any
+    convolution: Float[Tensor, "b w d"] | None
+    position: Int[Tensor, " b"] | None
+
+
+@final
+class MultiheadAttention(nn.Module):
+    """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
+
+    Options of the modern family: `rotary`, a base, turns q and k by their positions before the inner attention;
+    `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an RMSNorm
+    of each head's output, which un-normalised attention needs (RetNet, https://arxiv.org/abs/2307.08621);
+    `gate` multiplies the output by silu(W_g x). Dropout acts on the output."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        inner: InnerAttention,
+        *,
+        num_key_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = False,
+        rotary: float | None = None,
+        convolution: int = 0,
+        head_norm: bool = False,
+        gate: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        key_heads = num_heads if num_key_heads is None else num_key_heads
+        self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
+        self.rotary = rotary
+        width, key_width = num_heads * self.head_dim, key_heads * self.head_dim
+        source = dim if context_dim is None else context_dim
+        self.inner = inner
+        self.q_proj = nn.Linear(dim, width, bias=bias)
+        self.k_proj = nn.Linear(source, key_width, bias=bias)
+        self.v_proj = nn.Linear(source, key_width, bias=bias)
+        self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
+        self.o_proj = nn.Linear(width, dim, bias=bias)
+        self.convolution = ShortConvolution(dim, convolution) if convolution else None
+        self.head_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if head_norm else None
+        self.dropout = nn.Dropout(dropout)
+        if context_dim is not None:
+            self._check_cross_attention()
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d"],
+        context: Float[Tensor, "b m c"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        """`key_mask` says which tokens are present (True): of the context if there is one, else of x."""
+        if context is None:
+            q, k, v, _, _ = self._project(x, None, key_mask)
+        else:
+            self._check_cross_attention()
+            q, k, v = self._split(self.q_proj(x)), self._split(self.k_proj(context)), self._split(self.v_proj(context))
+        return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: AttentionState | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], AttentionState]:
+        """The next tokens, any number of them, of sequences whose past is summed up in `state` (None: no past)."""
+        q, k, v, convolution, position = self._project(x, state, key_mask)
+        inner = None if state is None else state.inner
+        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask))
+        return self._merge(x, y), AttentionState(inner, convolution, position)
+
+    def _project(
+        self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        mixed, convolution, position = x, None, None
+        if self.convolution is not None:
+            mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
+        q, k, v = (self._split(project(mixed)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.rotary is not None:
+            positions, position = count_positions(x, state and state.position, key_mask)
+            q, k = (rotate(part, positions.unsqueeze(1), base=self.rotary) for part in (q, k))
+        return q, k, v, convolution, position
+
+    def _split(self, x: Tensor) -> Tensor:
+        # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def _merge(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.head_norm is not None:
+            y = self.head_norm(y)
+        y = y.transpose(1, 2).flatten(2)
+        if self.g_proj is not None:
+            y = F.silu(self.g_proj(x)) * y
+        return self.dropout(self.o_proj(y))
+
+    def _check_cross_attention(self) -> None:
+        if self.inner.causal:
+            raise ValueError("cross attention has no order of queries and keys: the inner attention must not be causal")
+        if self.convolution is not None or self.rotary is not None:
+            raise ValueError("convolution and rotary belong to self attention: cross attention takes neither")
+
+
+def count_positions(
+    x: Float[Tensor, "b n d"], start: Int[Tensor, " b"] | None, key_mask: Bool[Tensor, "b n"] | None
+) -> tuple[Int[Tensor, "#b n"], Int[Tensor, " b"]]:
+    """The position of each token, counting present ones only, and how many there have been by the end."""
+    b, n = x.shape[:2]
+    if start is None:
+        start = torch.zeros(b, dtype=torch.long, device=x.device)
+    if key_mask is None:
+        return start.unsqueeze(1) + torch.arange(n, device=x.device), start + n
+    # missing tokens before the first would have position -1, which no table of positions holds
+    return start.unsqueeze(1) + (key_mask.cumsum(1) - 1).clamp(min=0), start + key_mask.sum(1)
+
+
+def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
+    if num_heads % num_key_heads:
+        raise ValueError(f"num_key_heads must divide num_heads, but they are {num_key_heads} and {num_heads}")
+    if head_dim is not None:
+        return head_dim
+    if dim % num_heads:
+        raise ValueError(f"num_heads must divide dim, or head_dim be given, but they are {num_heads} and {dim}")
+    return dim // num_heads
+
+
+def _over_heads(key_mask: Tensor | None) -> Tensor | None:
+    return None if key_mask is None else key_mask.unsqueeze(1)

@@ -1,0 +1,90 @@
+"""Short causal convolutions: each token sees itself and the few before it. What linear attention lacks most is a way to
+look at exact neighbours, and this is the cheapest one."""
+
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.ops.compaction import compact, last_tokens, pack, unpack
+
+
+@final
+class ShortConvolution(nn.Module):
+    """y_i = x_i + b + Σ_{j < width} w_j ⊙ x_{i-j}: depthwise and causal, with a residual.
+
+    A missing token is skipped: the neighbours of a token are the present ones before it."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"a convolution is at least 1 wide, but width is {width}")
+        # weight[0] belongs to the oldest token, weight[-1] to the token itself
+        self.weight = nn.Parameter(torch.empty(width, dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/√width, as torch's depthwise convolution."""
+        bound = self.weight.shape[0] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        return self.extend(x, key_mask=key_mask)[0]
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: Float[Tensor, "b w d"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
+        """The state is the last width - 1 present inputs of each row, zeros for those there have not been."""
+        if state is None:
+            state = x.new_zeros(x.shape[0], self.weight.shape[0] - 1, x.shape[2])
+        if key_mask is None:
+            return x + self._filter(torch.cat([state, x], dim=1)), last_tokens(state, x)
+        where = compact(key_mask)
+        packed = pack(x, where)
+        y = unpack(self._filter(torch.cat([state, packed], dim=1)), where, key_mask)
+        return x + y, last_tokens(state, packed, where.count)
+
+    def _filter(self, inputs: Tensor) -> Tensor:
+        # a sum of shifted products: faster than a depthwise convolution on a CPU, for one token as for thousands
+        n = inputs.shape[1] - self.weight.shape[0] + 1
+        y = self.bias.expand(*inputs.shape[:1], n, -1)
+        for offset, weight in enumerate(self.weight):
+            y = y + weight * inputs[:, offset : offset + n]
+        return y
+
+
+@final
+class GatedConvolution(nn.Module):
+    """(W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
+
+    Zoology's BaseConv. Arora et al., https://arxiv.org/abs/2312.04927"""
+
+    def __init__(self, dim: int, width: int, *, dropout: float = 0.0):
+        super().__init__()
+        self.convolution = ShortConvolution(dim, width)
+        self.g_proj = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        return self.extend(x, key_mask=key_mask)[0]
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: Float[Tensor, "b w d"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
+        y, state = self.convolution.extend(x, state, key_mask=key_mask)
+        return self.dropout(self.g_proj(x) * y), state
