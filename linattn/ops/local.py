@@ -1,0 +1,204 @@
+"""Softmax attention in a window: cost and memory are linear in the length times the window.
+
+The sequence is cut into blocks of queries. Every block away from the borders sees keys at the same distances, so all of
+them are one batched call with one small mask, on overlapping views of the keys; nothing is copied or padded."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.ops.compaction import compact, last_tokens, pack, real, unpack
+from linattn.ops.softmax import per_query_head, softmax_attention
+
+
+class Window(NamedTuple):
+    """Which keys a query sees, by their positions. Exact: those closer than `size`, itself among them. Bucketed: those
+    of its own bucket of `size` tokens and of the buckets beside it. Causal: none after itself."""
+
+    size: int
+    causal: bool = False
+    bucketed: bool = False
+
+    def sees(self, i: Int[Tensor, "*#b n 1"], j: Int[Tensor, "*#b 1 m"]) -> Bool[Tensor, "*b n m"]:
+        near = (i // self.size - j // self.size).abs() <= 1 if self.bucketed else (i - j).abs() < self.size
+        return near & (j <= i) if self.causal else near
+
+    @property
+    def reach(self) -> int:
+        """How many tokens away the farthest visible key may be, seen from a border of a block."""
+        return self.size if self.bucketed else self.size - 1
+
+    @property
+    def past(self) -> int:
+        """How many tokens a state keeps: all that some later query may see."""
+        return 2 * self.size - 1 if self.bucketed else self.size - 1
+
+    @property
+    def block(self) -> int:
+        """Queries in a block: whole buckets, and near what measured fastest on a CPU."""
+        return -(-64 // self.size) * self.size if self.bucketed else 64 if self.size <= 128 else 128
+
+
+class LocalState(NamedTuple):
+    """The last keys and values of each row, right-aligned, and how many tokens it has seen. Constant in size."""
+
+    k: Float[Tensor, "b hk s d"]
+    v: Float[Tensor, "b hk s dv"]
+    seen: Int[Tensor, "b #hk"]
+
+
+def local_attention(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    /,
+    *,
+    window: Window,
+    key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+) -> Float[Tensor, "b h n dv"]:
+    """Each query attends to the keys in its window: y_i = Σ_j softmax_j(q_i·k_j / √d) v_j.
+
+    A masked token is a missing token: the window counts real ones only, and the outputs of masked ones are zeros.
+    """
+    _check(q, k, v, window)
+    if key_mask is None:
+        return _attend(q, k, v, window, None)
+    q, k, v, restore, packed, _ = _pack(q, k, v, key_mask)
+    # the packed zeros stand after every real token, where no causal query sees them
+    return restore(_attend(q, k, v, window, None if window.causal else packed))
+
+
+def extend_local(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    state: LocalState | None = None,
+    /,
+    *,
+    window: Window,
+    key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
+    """The next tokens of causal `local_attention`, any number of them; masked ones leave no trace in the state."""
+    _check(q, k, v, window)
+    restore, count = None, None
+    if key_mask is not None:
+        q, k, v, restore, _, count = _pack(q, k, v, key_mask)
+    if state is None:
+        y, state = _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, count)
+    else:
+        y, state = _continue(q, k, v, state, window, count)
+    return y if restore is None else restore(y), state
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
+    if window.size < 1:
+        raise ValueError(f"a window holds at least one token, but its size is {window.size}")
+    if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
+        raise ValueError(
+            "local attention needs as many queries as keys and values, each at its own place, but "
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        )
+
+
+def _pack(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> tuple[Any, ...]:
+    """Packed q, k and v, the way back for outputs, which packed tokens are real, and their number in each row."""
+    key_mask = key_mask.expand(k.shape[0], -1, -1)
+    queries = per_query_head(key_mask, q.shape[1])
+    where, where_q = compact(key_mask), compact(queries)
+    packed = pack(q, where_q), pack(k, where), pack(v, where)
+    return *packed, lambda y: unpack(y, where_q, queries), real(where), where.count
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
+) -> Tensor:
+    """Blocks that see as far as the window reaches, and what is left at the two borders."""
+    n, block, after = q.shape[-2], window.block, 0 if window.causal else window.reach
+    first, last = -(-window.reach // block), (n - after) // block
+    start, stop = (first * block, last * block) if last > first else (n, n)
+    if past is None:
+        parts = [_border(q, k, v, window, real, 0, start)]
+    else:
+        parts = [_resume(*(x[..., :start, :] for x in (q, k, v)), past, window)]
+    if stop > start:
+        parts.append(_blocks(q, k, v, window, real, start, stop))
+    if n > stop:
+        parts.append(_border(q, k, v, window, real, stop, n))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
+    """The queries from start to stop in one block of their own."""
+    n = k.shape[-2]
+    left, right = max(start - window.reach, 0), stop if window.causal else min(stop + window.reach, n)
+    q, k, v = q[..., start:stop, :], k[..., left:right, :], v[..., left:right, :]
+    # a short sequence lies in every window, and then the kernel needs no mask
+    if real is None and start == 0 and right <= window.size:
+        return softmax_attention(q, k, v, causal=window.causal)
+    i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
+    visible = window.sees(i[:, None], j)
+    if real is not None:
+        visible = per_query_head(_among(visible, real[..., left:right], i[:, None] == j), q.shape[1])
+    return softmax_attention(q, k, v, visible=visible)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
+    """The queries from start to stop, whole blocks whose windows all lie inside the sequence."""
+    b, h, hk, block = q.shape[0], q.shape[1], k.shape[1], window.block
+    count, group = (stop - start) // block, h // hk
+    left, right = start - window.reach, stop if window.causal else stop + window.reach
+    length = right - left - (count - 1) * block
+    # keys: (b·hk, blocks, length, d), overlapping views; queries: (b·hk, blocks·group, block, d)
+    k, v = (x[..., left:right, :].flatten(0, 1).unfold(-2, length, block).mT for x in (k, v))
+    q = q[..., start:stop, :].unflatten(1, (hk, group)).unflatten(3, (count, block)).transpose(2, 3)
+    i = torch.arange(block, device=q.device)[:, None]
+    j = torch.arange(length, device=q.device) - window.reach
+    visible = window.sees(i, j)
+    if real is not None:
+        near = real[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)
+        visible = per_query_head(_among(visible, near, i == j), count * group)
+    y = softmax_attention(q.flatten(0, 1).flatten(1, 2), k, v, visible=visible)
+    return y.unflatten(1, (count, group)).transpose(1, 2).flatten(2, 3).unflatten(0, (b, hk)).flatten(1, 2)
+
+
+def _among(visible: Tensor, real: Tensor, itself: Tensor) -> Tensor:
+    """Real keys only. A token that is not real sees itself: a softmax over nothing has gradients that are not numbers
+    in some kernels."""
+    return visible & (real.unsqueeze(-2) | itself)
+
+
+def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -> Tensor:
+    """A few queries after the past, each row from its own position on."""
+    n, kept = q.shape[-2], past.k.shape[-2]
+    i = past.seen.unsqueeze(-1) + torch.arange(n, device=q.device)
+    j = past.seen.unsqueeze(-1) + torch.arange(-kept, n, device=q.device)
+    visible = window.sees(i.unsqueeze(-1), j.unsqueeze(-2)) & (j >= 0).unsqueeze(-2)
+    k, v = torch.cat([past.k, k], -2), torch.cat([past.v, v], -2)
+    return softmax_attention(q, k, v, visible=per_query_head(visible, q.shape[1]))
+
+
+def _continue(
+    q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window, count: Tensor | None
+) -> tuple[Tensor, LocalState]:
+    """Rows may stand at different places in their buckets, so buckets go on piece by piece."""
+    n = q.shape[-2]
+    size = window.block if window.bucketed else max(n, 1)
+    parts = []
+    for start in range(0, max(n, 1), size):
+        piece = [x[..., start : start + size, :] for x in (q, k, v)]
+        parts.append(_attend(*piece, window, None, state))
+        state = _advance(state, *piece[1:], None if count is None else (count - start).clamp(0, size))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2), state
+
+
+def _empty(k: Tensor, v: Tensor, window: Window) -> LocalState:
+    kept = (*k.shape[:2], window.past)
+    seen = torch.zeros(k.shape[0], 1, dtype=torch.int64, device=k.device)
+    return LocalState(k.new_zeros(*kept, k.shape[-1]), v.new_zeros(*kept, v.shape[-1]), seen)
+
+
+def _advance(state: LocalState, k: Tensor, v: Tensor, count: Tensor | None) -> LocalState:
+    seen = state.seen + (k.shape[-2] if count is None else count)
+    return LocalState(last_tokens(state.k, k, count), last_tokens(state.v, v, count), seen)
