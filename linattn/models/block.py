@@ -12,7 +12,7 @@ from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, Multihea
 
 @final
 class Block(nn.Module):
-    """x + mix(norm(x)), then x + feed_forward(norm(x)): the norms stand before, and the residual stream is left alone."""
+    """x + mix(norm(x)), then x + feed_forward(norm(x)): no norm stands in the residual stream itself."""
 
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()

@@ -19,9 +19,9 @@ PREFILL = 8192
 class Sampling:
     """How the next token is drawn from the logits: the penalty first, then temperature, top_k and top_p.
 
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest likeliest that together reach
-    probability p. The penalty divides the logits of tokens that were there before by itself, where they are positive, and multiplies
-    the negative ones (Keskar et al., https://arxiv.org/abs/1909.05858)."""
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest that reach probability p
+    together. The penalty concerns the tokens that were there before, in the prompt too: it divides positive logits and
+    multiplies negative ones (Keskar et al., https://arxiv.org/abs/1909.05858)."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -50,9 +50,7 @@ def generate(
     seed: int | None = None,
 ) -> list[list[int]]:
     """The new tokens of each row, a stop token included. See `stream`."""
-    steps = stream(
-        model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, seed=seed
-    )
+    steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, seed=seed)
     rows: list[list[int]] = [[] for _ in range(len(prompts))]
     for step in steps:
         for row, token in zip(rows, step, strict=True):
@@ -70,15 +68,16 @@ def stream(
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """One token a row and step, as soon as it is known; None for a row that has stopped. The stop token itself is still given.
+    """One token a row and step, as soon as it is known; None for a row that has stopped (its stop token is given).
 
-    Each row is what it would be alone; with a seed, the draws are the same every time and
-    touch no other randomness, without one they come from torch's default generator."""
+    With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
+    default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
     rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
-    _check_prompts(model, rows, max_new_tokens)
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(model.device).manual_seed(seed)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
+    _check_tokens(model, rows, stop_tokens)
+    _check_length(model, max(map(len, rows)) + max(max_new_tokens - 1, 0))
+    generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
     return _steps(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), generator)
 
 
@@ -93,18 +92,17 @@ def _steps(
 ) -> Iterator[list[int | None]]:
     logits, state, seen = _prefill(model, prompts)
     stopped = [False] * len(prompts)
-    for step in range(max_new_tokens):
-        if step:
-            with _evaluating(model):
-                logits, state = model.extend(tokens.unsqueeze(1), state)
-            logits = logits[:, -1]
-        tokens = draw(logits, sampling, seen, generator)
-        seen.scatter_(1, tokens.unsqueeze(1), True)
-        new = tokens.tolist()
+    for remaining in reversed(range(max_new_tokens)):
+        tokens = draw(logits, sampling, seen, generator).unsqueeze(1)
+        seen.scatter_(1, tokens, True)
+        new = tokens.squeeze(1).tolist()
         yield [None if stop else token for stop, token in zip(stopped, new, strict=True)]
         stopped = [stop or token in stop_tokens for stop, token in zip(stopped, new, strict=True)]
-        if all(stopped):
+        if all(stopped) or not remaining:
             return
+        with _evaluating(model):
+            logits, state = model.extend(tokens, state)
+        logits = logits.squeeze(1)
 
 
 def _prefill(
@@ -173,16 +171,15 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
             module.training = True
 
 
-def _check_prompts(model: LanguageModel, prompts: list[list[int]], max_new_tokens: int) -> None:
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
+def _check_tokens(model: LanguageModel, prompts: list[list[int]], stop_tokens: Collection[int]) -> None:
     if not prompts or not all(prompts):
         raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
-    low, high = min(map(min, prompts)), max(map(max, prompts))
-    if low < 0 or high >= model.config.vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(f"tokens must be in [0, {model.config.vocab_size}), but a prompt has {wrong}")
+    for what, tokens in (*(("a prompt", prompt) for prompt in prompts), ("stop_tokens", stop_tokens)):
+        if wrong := [token for token in tokens if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"tokens must be in [0, {model.config.vocab_size}), but {what} has {wrong[0]}")
+
+
+def _check_length(model: LanguageModel, length: int) -> None:
     limit = model.config.max_length
-    length = max(map(len, prompts)) + max(max_new_tokens - 1, 0)
     if limit is not None and length > limit:
         raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")

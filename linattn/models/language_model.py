@@ -2,7 +2,7 @@
 
 import math
 from os import PathLike
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from linattn.models.block import Block, make_norm
 from linattn.models.config import LanguageModelConfig
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
 from linattn.nn.attention import count_positions
+from linattn.ops.compaction import compact, pack, unpack
 
 INIT_STD = 0.02
 
@@ -28,7 +29,7 @@ class LanguageModelState(NamedTuple):
 class LanguageModel(nn.Module):
     """Embeddings, blocks, a last norm and the logits of the next token.
 
-    A missing token (`key_mask` False; anywhere) counts for nothing, as if it were not in the row; its own logits mean nothing."""
+    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
@@ -66,9 +67,13 @@ class LanguageModel(nn.Module):
         self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n d"]:
         """What `logits` takes."""
-        x, _ = self.embed(tokens, key_mask=key_mask)
+        if key_mask is not None:
+            # padding on the right is future: with the present tokens on the left, no causal layer needs a mask
+            where = compact(key_mask)
+            return unpack(self.hidden(pack(tokens.unsqueeze(-1), where).squeeze(-1)), where, key_mask)
+        x, _ = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, key_mask=key_mask)
+            x = block(x)
         return self.norm(x)
 
     def extend_hidden(
@@ -83,7 +88,7 @@ class LanguageModel(nn.Module):
         x, position = self.embed(tokens, state and state.position, key_mask=key_mask)
         states = []
         for block, block_state in zip(self.blocks, past, strict=True):
-            x, block_state = block.extend(x, block_state, key_mask=key_mask)
+            x, block_state = cast(Block, block).extend(x, block_state, key_mask=key_mask)
             states.append(block_state)
         return self.norm(x), LanguageModelState(tuple(states), position)
 
@@ -95,6 +100,9 @@ class LanguageModel(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Int[Tensor, " b"] | None]:
         """What the first block takes, and the position to go on from, None unless positions are learned."""
+        if key_mask is not None:
+            # a masked place may hold anything, so also what is no token
+            tokens = tokens.masked_fill(~key_mask, 0)
         x = _look_up(self.embedding, tokens, "tokens")
         if self.positions is not None:
             places, position = count_positions(x, position, key_mask)
@@ -130,8 +138,8 @@ class LanguageModel(nn.Module):
 
         save(self, folder)
 
-    @classmethod
-    def load(cls, folder: str | PathLike[str]) -> Self:
+    @staticmethod
+    def load(folder: str | PathLike[str]) -> "LanguageModel":
         """The model that `save`, or `save_pretrained` of our transformers class, wrote."""
         from linattn.models.storage import load
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,8 @@ def load(folder: str | os.PathLike[str]) -> "LanguageModel":
         model = LanguageModel(config)
     tensors = _read_tensors(folder / WEIGHTS)
     _check_tensors(model.state_dict(), tensors, folder / WEIGHTS)
-    model.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, assign=True)
+    # copies, or the weights would be views of a file that someone may write to
+    model.load_state_dict({name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items()}, assign=True)
     return model.eval()
 
 

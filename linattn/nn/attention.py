@@ -25,9 +25,9 @@ class MultiheadAttention(nn.Module):
     """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
 
     Options of the modern family: `rotary`, a base, turns q and k by their positions before the inner attention;
-    `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an RMSNorm
-    of each head's output, which un-normalised attention needs (RetNet, https://arxiv.org/abs/2307.08621);
-    `gate` multiplies the output by silu(W_g x). Dropout acts on the output."""
+    `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an
+    RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
+    (both as in RetNet, https://arxiv.org/abs/2307.08621). Dropout acts on the output."""
 
     def __init__(
         self,

@@ -1,0 +1,52 @@
+"""Small language models of every kind: what the laws are stated over."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linattn.attention.named import ATTENTIONS
+from linattn.models import LanguageModel, LanguageModelConfig
+
+VOCABULARY = 13
+NOT_CAUSAL = {"linformer", "linformer_conv", "linformer_mean"}
+NAMES = sorted(set(ATTENTIONS) - NOT_CAUSAL)
+
+# what the configuration offers beside the attention, each with a window smaller than the sequences
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixture": {"attention": "local+elu"},
+    "uneven mixture": {"attention": "local:3+taylor:1"},
+    "grouped keys": {"attention": "softmax", "num_key_heads": 2},
+    "grouped keys of a mixture": {"attention": "local+elu", "num_key_heads": 2},
+    "convolution": {"attention": "elu", "convolution": 4, "rotary": None},
+    "un-normalised": {"attention": "linear_unnormalized", "head_norm": True, "gate": True},
+    "layers": {"attention": ("convolution:3", "local"), "feed_forward": "none"},
+    "learned positions": {
+        "attention": "elu",
+        "positions": "learned",
+        "max_length": 80,
+        "rotary": None,
+        "feed_forward": "gelu",
+        "norm": "layer",
+    },
+    "untied": {"attention": "elu", "tie_embeddings": False, "head_dim": 6, "convolution": 2},
+}
+MODELS = {name: {"attention": name} for name in NAMES} | OPTIONS
+
+every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
+
+
+def small_model(options: dict[str, Any] | None = None, **more: Any) -> LanguageModel:
+    """In float64, and initialised wide, so that every layer matters."""
+    fields = {"vocab_size": VOCABULARY, "dim": 16, "depth": 2, "num_heads": 4, "window": 7}
+    model = LanguageModel(LanguageModelConfig(**(fields | (options or {}) | more))).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("_proj.weight", "embedding.weight", "positions.weight")):
+                parameter.mul_(15)
+    return model
+
+
+def some_tokens(b: int, n: int) -> Tensor:
+    return torch.randint(VOCABULARY, (b, n))

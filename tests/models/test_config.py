@@ -1,0 +1,81 @@
+import dataclasses
+
+import pytest
+
+from linattn.models import LanguageModelConfig
+
+
+def test_goes_to_json_and_back():
+    config = LanguageModelConfig(
+        vocab_size=7, depth=2, attention=("elu", "convolution:3"), rotary=None, dropout=0.5, tie_embeddings=False
+    )
+    back = LanguageModelConfig.from_json(config.to_json())
+    assert back == config and hash(back) == hash(config)
+
+
+def test_a_list_of_layers_is_a_tuple_of_layers():
+    fields = LanguageModelConfig(vocab_size=7, depth=2, attention=("elu", "local")).to_dict()
+    assert fields["attention"] == ["elu", "local"]
+    assert LanguageModelConfig.from_dict(fields).attention == ("elu", "local")
+
+
+def test_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LanguageModelConfig(vocab_size=7).dim = 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be an integer of at least 1, but is 0"),
+        ({"dim": True}, "dim must be an integer"),
+        ({"depth": -1}, "depth must be an integer"),
+        ({"num_heads": 3}, "num_heads must divide dim, but they are 3 and 256"),
+        ({"num_key_heads": 3}, "num_key_heads must divide num_heads, but they are 3 and 4"),
+        ({"window": 0}, "window must be an integer"),
+        ({"convolution": -1}, "convolution must be an integer of at least 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), but is 1.0"),
+        ({"dropout": float("nan")}, "dropout must be in"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio must be positive"),
+        ({"mlp_ratio": float("inf")}, "mlp_ratio must be positive and finite"),
+        ({"rotary": float("nan")}, "rotary must be None or a base above 1"),
+        ({"norm": "batch"}, "norm must be one of 'rms', 'layer', but is 'batch'"),
+        ({"feed_forward": "relu"}, "feed_forward must be one of"),
+        ({"positions": "sinusoidal"}, "positions must be one of"),
+        ({"positions": "learned"}, "max_length belongs to learned positions"),
+        ({"max_length": 5}, "max_length belongs to learned positions"),
+        ({"attention": ("elu",)}, "attention names 1 layers, but depth is 4"),
+        ({"attention": "nonsense"}, "nonsense"),
+        ({"attention": "local+nonsense"}, "nonsense"),
+        ({"attention": "linformer"}, "causal"),
+        ({"attention": "local:3+elu:3"}, "heads"),
+        ({"attention": "convolution:"}, "convolution"),
+        ({"attention": "convolution:0"}, "convolution"),
+    ],
+)
+def test_wrong_values_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModelConfig(**({"vocab_size": 7} | fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"vocab_size": 7, "widht": 3, "dim": 8}', "unknown configuration 'widht'; known are vocab_size, dim, depth"),
+        ("{}", "no vocab_size"),
+        ("[]", "must be a JSON object, but is a list"),
+        ("{", "not JSON"),
+        ('{"vocab_size": "7"}', "vocab_size must be an integer"),
+        ('{"vocab_size": 7, "attention": 3}', "attention must be a name"),
+        ('{"vocab_size": 7, "gate": 1}', "gate must be true or false"),
+        ('{"vocab_size": 7, "dropout": "0"}', "dropout must be in"),
+    ],
+)
+def test_wrong_json_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModelConfig.from_json(text)
+
+
+def test_the_gated_feed_forward_has_as_many_weights():
+    gated = LanguageModelConfig(vocab_size=7, dim=96)
+    assert 3 * gated.hidden_dim == 2 * LanguageModelConfig(vocab_size=7, dim=96, feed_forward="gelu").hidden_dim
