@@ -1,0 +1,44 @@
+# make demo   trains a small language model on this machine and lets it write
+# make test   everything that has to hold before a commit lands
+# Both build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?= python3
+ifeq ($(OS),Windows_NT)
+BIN := .venv/Scripts
+else
+BIN := .venv/bin
+endif
+INSTALLED := .venv/installed
+PYTEST := $(BIN)/python -m pytest
+# CI's own options, such as --durations=20
+PYTEST_OPTIONS ?=
+
+.PHONY: demo test lint types laws compiled clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m linattn.cli.demo
+
+test: lint types compiled laws
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+
+types: $(INSTALLED)
+	$(BIN)/pyright
+
+# checking shapes at run time breaks torch.compile: what is compiled is tested apart, unchecked
+compiled: $(INSTALLED)
+	$(PYTEST) tests/compiled $(PYTEST_OPTIONS)
+
+laws: $(INSTALLED)
+	$(PYTEST) --jaxtyping-packages=linattn,beartype.beartype --ignore=tests/compiled $(PYTEST_OPTIONS)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'linattn needs Python 3.11 or newer; say which: make PYTHON=python3.12')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -c "open('$(INSTALLED)', 'w').close()"
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""Inner attentions: modules from split heads to outputs."""

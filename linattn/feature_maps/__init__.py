@@ -1,0 +1,63 @@
+"""Feature maps: one φ a file, and `FEATURE_MAPS`, which makes each from (head_dim, num_heads, num_key_heads)."""
+
+from collections.abc import Callable
+
+import torch
+
+from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
+from linattn.feature_maps.efficient import EfficientFeatureMap
+from linattn.feature_maps.elementwise import ElementwiseFeatureMap
+from linattn.feature_maps.exponential import ExpFeatureMap
+from linattn.feature_maps.favor import FavorFeatureMap
+from linattn.feature_maps.favor_hyperbolic import HyperbolicFavorFeatureMap
+from linattn.feature_maps.favor_trigonometric import TrigonometricFavorFeatureMap
+from linattn.feature_maps.generalized import GeneralizedFeatureMap
+from linattn.feature_maps.hedgehog import HedgehogFeatureMap
+from linattn.feature_maps.random_projection import RandomProjection, default_num_features, redraw_features_
+from linattn.feature_maps.second_order_taylor import SecondOrderTaylorFeatureMap
+from linattn.feature_maps.t2r import T2RFeatureMap
+from linattn.feature_maps.taylor import TaylorFeatureMap
+
+
+def _favor_relu(d: int) -> FeatureMap:
+    # the epsilon is the Performer's
+    return GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, default_num_features(d)))
+
+
+FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
+    "identity": lambda d, h, hk: ElementwiseFeatureMap("identity"),
+    "elu": lambda d, h, hk: ElementwiseFeatureMap("elu_plus_one"),
+    "relu": lambda d, h, hk: ElementwiseFeatureMap("relu"),
+    "squared_relu": lambda d, h, hk: ElementwiseFeatureMap("squared_relu"),
+    "softplus": lambda d, h, hk: ElementwiseFeatureMap("softplus"),
+    "sigmoid": lambda d, h, hk: ElementwiseFeatureMap("sigmoid"),
+    "exp": lambda d, h, hk: ExpFeatureMap(),
+    "taylor": lambda d, h, hk: TaylorFeatureMap(),
+    "taylor2": lambda d, h, hk: SecondOrderTaylorFeatureMap(),
+    "efficient": lambda d, h, hk: EfficientFeatureMap(),
+    "favor": lambda d, h, hk: FavorFeatureMap(d),
+    "favor_hyperbolic": lambda d, h, hk: HyperbolicFavorFeatureMap(d),
+    "favor_trigonometric": lambda d, h, hk: TrigonometricFavorFeatureMap(d),
+    "favor_relu": lambda d, h, hk: _favor_relu(d),
+    "t2r": lambda d, h, hk: T2RFeatureMap(d, h, num_key_heads=hk),
+    "hedgehog": lambda d, h, hk: HedgehogFeatureMap(d, h, num_key_heads=hk),
+}
+
+__all__ = [
+    "FEATURE_MAPS",
+    "EfficientFeatureMap",
+    "ElementwiseFeatureMap",
+    "ExpFeatureMap",
+    "ExponentialFeatureMap",
+    "FavorFeatureMap",
+    "FeatureMap",
+    "GeneralizedFeatureMap",
+    "HedgehogFeatureMap",
+    "HyperbolicFavorFeatureMap",
+    "RandomProjection",
+    "SecondOrderTaylorFeatureMap",
+    "T2RFeatureMap",
+    "TaylorFeatureMap",
+    "TrigonometricFavorFeatureMap",
+    "redraw_features_",
+]

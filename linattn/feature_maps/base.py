@@ -1,0 +1,49 @@
+"""What a feature map is: φ with φ_q(q)·φ_k(k) in the place of softmax's exp(q·k). Every other file here is one φ."""
+
+from abc import ABC, abstractmethod
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class FeatureMap(nn.Module, ABC):
+    """Maps queries and keys to features, whose inner products are the similarities."""
+
+    elementwise: str | None = None
+    """The operator's own name for this map, when it acts on each number alone: a backend then applies it in its loop."""
+
+    normalize: str | None = "output"
+    """How the operator normalises with this map, unless the user says otherwise."""
+
+    @abstractmethod
+    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]: ...
+
+    @abstractmethod
+    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]: ...
+
+    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
+        """The same features as value · exp(log_scale), so that the value stays in range. None: a scale of one.
+
+        The value has the dtype of x, the scale at least float32; gradients may flow through both."""
+        return self.query(x), None
+
+    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
+        return self.key(x), None
+
+
+class ExponentialFeatureMap(FeatureMap):
+    """A map whose features may be too large for their dtype; it defines them as value · exp(log_scale)."""
+
+    @abstractmethod
+    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]: ...
+
+    @abstractmethod
+    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]: ...
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+        value, log_scale = self.scaled_query(x)
+        return (value * log_scale.exp().unsqueeze(-1)).to(x.dtype)
+
+    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+        value, log_scale = self.scaled_key(x)
+        return (value * log_scale.exp().unsqueeze(-1)).to(x.dtype)

@@ -1,0 +1,25 @@
+"""What holds for every test: one thread, a seed of its own, and uninitialised memory full of NaN."""
+
+import os
+import zlib
+
+# the processes that tests start take one thread too; read when torch is imported, so set before
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# a test never asks a hub for anything
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The same for the same test, whichever tests run before it."""
+    number = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(number)
+    return number

@@ -1,0 +1,73 @@
+"""Imports point one way: cli → models, compat, integrations → nn → attention → feature_maps, ops."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "linattn"
+LAYERS = [{"cli"}, {"models", "compat", "integrations"}, {"nn"}, {"attention"}, {"feature_maps", "ops"}]
+DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+# neighbours that may look at each other, one way
+BESIDE = {("compat", "models"), ("integrations", "models"), ("feature_maps", "ops")}
+# where a package of others may be imported, wherever in the file that happens
+GUESTS = {
+    "triton": ("linattn/ops/backends/triton",),
+    "transformers": ("linattn/integrations/", "linattn/cli/"),
+    "accelerate": ("linattn/integrations/", "linattn/cli/"),
+    "peft": (),
+    "tokenizers": ("linattn/integrations/", "linattn/cli/"),
+    "matplotlib": ("linattn/cli/",),
+}
+# what comes with `pip install linattn`, and so may be imported at the top of a file
+BASE = {"torch", "jaxtyping", "linattn"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere in the file; of `from a import b` both a and a.b, as b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports here are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def allowed(importer: str, imported: str) -> bool:
+    if importer == imported or (importer, imported) in BESIDE:
+        return True
+    return DEPTH[importer] < DEPTH[imported]
+
+
+@every_file
+def test_imports_point_one_way(path):
+    layer = path.relative_to(PACKAGE).parts[0]
+    if layer not in DEPTH:
+        pytest.skip("a page of names, which no layer imports")
+    for name in imports(ast.parse(path.read_text("utf-8"))):
+        package, _, rest = name.partition(".")
+        if package == "linattn" and rest:
+            target = rest.split(".")[0]
+            assert target in DEPTH or target == "__version__", f"{layer} imports {name}, which belongs to no layer"
+            assert target not in DEPTH or allowed(layer, target), f"{layer} imports {name}"
+
+
+@every_file
+def test_guests_are_imported_at_home(path):
+    place = path.relative_to(PACKAGE.parent).as_posix()
+    for name in imports(ast.parse(path.read_text("utf-8"))):
+        homes = GUESTS.get(name.partition(".")[0])
+        assert homes is None or place.startswith(homes), f"{place} imports {name}, which belongs in {homes}"
+
+
+def test_a_wrong_import_is_seen():
+    wrong = ast.parse("def f():\n    from linattn import models\n    import triton.language")
+    assert {"linattn.models", "triton.language"} <= set(imports(wrong))
+    assert not allowed("ops", "models")
+    assert not allowed("models", "integrations")
+    assert allowed("cli", "ops")
