@@ -10,7 +10,7 @@ class FeatureMap(nn.Module, ABC):
     """Maps queries and keys to features, whose inner products are the similarities."""
 
     elementwise: str | None = None
-    """The operator's own name for this map, when it acts on each number alone: a backend then applies it in its loop."""
+    """The operator's own name for this map, if it acts on each number alone: a backend then applies it in its loop."""
 
     normalize: str | None = "output"
     """How the operator normalises with this map, unless the user says otherwise."""

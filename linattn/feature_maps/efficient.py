@@ -1,0 +1,31 @@
+"""Efficient attention: softmax of the queries over channels, of the keys over tokens.
+Shen et al., https://arxiv.org/abs/1812.01243, eq. 4"""
+
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.exponential import scaled_exp
+from linattn.ops.backends.base import accumulator
+
+
+@final
+class EfficientFeatureMap(FeatureMap):
+    """φ_q(x) = softmax(x) over channels, φ_k(x) = exp(x); each feature is normalised by its own sum over keys, which
+    makes that exponential the softmax over tokens: y = Σ_c softmax(q)_c · Σ_j softmax_j(k_jc) v_j.
+
+    Key channels that lie more than 87 below the token's largest (17 in float16) count as zero."""
+
+    normalize = "keys"
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        return x.softmax(-1, dtype=accumulator(x.dtype)).to(x.dtype)
+
+    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        return torch.exp(x)
+
+    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b n"]]:
+        return scaled_exp(x)

@@ -1,0 +1,93 @@
+"""Random directions for the Performer's features. Choromanski et al., https://arxiv.org/abs/2009.14794, section 2.4"""
+
+import math
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linattn.ops.backends.base import accumulator
+
+
+@final
+class RandomProjection(nn.Module):
+    """x ↦ Ω x/d^¼, with rows ω of Ω drawn from N(0, I), or with the directions of each d of them orthogonal.
+
+    scaling 0: rows are as long as Gaussian vectors (each is then exactly N(0, I)); scaling 1: all have length √d, which
+    has less variance but a small bias. The rows are a buffer, drawn in `reset_parameters` and `redraw_` only."""
+
+    rows: Tensor
+
+    def __init__(self, head_dim: int, num_rows: int, *, orthogonal: bool = True, scaling: int = 0):
+        super().__init__()
+        if head_dim < 1 or num_rows < 1:
+            raise ValueError(f"a projection must have at least one row and column, but {num_rows} × {head_dim} came")
+        if scaling not in (0, 1):
+            raise ValueError(f"scaling must be 0 (lengths of Gaussian vectors) or 1 (√d), but is {scaling!r}")
+        self.orthogonal = orthogonal
+        self.scaling = scaling
+        self.register_buffer("rows", torch.empty(num_rows, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.redraw_()
+
+    @torch.no_grad()
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new rows, in place; on the CPU, so that the same seed gives the same on every device and rank."""
+        num_rows, head_dim = self.rows.shape
+        rows = torch.randn(num_rows, head_dim, dtype=torch.float64, device="cpu", generator=generator)
+        length = rows.norm(dim=-1, keepdim=True) if self.scaling == 0 else math.sqrt(head_dim)
+        if self.orthogonal:
+            rows = orthonormal_rows(num_rows, head_dim, generator) * length
+        elif self.scaling == 1:
+            rows = rows / rows.norm(dim=-1, keepdim=True) * length
+        self.rows.copy_(rows)
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
+        """In float32 or better, under autocast too: what is projected will be exponentiated."""
+        if x.shape[-1] != self.rows.shape[-1]:
+            raise ValueError(
+                f"x must be (..., {self.rows.shape[-1]}), as the projection was made for, but is {tuple(x.shape)}"
+            )
+        dtype = accumulator(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.to(dtype) @ (self.rows.to(dtype) * self.rows.shape[-1] ** -0.25).mT
+
+    def extra_repr(self) -> str:
+        num_rows, head_dim = self.rows.shape
+        return f"{head_dim}, {num_rows}, orthogonal={self.orthogonal}, scaling={self.scaling}"
+
+
+def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None = None) -> Float[Tensor, "r d"]:
+    """Blocks of d rows, each block a rotation drawn uniformly (Haar), the last one cut short."""
+    blocks = -(-num_rows // dim)
+    gaussian = torch.randn(blocks, dim, dim, dtype=torch.float64, device="cpu", generator=generator)
+    q, r = torch.linalg.qr(gaussian)
+    # QR leaves the signs to the algorithm; with those of a positive diagonal of R it is unique, and q uniform
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    return q.flatten(0, 1)[:num_rows]
+
+
+def default_num_features(head_dim: int) -> int:
+    """d ln d: as many as the paper's theorem 4 asks for, up to a constant."""
+    return max(1, int(head_dim * math.log(head_dim)))
+
+
+def num_pairs(num_features: int | None, head_dim: int) -> int:
+    """How many rows make so many features (None: the default number, rounded up) if each row makes two."""
+    if num_features is None:
+        return -(-default_num_features(head_dim) // 2)
+    if num_features < 2 or num_features % 2:
+        raise ValueError(f"these features come in pairs, so num_features must be even, but is {num_features}")
+    return num_features // 2
+
+
+def redraw_features_(module: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Redraws every random feature map in the module, in the order of `module.modules()`.
+
+    For the training loop, between steps; with generators of the same seed every rank draws the same."""
+    for part in module.modules():
+        if isinstance(part, RandomProjection):
+            part.redraw_(generator)
