@@ -1,6 +1,7 @@
 """Functions of tensors: no modules, no randomness, no configuration."""
 
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.linear import LinearState, causal_linear_attention
+from linattn.ops.linear import ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops.state import LinearState
 
-__all__ = ["ELEMENTWISE", "LinearState", "causal_linear_attention"]
+__all__ = ["ELEMENTWISE", "LinearState", "ask", "causal_linear_attention", "linear_attention", "summarize"]

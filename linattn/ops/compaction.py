@@ -57,3 +57,40 @@ def last_tokens(
         return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
     index = count.unsqueeze(-1) + torch.arange(size, device=new.device)
     return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
+
+
+class PackedHeads(NamedTuple):
+    """Queries, keys and values of split heads, packed; which keys and values are real, and how many of each row."""
+
+    q: Float[Tensor, "b h n d"]
+    k: Float[Tensor, "b hk n d"]
+    v: Float[Tensor, "b hk n dv"]
+    real: Bool[Tensor, "b #hk n"]
+    count: Int[Tensor, "b #hk"]
+    queries: Compaction
+    query_mask: Bool[Tensor, "b #h n"]
+
+    def unpack(self, y: Float[Tensor, "b h n dv"]) -> Float[Tensor, "b h n dv"]:
+        """Outputs back to the places of their queries."""
+        return unpack(y, self.queries, self.query_mask)
+
+
+def pack_heads(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    key_mask: Bool[Tensor, "#b #hk n"],
+    /,
+) -> PackedHeads:
+    """Self-attention's tokens: the query at the place of a masked key is masked too."""
+    key_mask = key_mask.expand(k.shape[0], -1, -1)
+    query_mask = per_query_head(key_mask, q.shape[1])
+    where, queries = compact(key_mask), compact(query_mask)
+    return PackedHeads(
+        pack(q, queries), pack(k, where), pack(v, where), real(where), where.count, queries, query_mask
+    )
+
+
+def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
+    """What is given for each key head, for each of the query heads that share it. One for all heads stays one."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)

@@ -3,14 +3,14 @@
 The sequence is cut into blocks of queries. Every block away from the borders sees keys at the same distances, so all of
 them are one batched call with one small mask, on overlapping views of the keys; nothing is copied or padded."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.ops.compaction import compact, last_tokens, pack, real, unpack
-from linattn.ops.softmax import per_query_head, softmax_attention
+from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
+from linattn.ops.softmax import fused_softmax
 
 
 class Window(NamedTuple):
@@ -65,9 +65,9 @@ def local_attention(
     _check(q, k, v, window)
     if key_mask is None:
         return _attend(q, k, v, window, None)
-    q, k, v, restore, packed, _ = _pack(q, k, v, key_mask)
+    packed = pack_heads(q, k, v, key_mask)
     # the packed zeros stand after every real token, where no causal query sees them
-    return restore(_attend(q, k, v, window, None if window.causal else packed))
+    return packed.unpack(_attend(*packed[:3], window, None if window.causal else packed.real))
 
 
 def extend_local(
@@ -82,14 +82,11 @@ def extend_local(
 ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
     """The next tokens of causal `local_attention`, any number of them; masked ones leave no trace in the state."""
     _check(q, k, v, window)
-    restore, count = None, None
-    if key_mask is not None:
-        q, k, v, restore, _, count = _pack(q, k, v, key_mask)
-    if state is None:
-        y, state = _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, count)
-    else:
-        y, state = _continue(q, k, v, state, window, count)
-    return y if restore is None else restore(y), state
+    if key_mask is None:
+        return _continue(q, k, v, state, window, None)
+    packed = pack_heads(q, k, v, key_mask)
+    y, state = _continue(*packed[:3], state, window, packed.count)
+    return packed.unpack(y), state
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
@@ -100,15 +97,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
             "local attention needs as many queries as keys and values, each at its own place, but "
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         )
-
-
-def _pack(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> tuple[Any, ...]:
-    """Packed q, k and v, the way back for outputs, which packed tokens are real, and their number in each row."""
-    key_mask = key_mask.expand(k.shape[0], -1, -1)
-    queries = per_query_head(key_mask, q.shape[1])
-    where, where_q = compact(key_mask), compact(queries)
-    packed = pack(q, where_q), pack(k, where), pack(v, where)
-    return *packed, lambda y: unpack(y, where_q, queries), real(where), where.count
 
 
 def _attend(
@@ -136,12 +124,12 @@ def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     q, k, v = q[..., start:stop, :], k[..., left:right, :], v[..., left:right, :]
     # a short sequence lies in every window, and then the kernel needs no mask
     if real is None and start == 0 and right <= window.size:
-        return softmax_attention(q, k, v, causal=window.causal)
+        return fused_softmax(q, k, v, causal=window.causal)
     i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
     visible = window.sees(i[:, None], j)
     if real is not None:
         visible = per_query_head(_among(visible, real[..., left:right], i[:, None] == j), q.shape[1])
-    return softmax_attention(q, k, v, visible=visible)
+    return fused_softmax(q, k, v, visible=visible)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
@@ -159,7 +147,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     if real is not None:
         near = real[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)
         visible = per_query_head(_among(visible, near, i == j), count * group)
-    y = softmax_attention(q.flatten(0, 1).flatten(1, 2), k, v, visible=visible)
+    y = fused_softmax(q.flatten(0, 1).flatten(1, 2), k, v, visible=visible)
     return y.unflatten(1, (count, group)).transpose(1, 2).flatten(2, 3).unflatten(0, (b, hk)).flatten(1, 2)
 
 
@@ -176,13 +164,16 @@ def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -
     j = past.seen.unsqueeze(-1) + torch.arange(-kept, n, device=q.device)
     visible = window.sees(i.unsqueeze(-1), j.unsqueeze(-2)) & (j >= 0).unsqueeze(-2)
     k, v = torch.cat([past.k, k], -2), torch.cat([past.v, v], -2)
-    return softmax_attention(q, k, v, visible=per_query_head(visible, q.shape[1]))
+    return fused_softmax(q, k, v, visible=per_query_head(visible, q.shape[1]))
 
 
 def _continue(
-    q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window, count: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, state: LocalState | None, window: Window, count: Tensor | None
 ) -> tuple[Tensor, LocalState]:
-    """Rows may stand at different places in their buckets, so buckets go on piece by piece."""
+    """Outputs and the next state, of packed tokens of which the first `count` are real (None: all)."""
+    if state is None:
+        return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, count)
+    # rows may stand at different places in their buckets, so buckets go on piece by piece
     n = q.shape[-2]
     size = window.block if window.bucketed else max(n, 1)
     parts = []

@@ -1,9 +1,21 @@
-"""Softmax attention through torch's fused kernels, with what they leave open: widths, and keys that nobody has."""
+"""Softmax attention through torch's fused kernels: the baseline, and what windows and projections are computed with."""
+
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
+
+from linattn.ops.compaction import pack_heads, per_query_head
+
+
+class SoftmaxState(NamedTuple):
+    """All keys and values so far, and which of them are real (None: all). It grows with every token."""
+
+    k: Float[Tensor, "b hk m d"]
+    v: Float[Tensor, "b hk m dv"]
+    present: Bool[Tensor, "b #hk m"] | None = None
 
 
 def softmax_attention(
@@ -12,13 +24,72 @@ def softmax_attention(
     v: Float[Tensor, "b hk m dv"],
     /,
     *,
-    visible: Bool[Tensor, "*#b n m"] | None = None,
+    causal: bool = False,
+    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+) -> Float[Tensor, "b h n dv"]:
+    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over all keys (causal: j ≤ i); zeros where no key is present.
+
+    Causal, a masked token is missing as a query too: its output is zeros.
+    """
+    if causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+        )
+    if key_mask is None:
+        return fused_softmax(q, k, v, causal=causal)
+    if causal:
+        # packed, the real keys before a real query are the keys before it: no mask, whose size would be quadratic
+        packed = pack_heads(q, k, v, key_mask)
+        return packed.unpack(fused_softmax(packed.q, packed.k, packed.v, causal=True))
+    some = key_mask.any(-1, keepdim=True)
+    visible, some = (per_query_head(x.unsqueeze(-2), q.shape[1]) for x in (key_mask | ~some, some))
+    y = fused_softmax(q, without(k, key_mask), without(v, key_mask), visible=visible)
+    return torch.where(some, y, 0)
+
+
+def extend_softmax(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    state: SoftmaxState | None = None,
+    /,
+    *,
+    key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+) -> tuple[Float[Tensor, "b h n dv"], SoftmaxState]:
+    """The next tokens of causal `softmax_attention`."""
+    if key_mask is not None:
+        key_mask = key_mask.expand(k.shape[0], -1, -1)
+        k, v = without(k, key_mask), without(v, key_mask)
+    if state is None:
+        return softmax_attention(q, k, v, causal=True, key_mask=key_mask), SoftmaxState(k, v, key_mask)
+    n = q.shape[-2]
+    state = SoftmaxState(
+        torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), _present_after(state, key_mask, n)
+    )
+    if n == 1 and state.present is None:
+        return fused_softmax(q, state.k, state.v), state
+    m = state.k.shape[-2]
+    i, j = torch.arange(m - n, m, device=q.device)[:, None], torch.arange(m, device=q.device)
+    visible = j <= i
+    if state.present is not None:
+        # a query that sees nothing but itself if it is masked: kernels differ on a softmax over nothing
+        visible = per_query_head(visible & (state.present.unsqueeze(-2) | (i == j)), q.shape[1])
+    y = fused_softmax(q, state.k, state.v, visible=visible)
+    if key_mask is not None:
+        y = torch.where(per_query_head(key_mask, q.shape[1]).unsqueeze(-1), y, 0)
+    return y, state
+
+
+def fused_softmax(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk m d"],
+    v: Float[Tensor, "b hk m dv"],
+    /,
+    *,
+    visible: Bool[Tensor, "*#b #n m"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "b h n dv"]:
-    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the visible keys (the first i if causal); zeros if there is none.
-
-    Memory is linear in n and m (but for `visible` itself), and sums are float32 or better, in every dtype.
-    """
+    """Memory is linear in n and m (but for `visible` itself), and sums are float32 or better, in every dtype."""
     d, dv = q.shape[-1], v.shape[-1]
     # the kernels that are linear in memory want one width; zeros change neither q·k nor the first dv outputs
     q, k, v = (F.pad(x, (0, max(d, dv) - x.shape[-1])) if d != dv else x for x in (q, k, v))
@@ -27,11 +98,16 @@ def softmax_attention(
     return y[..., :dv]
 
 
-def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int) -> Shaped[Tensor, "b h *rest"]:
-    """What is given for each key head, for each of the query heads that share it. One for all heads stays one."""
-    return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
-
-
 def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"]) -> Float[Tensor, "b hk m d"]:
     """Zeros for the masked tokens: a kernel multiplies them by zero, which is not enough if they hold NaN."""
     return torch.where(key_mask.unsqueeze(-1), x, 0)
+
+
+def _present_after(state: SoftmaxState, key_mask: Tensor | None, n: int) -> Tensor | None:
+    if state.present is None and key_mask is None:
+        return None
+    b, _, past, _ = state.k.shape
+    before = state.present if state.present is not None else state.k.new_ones(b, 1, past, dtype=torch.bool)
+    now = key_mask if key_mask is not None else state.k.new_ones(b, 1, n, dtype=torch.bool)
+    heads = max(before.shape[1], now.shape[1])
+    return torch.cat([before.expand(-1, heads, -1), now.expand(-1, heads, -1)], -1)

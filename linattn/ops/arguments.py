@@ -1,0 +1,117 @@
+"""Checks what the callers of linear attention pass, and aligns leading dimensions, so that backends need not."""
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends import CausalCall
+from linattn.ops.backends.base import accumulator
+from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.state import LinearState
+
+NORMALIZATIONS = ("output", "keys", None)
+
+
+def shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in the dtype that torch would promote them to, as an autocast region may mix them."""
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ValueError(f"q, k and v must be (..., n, d), but are {shape(q)}, {shape(k)} and {shape(v)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"queries and keys must have as many features, but q is {shape(q)} and k is {shape(k)}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"every key must have a value, but k is {shape(k)} and v is {shape(v)}")
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f'normalize must be "output", "keys" or None, but is {normalize!r}')
+    if feature_map not in ELEMENTWISE:
+        raise ValueError(f"feature_map must be one of {', '.join(ELEMENTWISE)}, but is {feature_map!r}")
+    if not q.dtype == k.dtype == v.dtype:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v must be floating-point, but are {q.dtype}")
+    return q, k, v
+
+
+def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
+    if key_mask is None:
+        return None
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean, True where a key is present, but is {key_mask.dtype}")
+    return expanded(k, key_mask, "key_mask")
+
+
+def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
+    """(…, 1) or (…, n) to (…, n)."""
+    n = k.shape[-2]
+    if x.ndim == 0 or x.shape[-1] not in (1, n):
+        raise ValueError(f"{name} must be (..., {n}), as k is {shape(k)}, but is {shape(x)}")
+    return x.expand(*x.shape[:-1], n)
+
+
+def broadcast(**shapes: tuple[int, ...]) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        described = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
+
+
+def causal_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState | None,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    normalize: str | None,
+    feature_map: str,
+) -> CausalCall:
+    """The state has the leading dimensions of the keys' side, queries those of all; the rest stays broadcast."""
+    (n, f), dv = k.shape[-2:], v.shape[-1]
+    sides = {"k": k.shape[:-2], "v": v.shape[:-2]}
+    key_mask = checked_mask(k, key_mask)
+    if key_mask is not None:
+        sides["key_mask"] = key_mask.shape[:-1]
+    if log_decay is not None:
+        log_decay = expanded(k, log_decay, "log_decay")
+        sides["log_decay"] = log_decay.shape[:-1]
+    S, z = _start(k, v, state)
+    sides["state"] = S.shape[:-2]
+    kv = broadcast(**sides)
+    lead = broadcast(q=q.shape[:-2], keys=kv)
+    kv = (1,) * (len(lead) - len(kv)) + tuple(kv)
+    if key_mask is not None:
+        key_mask = align(key_mask, len(lead) + 1)
+        log_decay = None if log_decay is None else torch.where(key_mask, log_decay, 0)
+    if log_decay is not None:
+        log_decay = align(log_decay, len(lead) + 1)
+    q, k, v = q.expand(*lead, n, f), align(k, len(lead) + 2), align(v, len(lead) + 2)
+    return CausalCall(q, k, v, S.expand(*kv, f, dv), z.expand(*kv, f), log_decay, key_mask, normalize, feature_map, 1)
+
+
+def _start(k: Tensor, v: Tensor, state: LinearState | None) -> tuple[Tensor, Tensor]:
+    f, dv, dtype = k.shape[-1], v.shape[-1], accumulator(k.dtype)
+    if state is None:
+        return k.new_zeros(f, dv, dtype=dtype), k.new_zeros(f, dtype=dtype)
+    if state.S.shape[-2:] != (f, dv) or state.z.shape[-1:] != (f,):
+        raise ValueError(
+            f"the state must have S (..., {f}, {dv}) and z (..., {f}) for these k and v, "
+            f"but has {shape(state.S)} and {shape(state.z)}"
+        )
+    if state.S.dtype != dtype or state.z.dtype != dtype:
+        raise ValueError(f"the state must be {dtype} for these inputs, but is {state.S.dtype} and {state.z.dtype}")
+    return state.S, state.z
+
+
+def align(x: Tensor, ndim: int) -> Tensor:
+    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Autocast would turn products of float32 sums into half-precision ones."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,55 @@
+"""What a backend is, and the one description of a call that all of them take."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class CausalCall(NamedTuple):
+    """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
+    the full size or 1, and q has the full ones; `log_decay` and `key_mask` are (*b, n); S (*b, f, dv) and z (*b, f) are
+    the sums before the first token. What is masked does not decay."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    S: Tensor
+    z: Tensor
+    log_decay: Tensor | None
+    key_mask: Tensor | None
+    normalize: str | None
+    feature_map: str
+    blindspot: int
+
+
+class BidirectionalCall(NamedTuple):
+    """Checked arguments of `linear_attention`; leading dimensions broadcast."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    normalize: str | None
+    feature_map: str
+
+
+class Backend(NamedTuple):
+    """`run` returns outputs and the sums after the last token; `unsupported` tells why it cannot, from shapes, dtypes
+    and devices alone."""
+
+    name: str
+    unsupported: Callable[[CausalCall], str | None]
+    run: Callable[[CausalCall], tuple[Tensor, Tensor, Tensor]]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Sums are kept in float32, or in float64 for float64 inputs: a half-precision sum stops growing early."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Zero where the denominator is: a query that resembles no key gets zeros, and adding a constant instead would bias
+    every output."""
+    return numerator / denominator.masked_fill(denominator == 0, torch.inf)

@@ -1,0 +1,37 @@
+"""One token: add it to the state, then read the state. The form for generation, a handful of small operations."""
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide
+from linattn.ops.elementwise import ELEMENTWISE
+
+
+def unsupported(call: CausalCall) -> str | None:
+    if call.q.shape[-2] != 1:
+        return f"takes one token at a time, but q is {tuple(call.q.shape)}"
+    if call.blindspot > 1:
+        return f"has no blindspot, but it is {call.blindspot}"
+    return None
+
+
+def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+    """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
+    S, z = call.S, call.z
+    if call.key_mask is not None:
+        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
+    if call.log_decay is not None:
+        decay = call.log_decay.to(dtype).exp()
+        S, z = decay.unsqueeze(-1) * S, decay * z
+    S, z = torch.addcmul(S, k.mT, v), z + k.squeeze(-2)
+    if call.normalize == "keys":
+        q = divide(q, z.unsqueeze(-2))
+    y = q @ S
+    if call.normalize == "output":
+        y = divide(y, q @ z.unsqueeze(-1))
+    return y.to(call.v.dtype), S, z
+
+
+BACKEND = Backend("recurrent", unsupported, run)

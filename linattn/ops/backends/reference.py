@@ -1,0 +1,61 @@
+"""The definition: build the matrix of similarities. Quadratic; every other backend must agree with it."""
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends.base import Backend, BidirectionalCall, CausalCall, accumulator, divide
+from linattn.ops.elementwise import ELEMENTWISE
+
+
+def visible(n: int, blindspot: int, device: torch.device) -> Tensor:
+    """(n, n): whether query i sees key j. With a blindspot, only if the key's block ended before the query's began."""
+    i = torch.arange(n, device=device)
+    return i[:, None] >= i if blindspot == 1 else i[:, None] // blindspot > i // blindspot
+
+
+def decay_between(log_decay: Tensor) -> Tensor:
+    """(*b, n, n): what key j has decayed to at query i, exp(Σ log_decay over j < t ≤ i), for j ≤ i."""
+    n = log_decay.shape[-1]
+    after = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).tril(-1)
+    steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, n)
+    return torch.where(after, steps, 0).cumsum(-2).exp()
+
+
+def run_bidirectional(call: BidirectionalCall) -> Tensor:
+    """y_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), or with each feature of the keys divided by its sum."""
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
+    if call.key_mask is not None:
+        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
+    if call.normalize == "keys":
+        k = divide(k, k.sum(-2, keepdim=True))
+    similarity = q @ k.mT
+    y = similarity @ v
+    return (divide(y, similarity.sum(-1, keepdim=True)) if call.normalize == "output" else y).to(call.v.dtype)
+
+
+def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+    """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i."""
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
+    if call.key_mask is not None:
+        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
+    n = q.shape[-2]
+    log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(dtype)
+    weight = torch.where(visible(n, call.blindspot, q.device), decay_between(log_decay), 0)
+    start = log_decay.cumsum(-1).exp().unsqueeze(-1)
+    if call.normalize == "keys":
+        q = divide(q, weight @ k + start * call.z.unsqueeze(-2))
+    similarity = (q @ k.mT) * weight
+    y = similarity @ v + start * (q @ call.S)
+    if call.normalize == "output":
+        y = divide(y, similarity.sum(-1, keepdim=True) + start * (q @ call.z.unsqueeze(-1)))
+    if n == 0:
+        return y.to(call.v.dtype), call.S, call.z
+    end = decay_between(log_decay)[..., -1, :].unsqueeze(-1)
+    S = (k * end).mT @ v + start[..., -1:, :] * call.S
+    z = (k * end).sum(-2) + start[..., -1, :] * call.z
+    return y.to(call.v.dtype), S, z
+
+
+BACKEND = Backend("reference", lambda call: None, run)

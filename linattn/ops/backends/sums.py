@@ -1,0 +1,136 @@
+"""Attention to all keys: sum them up once, then ask the sums. Two operators, so that an encoder's output is summed only
+once, however many queries come later; each walks through its tokens in segments and saves nothing but its inputs.
+
+    S = φ(k)ᵀ v    z = Σ φ(k)        y = φ(q) S / (φ(q)·z)"""
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.backends.differentiable import Tensors, differentiable
+from linattn.ops.elementwise import ELEMENTWISE
+
+SEGMENT = 2048
+
+
+def _segments(x: Tensor) -> list[tuple[int, int]]:
+    n = x.shape[-2]
+    return [(start, min(SEGMENT, n - start)) for start in range(0, n, SEGMENT)]
+
+
+def _features(x: Tensor, start: int, length: int, feature_map: str) -> Tensor:
+    x = x.narrow(-2, start, length)
+    return ELEMENTWISE[feature_map].function(x.to(accumulator(x.dtype)))
+
+
+def _through_map(gradient: Tensor, features: Tensor, x: Tensor, feature_map: str) -> Tensor:
+    derivative = ELEMENTWISE[feature_map].derivative
+    return gradient if derivative is None else gradient * derivative(x.to(gradient.dtype), features)
+
+
+def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Tensor:
+    return x if key_mask is None else torch.where(key_mask.narrow(-1, start, length).unsqueeze(-1), x, 0)
+
+
+def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
+    k, v, key_mask = inputs
+    assert k is not None and v is not None
+    dtype = accumulator(k.dtype)
+    lead = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], () if key_mask is None else key_mask.shape[:-1])
+    S, z = (k.new_zeros(*lead, k.shape[-1], width, dtype=dtype) for width in (v.shape[-1], 1))
+    for start, length in _segments(k):
+        features = _present(_features(k, start, length, feature_map), key_mask, start, length)
+        S += features.mT @ _present(v.narrow(-2, start, length).to(dtype), key_mask, start, length)
+        z += features.sum(-2).unsqueeze(-1)
+    return S, z.squeeze(-1)
+
+
+def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
+    (k, v, key_mask), (dS, dz) = inputs, grads
+    assert k is not None and v is not None and dS is not None and dz is not None
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for start, length in _segments(k):
+        features, x = _features(k, start, length, feature_map), k.narrow(-2, start, length)
+        values = v.narrow(-2, start, length).to(dS.dtype)
+        # the sum over what was broadcast comes first, so that a masked infinity cannot enter it
+        of_k = _present((values @ dS.mT).add_(dz.unsqueeze(-2)), key_mask, start, length)
+        of_v = _present(features @ dS, key_mask, start, length)
+        of_k = of_k.sum_to_size(*x.shape)
+        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, x, feature_map))
+        dv.narrow(-2, start, length).copy_(of_v.sum_to_size(*values.shape))
+    return dk, dv, None
+
+
+def _ask(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple[Tensor, ...]:
+    q, S, z = inputs
+    normalize, feature_map, dtype = options
+    assert q is not None and S is not None and z is not None
+    if normalize == "keys":
+        S = divide(S, z.unsqueeze(-1))
+    lead = torch.broadcast_shapes(q.shape[:-2], S.shape[:-2])
+    y = q.new_empty(*lead, q.shape[-2], S.shape[-1], dtype=dtype)
+    for start, length in _segments(q):
+        features = _features(q, start, length, feature_map)
+        part = features @ S
+        if normalize == "output":
+            part = divide(part, features @ z.unsqueeze(-1))
+        y.narrow(-2, start, length).copy_(part)
+    return (y,)
+
+
+def _ask_gradient(
+    inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: tuple[str | None, str, torch.dtype]
+) -> Tensors:
+    (q, S, z), (y,), (dy,), (normalize, feature_map, _) = inputs, results, grads, options
+    assert q is not None and S is not None and z is not None and dy is not None
+    T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
+    dq, dT, dtotal = torch.empty_like(q), torch.zeros_like(T), torch.zeros_like(total)
+    for start, length in _segments(q):
+        features, x = _features(q, start, length, feature_map), q.narrow(-2, start, length)
+        dy_part = dy.narrow(-2, start, length).to(T.dtype)
+        if normalize == "output":
+            # y = N / d: dN = dy / d and dd = −dN·y
+            dy_part = divide(dy_part, features @ total)
+            dd = -(dy_part * y.narrow(-2, start, length)).sum(-1, keepdim=True)
+            part = (dy_part @ T.mT).add_(dd * total.mT)
+            dtotal += (features * dd).sum(-2).unsqueeze(-1).sum_to_size(*total.shape)
+        else:
+            part = dy_part @ T.mT
+        dT += (features.mT @ dy_part).sum_to_size(*T.shape)
+        part = part.sum_to_size(*x.shape)
+        dq.narrow(-2, start, length).copy_(_through_map(part, features, x, feature_map))
+    if normalize == "keys":
+        return dq, divide(dT, total), -divide(dT * T, total).sum(-1)
+    return dq, dT, dtotal.squeeze(-1)
+
+
+def _sum_keys_definition(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
+    k, v, key_mask = inputs
+    assert k is not None and v is not None
+    features = _present(_features(k, 0, k.shape[-2], feature_map), key_mask, 0, k.shape[-2])
+    S = features.mT @ _present(v.to(features.dtype), key_mask, 0, k.shape[-2])
+    return S, features.sum(-2).expand(*S.shape[:-1])
+
+
+def _ask_definition(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple[Tensor, ...]:
+    q, S, z = inputs
+    normalize, feature_map, dtype = options
+    assert q is not None and S is not None and z is not None
+    features = _features(q, 0, q.shape[-2], feature_map)
+    if normalize == "keys":
+        return ((features @ divide(S, z.unsqueeze(-1))).to(dtype),)
+    y = features @ S
+    return ((divide(y, features @ z.unsqueeze(-1)) if normalize else y).to(dtype),)
+
+
+_sum_keys_operator = differentiable(_sum_keys, _sum_keys_gradient, _sum_keys_definition, outputs=2)
+_ask_operator = differentiable(_ask, _ask_gradient, _ask_definition, outputs=1)
+
+
+def sum_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+    S, z = _sum_keys_operator(feature_map, k, v, key_mask)
+    return S, z
+
+
+def ask(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
+    return _ask_operator((normalize, feature_map, dtype), q, S, z)[0]

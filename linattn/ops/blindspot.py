@@ -1,0 +1,45 @@
+"""A blindspot: tokens come in blocks, and a query sees only the blocks before its own, so that one state a block is
+enough. The open block's sums wait beside the state until it is whole; thus any cut of the sequence gives the same."""
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends import CausalCall, run_causal
+from linattn.ops.state import LinearState
+
+
+def run_in_blocks(
+    call: CausalCall, state: LinearState | None, backend: str | None
+) -> tuple[Tensor, LinearState]:
+    """Ends the block that is open, then whole blocks in one call, then opens the next."""
+    n, size, length = call.q.shape[-2], call.blindspot, 0
+    S, z, block = call.S, call.z, (torch.zeros_like(call.S), torch.zeros_like(call.z))
+    if state is not None and state.block_S is not None and state.block_z is not None:
+        block = state.block_S.expand_as(S), state.block_z.expand_as(z)
+        length = state.block_length
+    first = min(n, -length % size)
+    whole = (n - first) // size * size
+    outputs = []
+    for start, stop in ((0, first), (first, first + whole), (first + whole, n)):
+        if start == stop and n > 0:
+            continue
+        part = _tokens(call._replace(S=S, z=z), start, stop)
+        if length == 0 and (stop - start) % size == 0:
+            y, S, z = run_causal(part, backend)
+        else:
+            hidden = torch.zeros_like(part.k[..., :1, 0], dtype=torch.bool).expand(*part.k.shape[:-1])
+            y, S, z = run_causal(part._replace(key_mask=hidden, blindspot=1), backend)
+            block = run_causal(part._replace(S=block[0], z=block[1], blindspot=1, normalize=None), backend)[1:]
+            length += stop - start
+            if length == size:
+                S, z, block, length = S + block[0], z + block[1], (block[0] * 0, block[1] * 0), 0
+        outputs.append(y)
+    return torch.cat(outputs, -2), LinearState(S, z, *block, length)
+
+
+def _tokens(call: CausalCall, start: int, stop: int) -> CausalCall:
+    def cut(x: Tensor | None, dim: int) -> Tensor | None:
+        return None if x is None else x.narrow(dim, start, stop - start)
+
+    q, k, v = (x.narrow(-2, start, stop - start) for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, log_decay=cut(call.log_decay, -1), key_mask=cut(call.key_mask, -1))

@@ -1,0 +1,102 @@
+"""Linear attention: y_i = φ(q_i) S_i / (φ(q_i)·z_i) with S_i = Σ_j φ(k_j) v_jᵀ and z_i = Σ_j φ(k_j), over all keys j or,
+causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236, eq. 6–9.
+
+(S, z) is a state: queries can be asked of it, tokens can be added to it, and the same numbers come out whatever the cut."""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.ops.arguments import broadcast, causal_call, checked, checked_mask, shape, without_autocast
+from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sums
+from linattn.ops.blindspot import run_in_blocks
+from linattn.ops.state import LinearState
+
+
+def causal_linear_attention(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b n d"],
+    v: Float[Tensor, "*#b n dv"],
+    /,
+    state: LinearState | None = None,
+    *,
+    log_decay: Float[Tensor, "*#b #n"] | None = None,
+    key_mask: Bool[Tensor, "*#b #n"] | None = None,
+    normalize: str | None = "output",
+    feature_map: str = "identity",
+    blindspot: int = 1,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
+    """Each query attends to the keys up to its own, and to those summed in `state`.
+
+    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
+    feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or nothing is (None).
+
+    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf begins a new sequence. A query
+    that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted from the first (masked
+    ones too), and a query sees only the blocks before its own. The state is float32, or float64 for float64 inputs.
+
+    Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
+    q, k, v = checked(q, k, v, normalize, feature_map)
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
+    if blindspot < 1:
+        raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
+    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+    with without_autocast(q):
+        if blindspot == 1:
+            y, S, z = run_causal(call, backend)
+            state = LinearState(S, z)
+        else:
+            y, state = run_in_blocks(call._replace(blindspot=blindspot), state, backend)
+    return y, state
+
+
+def linear_attention(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    v: Float[Tensor, "*#b m dv"],
+    /,
+    *,
+    key_mask: Bool[Tensor, "*#b #m"] | None = None,
+    normalize: str | None = "output",
+    feature_map: str = "identity",
+    backend: str | None = None,
+) -> Float[Tensor, "*b n dv"]:
+    """Each query attends to all keys: `ask` of the sums of `summarize`. Queries and keys may differ in number.
+
+    Options and errors as in `causal_linear_attention`; backends are "chunked" and "reference"."""
+    q, k, v = checked(q, k, v, normalize, feature_map)
+    key_mask = checked_mask(k, key_mask)
+    broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
+    with without_autocast(q):
+        return run_bidirectional(BidirectionalCall(q, k, v, key_mask, normalize, feature_map), backend)
+
+
+def summarize(
+    k: Float[Tensor, "*#b m d"],
+    v: Float[Tensor, "*#b m dv"],
+    /,
+    *,
+    key_mask: Bool[Tensor, "*#b #m"] | None = None,
+    feature_map: str = "identity",
+) -> LinearState:
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder, say."""
+    k, _, v = checked(k, k, v, None, feature_map)
+    with without_autocast(k):
+        return LinearState(*sums.sum_keys(k, v, checked_mask(k, key_mask), feature_map))
+
+
+def ask(
+    q: Float[Tensor, "*#b n d"],
+    state: LinearState,
+    /,
+    *,
+    normalize: str | None = "output",
+    feature_map: str = "identity",
+) -> Float[Tensor, "*b n dv"]:
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: every query sees the whole state, which stays."""
+    if q.shape[-1] != state.z.shape[-1]:
+        raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(state.z)}")
+    checked(q, q, q, normalize, feature_map)
+    with without_autocast(q):
+        return sums.ask(q, state.S, state.z, normalize, feature_map, q.dtype)
