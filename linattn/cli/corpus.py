@@ -1,0 +1,159 @@
+"""Files become one long row of tokens for training and one for validation, written once and read through memory maps."""
+
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linattn.cli.errors import CommandError
+from linattn.cli.vocabulary import Vocabulary
+
+PIECE = 1 << 24
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A part of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one row of tokens holds; a document begins with a token that stands for no bytes."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    sha256: str
+
+    @property
+    def tokens_per_byte(self) -> float:
+        return self.tokens / self.bytes
+
+
+def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
+    """The files named, and all in the folders named, sorted. The patterns are for what is found in folders:
+    names that begin with a dot are left out, `include` is for files, `exclude` for files and folders."""
+    files = [file for path in paths for file in _files_of(Path(path), include, exclude)]
+    if not files:
+        patterns = f" that fit --include {' '.join(include)}" if include else ""
+        raise CommandError(f"there are no files{patterns} in {', '.join(map(str, paths))}")
+    return files
+
+
+def _files_of(path: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        for entry in sorted(path.iterdir()):
+            if _is_wanted(entry, include, exclude):
+                yield from _files_of(entry, include, exclude)
+    else:
+        raise CommandError(f"there is no file or folder {path}")
+
+
+def _is_wanted(entry: Path, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    if entry.name.startswith(".") or _fits(entry.name, exclude):
+        return False
+    # a link to a folder may lead back to where it is
+    if entry.is_dir():
+        return not entry.is_symlink()
+    return entry.is_file() and (not include or _fits(entry.name, include))
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def split(files: Sequence[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
+    """The last part of all the bytes is for validation: whatever the vocabulary, it is the same text."""
+    sizes = [os.path.getsize(file) for file in files]
+    left = sum(sizes) - int(sum(sizes) * validation_part)
+    training, validation = [], []
+    for file, size in zip(files, sizes, strict=True):
+        cut = _character_boundary(file, left) if 0 < left < size else max(0, min(left, size))
+        training.append(Extent(file, 0, cut))
+        validation.append(Extent(file, cut, size))
+        left -= size
+    return _filled(training), _filled(validation)
+
+
+def whole(files: Sequence[Path]) -> list[Extent]:
+    return _filled(Extent(file, 0, os.path.getsize(file)) for file in files)
+
+
+def _filled(extents: Iterable[Extent]) -> list[Extent]:
+    return [extent for extent in extents if extent.stop > extent.start]
+
+
+def _character_boundary(file: Path, cut: int) -> int:
+    """The first place from `cut` on where a character of UTF-8 begins or the file ends; in no text, `cut` itself."""
+    with open(file, "rb") as stream:
+        stream.seek(cut)
+        following = stream.read(4)
+    # a character has at most three bytes after its first, and they are 10xxxxxx
+    inside = next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+    return cut + inside % 4
+
+
+def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> Part:
+    digest, num_bytes, num_tokens = hashlib.sha256(), 0, 0
+    with open(path, "wb") as out:
+        for extent in extents:
+            out.write(np.array([vocabulary.separator], vocabulary.dtype))
+            num_tokens += 1
+            for piece in _pieces(extent):
+                tokens = vocabulary.encode(piece)
+                out.write(tokens)
+                digest.update(piece)
+                num_bytes, num_tokens = num_bytes + len(piece), num_tokens + len(tokens)
+    return Part(len(extents), num_bytes, num_tokens, digest.hexdigest())
+
+
+def _pieces(extent: Extent) -> Iterator[bytes]:
+    """Pieces end with a line where they can, because a tokenizer must not meet half a word."""
+    with open(extent.path, "rb") as stream:
+        stream.seek(extent.start)
+        left, rest = extent.stop - extent.start, b""
+        while left and (block := stream.read(min(PIECE, left))):
+            left -= len(block)
+            text = rest + block
+            end = text.rfind(b"\n") + 1 if left else len(text)
+            rest = text[end:]
+            if end:
+                yield text[:end]
+        if rest:
+            yield rest
+
+
+def write_corpus(
+    folder: Path, training: Sequence[Extent], validation: Sequence[Extent], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Writes the two rows and returns what the run's description says of them."""
+    parts = {"training": training, "validation": validation}
+    folder.mkdir()
+    return {name: asdict(write_tokens(extents, vocabulary, row(folder, name))) for name, extents in parts.items()}
+
+
+def row(folder: Path, part: str) -> Path:
+    return folder / f"{part}.tokens"
+
+
+def open_tokens(folder: Path, part: str, dtype: np.dtype, expected: int) -> np.ndarray:
+    path = row(folder, part)
+    if not path.is_file():
+        raise CommandError(f"the run has lost its data: there is no {path}")
+    if (size := path.stat().st_size) != expected * dtype.itemsize:
+        raise CommandError(
+            f"the run's data are damaged: {path} has {size} bytes instead of {expected * dtype.itemsize}"
+        )
+    return np.memmap(path, dtype, mode="r")

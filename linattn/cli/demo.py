@@ -1,0 +1,40 @@
+"""`python -m linattn.cli.demo`: two minutes of training on the sources of Python's standard library, and what the model then writes."""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from linattn.cli.main import main
+from linattn.cli.run_folder import open_run, read_log
+
+RUN = "runs/demo"
+# what is no program, or is there on some machines only
+EXCLUDED = (
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "config-*",
+)
+MODEL = ("--dim", "256", "--depth", "4", "--heads", "4", "--attention", "local:2+elu:2", "--convolution", "4")
+TRAINING = ("--minutes", "2", "--context", "256", "--batch", "16", "--lr", "3e-3")
+PROMPT = "def "
+
+
+def run() -> int:
+    library = sysconfig.get_paths()["stdlib"]
+    data = (library, "--include", "*.py", "--exclude", *EXCLUDED)
+    status = main(["train", *data, "--out", RUN, "--replace", *MODEL, *TRAINING])
+    if status:
+        return status
+    validated = [record for record in read_log(open_run(Path(RUN)).log) if "validation_bits_per_byte" in record]
+    print(f"\nvalidation: {validated[-1]['validation_bits_per_byte']:.3f} bits per byte\n", flush=True)
+    return main(["generate", RUN, "--prompt", PROMPT, "--max-new-tokens", "600", "--seed", "0"])
+
+
+if __name__ == "__main__":
+    sys.exit(run())

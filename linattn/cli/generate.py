@@ -1,0 +1,134 @@
+"""`linattn generate`: text from a run, as it is made."""
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linattn.cli.errors import explained
+from linattn.cli.run_folder import load_model, open_run
+from linattn.cli.values import FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SHARE, WHOLE
+from linattn.cli.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from linattn.models import LanguageModel
+
+SUMMARY = "write text with a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="beginning of the text, or - to read it from stdin"
+    )
+    parser.add_argument("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
+    parser.add_argument(
+        "--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", **WHOLE, help="draw from the N likeliest tokens")
+    parser.add_argument("--top-p", **SHARE, help="draw from the likeliest tokens that together reach probability X")
+    parser.add_argument(
+        "--repetition-penalty", default=1.0, **POSITIVE, help="above 1: less of what was there (default: 1)"
+    )
+    parser.add_argument("--seed", **NATURAL, help="the same text every time")
+    parser.add_argument("--stop", metavar="TEXT", help="end before this text")
+    parser.add_argument("--cpu", **FLAG, help="do not use a GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    described = open_run(arguments.folder)
+    vocabulary = described.vocabulary()
+    prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
+    # the model has seen texts from their beginning, which this token marks
+    tokens = [vocabulary.separator, *vocabulary.encode(prompt).tolist()]
+    model = load_model(described)
+    if torch.cuda.is_available() and not arguments.cpu:
+        model = model.cuda()
+    with explained("this cannot be generated", ValueError):
+        new = _new_tokens(model, tokens, vocabulary, arguments)
+    timed = _Timed(new)
+    _write(text(vocabulary, tokens[1:], timed, arguments.stop))
+    print(timed.report(), file=sys.stderr)
+    return 0
+
+
+def _new_tokens(
+    model: "LanguageModel", tokens: list[int], vocabulary: Vocabulary, arguments: argparse.Namespace
+) -> Iterator[int]:
+    from linattn.models.generation import Sampling, stream
+
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+    )
+    steps = stream(
+        model,
+        [tokens],
+        max_new_tokens=arguments.max_new_tokens,
+        sampling=sampling,
+        stop_tokens=(vocabulary.separator,),
+        seed=arguments.seed,
+    )
+    return (token for (token,) in steps if token is not None)
+
+
+class _Timed:
+    """Iterates over tokens and notes when the first and the last one came."""
+
+    def __init__(self, tokens: Iterator[int]) -> None:
+        self.tokens, self.count = tokens, 0
+        self.started = self.first = self.last = time.monotonic()
+
+    def __iter__(self) -> Iterator[int]:
+        for token in self.tokens:
+            self.count += 1
+            self.last = time.monotonic()
+            if self.count == 1:
+                self.first = self.last
+            yield token
+
+    def report(self) -> str:
+        """The first token comes with the reading of the prompt, so it is no measure of the rest."""
+        if self.count < 2:
+            return f"[{self.count} tokens]"
+        speed = (self.count - 1) / (self.last - self.first)
+        return f"[{self.count} tokens, {speed:,.0f} tokens/s after {self.first - self.started:.2f} s for the prompt]"
+
+
+def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
+    """The prompt and what follows it, in pieces that are final, up to the text `stop` if that is ever made."""
+    decode = vocabulary.decoder()
+    yield "".join(map(decode, prompt))
+    held = ""
+    for token in new:
+        held += decode(token)
+        if stop and stop in held:
+            yield held.partition(stop)[0]
+            return
+        # the end of what is held may be the beginning of the stop text
+        keep = _overlap(held, stop) if stop else 0
+        yield held[: len(held) - keep]
+        held = held[len(held) - keep :]
+    yield held + decode(vocabulary.separator)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _write(pieces: Iterable[str]) -> None:
+    # what the terminal's encoding lacks shall not end the text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print(flush=True)

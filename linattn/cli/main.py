@@ -1,0 +1,56 @@
+"""The console entry: finds the command, and turns what goes wrong for the user into one line and exit status 2."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from linattn import __version__
+from linattn.cli import generate, info, train
+from linattn.cli.errors import CommandError, Interrupted, one_line
+
+COMMANDS = {"train": train, "generate": generate, "info": info}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong without repeating every option."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {one_line(ValueError(message))} ({self.prog} --help explains)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="linattn", description="Language models with linear attention.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"linattn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_arguments(
+            commands.add_parser(name, help=command.SUMMARY, description=command.__doc__, allow_abbrev=False)
+        )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = make_parser().parse_args(arguments)
+    try:
+        return COMMANDS[parsed.command].run(parsed)
+    except CommandError as error:
+        return _fail(parsed.command, str(error))
+    except OSError as error:
+        return _gone() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
+    except Interrupted as error:
+        return _fail(parsed.command, str(error), status=130)
+    except KeyboardInterrupt:
+        return _fail(parsed.command, "interrupted", status=130)
+
+
+def _fail(command: str, message: str, status: int = 2) -> int:
+    print(f"linattn {command}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _gone() -> int:
+    """Nobody reads the output any more, as with `| head`: no error, but Python would complain once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,76 @@
+"""The beginning of a run: its folder, with the data and a description, before any training."""
+
+import dataclasses
+import json
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from linattn import __version__
+from linattn.cli.corpus import Extent, find_files, split, whole, write_corpus
+from linattn.cli.errors import CommandError
+from linattn.cli.options import TrainOptions
+from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
+from linattn.cli.vocabulary import Vocabulary
+from linattn.cli.whole import copy_whole, remove_whole, whole_folder, write_whole
+
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
+
+
+def require_free(folder: Path, *, replace: bool) -> None:
+    """A run is never written over by accident, and nothing that is no run is ever deleted."""
+    if is_run(folder) and not replace:
+        raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
+    if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CommandError(f"{folder} exists and is no run: choose another --out")
+
+
+def create_run(
+    folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
+) -> None:
+    training, validation = _extents(paths, options)
+    with whole_folder(folder) as partial:
+        data = write_corpus(partial / "data", training, validation, vocabulary)
+        _require_tokens(data, options)
+        if options.tokenizer is not None:
+            copy_whole(Path(options.tokenizer), partial / TOKENIZER)
+        description = _describe(paths, options, vocabulary, data) | {"processes": processes}
+        write_whole(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        if is_run(folder):
+            remove_whole(folder)
+
+
+def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:
+    files = find_files(paths, options.include, options.exclude)
+    if options.validation_data:
+        return whole(files), whole(find_files(options.validation_data, options.include, options.exclude))
+    return split(files, options.validation_part)
+
+
+def _require_tokens(data: dict[str, Any], options: TrainOptions) -> None:
+    for name, part in data.items():
+        if part["tokens"] < options.context:
+            have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
+            raise CommandError(
+                f"the data are too short: there are {have}, but a context of {options.context:,} needs as many"
+            )
+
+
+def _describe(
+    paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, data: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "finished": None,
+        "paths": list(paths),
+        "options": dataclasses.asdict(options),
+        "tokenizer": vocabulary.name if options.tokenizer is not None else None,
+        "vocabulary": vocabulary.size,
+        "data": data,
+        "versions": {"linattn": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in PACKAGES},
+    }

@@ -1,0 +1,164 @@
+"""A run is a folder: a model that loads anywhere, and beside it all that is needed to know the run and to go on with it.
+
+config.json, model.safetensors   the weights of the last checkpoint, for LanguageModel.load and transformers' from_pretrained
+run.json                         what was asked, of which data, with which versions
+tokenizer.json                   if there is one
+log.jsonl, curve.png             how the training went
+data/                            the tokens
+checkpoints/checkpoint-…/        what --resume needs"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linattn.cli.errors import CommandError, explained
+from linattn.cli.vocabulary import Vocabulary, load_vocabulary
+from linattn.cli.whole import copy_whole, remove_whole, rename_whole, write_whole
+
+if TYPE_CHECKING:
+    from linattn.models import LanguageModel
+
+FORMAT = 1
+DESCRIPTION = "run.json"
+TOKENIZER = "tokenizer.json"
+MODEL = ("config.json", "model.safetensors")
+MANIFEST = "files.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    description: dict[str, Any]
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.folder / "curve.png"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def tokens_per_byte(self) -> dict[str, float]:
+        return {name: part["tokens"] / part["bytes"] for name, part in self.description["data"].items()}
+
+    def vocabulary(self) -> Vocabulary:
+        vocabulary = load_vocabulary(self.folder / TOKENIZER if self.description["tokenizer"] else None)
+        if vocabulary.size != self.description["vocabulary"]:
+            raise CommandError(
+                f"{self.folder / TOKENIZER} has {vocabulary.size} tokens, but the run has {self.description['vocabulary']}"
+            )
+        return vocabulary
+
+    def saved_steps(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = (CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"checkpoint-{step}"
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / DESCRIPTION).is_file()
+
+
+def open_run(folder: Path) -> Run:
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        raise CommandError(f"there is no run in {folder}: it has no {DESCRIPTION}")
+    try:
+        description = json.loads(path.read_bytes())
+        version = description["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{path} is corrupt: it is not the description of a run") from error
+    if version != FORMAT:
+        writer = description.get("versions", {}).get("linattn", "unknown")
+        raise CommandError(
+            f"{path} was written by linattn {writer} in format {version}, but this version reads format {FORMAT}"
+        )
+    if missing := [
+        name for name in ("options", "data", "tokenizer", "vocabulary", "versions") if name not in description
+    ]:
+        raise CommandError(f"{path} is corrupt: it lacks {', '.join(missing)}")
+    return Run(folder, description)
+
+
+def load_model(run: Run) -> "LanguageModel":
+    from linattn.models import LanguageModel
+
+    if not (run.folder / MODEL[0]).exists():
+        raise CommandError(f"{run.folder} has no weights yet: its first checkpoint is still to come")
+    with explained(f"{run.folder} is corrupt", ValueError):
+        return LanguageModel.load(run.folder)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log. The last one may be half there, while or after it was written."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Forgets what happened after the step from which a run goes on."""
+    records = [record for record in read_log(path) if record["step"] <= step]
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
+    """The checkpoint, complete by now, gets its name; its weights become the run's, and the oldest checkpoints go."""
+    write_whole(partial / MANIFEST, json.dumps(_digests(partial), indent=2))
+    if run.checkpoint(step).exists():
+        remove_whole(run.checkpoint(step))
+    rename_whole(partial, run.checkpoint(step))
+    for name in MODEL:
+        copy_whole(run.checkpoint(step) / name, run.folder / name)
+    for old in run.saved_steps()[:-keep]:
+        remove_whole(run.checkpoint(old))
+
+
+def last_checkpoint(run: Run) -> Path | None:
+    """The folder of the newest checkpoint, if there is one, with every file as it was written."""
+    if not (steps := run.saved_steps()):
+        return None
+    folder = run.checkpoint(steps[-1])
+    try:
+        expected = json.loads((folder / MANIFEST).read_bytes())
+        damaged = [name for name, digest in expected.items() if _digest(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{folder} is damaged: {error}{_way_out(steps)}") from error
+    if damaged:
+        raise CommandError(f"{folder} is damaged: {', '.join(damaged)} changed after it was written{_way_out(steps)}")
+    return folder
+
+
+def _way_out(steps: list[int]) -> str:
+    return f"; without it the run goes on from step {steps[-2]}" if len(steps) > 1 else ""
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,111 @@
+"""transformers' Trainer, told what a run is. The loop, DDP, FSDP2 and mixed precision are its own and Accelerate's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from linattn.cli.clock import Clock
+from linattn.cli.errors import CommandError, one_line
+from linattn.cli.options import TrainOptions
+from linattn.cli.run_folder import MODEL, Run, adopt_checkpoint
+from linattn.cli.whole import partial_name
+
+
+class RunTrainer(Trainer):
+    """Saves whole checkpoints and takes the learning rate from the clock. `run` and `clock` are set before it trains."""
+
+    run: Run
+    clock: Clock
+    keep: int
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.clock.learning_rate_factor)
+        return self.lr_scheduler
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """All processes write into a folder of another name; when the last has done so, it becomes the checkpoint."""
+        step = self.state.global_step
+        with _explained_failure(self.run.checkpoint(step)):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                adopt_checkpoint(self.run, Path(self._get_output_dir(trial)) / f"checkpoint-{step}", step, self.keep)
+        self.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _explained_failure(checkpoint: Path) -> Iterator[None]:
+    """A full disk is an OSError to Python, and something of their own to safetensors and to torch's zip writer."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CommandError(f"{checkpoint} could not be written: {one_line(error)}") from error
+
+
+def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
+    """Making them also joins the other processes, if there are any."""
+    bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and _gpu_has_bfloat16(options))
+    return TrainingArguments(
+        output_dir=str(partial_name(folder / "checkpoints" / "checkpoint")),
+        max_steps=options.limit(),
+        per_device_train_batch_size=options.batch,
+        per_device_eval_batch_size=options.batch,
+        gradient_accumulation_steps=options.accumulate,
+        learning_rate=options.lr,
+        weight_decay=options.weight_decay,
+        adam_beta2=0.95,
+        max_grad_norm=options.clip,
+        gradient_checkpointing=options.checkpointing,
+        seed=options.seed,
+        use_cpu=options.cpu or not torch.accelerator.is_available(),
+        bf16=bfloat16,
+        fsdp=options.fsdp,
+        fsdp_config={"version": 2} if options.fsdp else None,
+        eval_strategy="steps",
+        eval_steps=options.evaluate_every,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        logging_steps=options.log_every,
+        # a loss that is not finite is shown as it is
+        logging_nan_inf_filter=False,
+        # the data shuffle themselves, so that window i is the same however many processes there are
+        train_sampling_strategy="sequential",
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to="none",
+        log_level="error",
+    )
+
+
+def _gpu_has_bfloat16(options: TrainOptions) -> bool:
+    return not options.cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def make_trainer(
+    run: Run, model: nn.Module, datasets: dict[str, Dataset], args: TrainingArguments, callbacks: list[TrainerCallback]
+) -> RunTrainer:
+    trainer = RunTrainer(
+        model, args, train_dataset=datasets["training"], eval_dataset=datasets["validation"], callbacks=callbacks
+    )
+    trainer.run = run
+    # reports are a callback of ours
+    trainer.remove_callback(PrinterCallback)
+    _require_whole_weights(trainer)
+    return trainer
+
+
+def _require_whole_weights(trainer: RunTrainer) -> None:
+    """A run folder loads on any machine, so its weights are in one file."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+        raise CommandError(f"{MODEL[1]} needs fsdp_state_dict_type FULL_STATE_DICT in Accelerate's configuration")

@@ -1,0 +1,53 @@
+"""What the values of options may be, in argparse's words, each with an error that says what was expected."""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, but is {text!r}")
+        return value
+
+    return whole
+
+
+def number_where(allowed: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and allowed(value)):
+            raise argparse.ArgumentTypeError(f"must be {expected}, but is {text!r}")
+        return value
+
+    return number
+
+
+def base_or_none(text: str) -> float | None:
+    return None if text == "none" else number_where(lambda x: x > 1, "a number above 1, or none")(text)
+
+
+def names(metavar: str) -> Mapping[str, Any]:
+    return {"nargs": "+", "metavar": metavar}
+
+
+def one_of(*choices: str) -> Mapping[str, Any]:
+    return {"choices": choices}
+
+
+NATURAL = {"type": whole_from(0), "metavar": "N"}
+WHOLE = {"type": whole_from(1), "metavar": "N"}
+POSITIVE = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
+NOT_NEGATIVE = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
+PART = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}
+FLAG = {"action": "store_true"}
+SHARE = {"type": number_where(lambda x: 0 < x <= 1, "a number above 0 and at most 1"), "metavar": "X"}

@@ -1,0 +1,93 @@
+"""What a token is: a byte, or an entry of a `tokenizers` file; and one token more, which begins every document."""
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from linattn.cli.errors import CommandError, one_line
+
+Decoder = Callable[[int], str]
+
+
+class Vocabulary(ABC):
+    """Text to tokens and back. The token that begins a document, `separator`, is always the last one."""
+
+    name: str
+    size: int
+
+    @property
+    def separator(self) -> int:
+        return self.size - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest that holds every token, little-endian on every machine."""
+        return np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
+
+    @abstractmethod
+    def encode(self, text: bytes) -> np.ndarray: ...
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """A function from the next token to the text that is certain by then; the separator ends the text."""
+
+
+@final
+class Bytes(Vocabulary):
+    """Any file is a text in this vocabulary. Bytes that are no UTF-8 come back as U+FFFD."""
+
+    name = "bytes"
+    size = 257
+
+    def encode(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8).astype(self.dtype)
+
+    def decoder(self) -> Decoder:
+        # a character may be several bytes long: it appears when its last one is there
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: (
+            decoder.decode(b"", final=True) if token == self.separator else decoder.decode(bytes([token]))
+        )
+
+
+@final
+class Tokenizer(Vocabulary):
+    """A file of the `tokenizers` package. Bytes that are no UTF-8 are read as U+FFFD."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        if not path.is_file():
+            raise CommandError(f"there is no tokenizer {path}")
+        try:
+            self.backend = Backend.from_file(str(path))
+        # the package raises nothing more special
+        except Exception as error:
+            raise CommandError(f"{path} is no file of the tokenizers package: {one_line(error)}") from error
+        # truncation and padding are settings of a batch, not of a text
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.name = path.name
+        self.size = self._first_free_token() + 1
+
+    def _first_free_token(self) -> int:
+        tokens = self.backend.get_vocab(with_added_tokens=True).values()
+        return max(tokens, default=-1) + 1
+
+    def encode(self, text: bytes) -> np.ndarray:
+        encoding = self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
+
+    def decoder(self) -> Decoder:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return lambda token: "" if token == self.separator else stream.step(self.backend, token) or ""
+
+
+def load_vocabulary(tokenizer: Path | None) -> Vocabulary:
+    return Bytes() if tokenizer is None else Tokenizer(tokenizer)

@@ -1,0 +1,60 @@
+"""Windows of `context` tokens out of a long row: endlessly shuffled for training, evenly spread for validation.
+
+A window begins with the last token of the one before, which is given and not predicted: so each token is predicted once a pass."""
+
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+def window(tokens: np.ndarray, start: int, context: int) -> dict[str, Tensor]:
+    piece = torch.from_numpy(tokens[start : start + context].astype(np.int64))
+    return {"input_ids": piece, "labels": piece}
+
+
+@final
+class TrainingWindows(Dataset):
+    """`length` windows, pass after pass over the row, each pass in an order and from an offset of its own.
+
+    Window i is a function of the seed and of i alone: whoever knows how many were seen knows how to go on."""
+
+    def __init__(self, tokens: np.ndarray, context: int, *, seed: int, length: int) -> None:
+        self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
+        stride = context - 1
+        # one window less than would fit, so that there are offsets to choose from
+        self.per_pass = max(1, (len(tokens) - 1) // stride - 1)
+        self.slack = len(tokens) - 1 - self.per_pass * stride
+        self._pass: tuple[int, int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, position = divmod(index, self.per_pass)
+        offset, order = self._shuffle(number)
+        return window(self.tokens, offset + int(order[position]) * (self.context - 1), self.context)
+
+    def _shuffle(self, number: int) -> tuple[int, np.ndarray]:
+        if self._pass is None or self._pass[0] != number:
+            random = np.random.default_rng((self.seed, number))
+            self._pass = number, int(random.integers(self.slack + 1)), random.permutation(self.per_pass)
+        return self._pass[1:]
+
+
+@final
+class ValidationWindows(Dataset):
+    """At most `most` windows, spread evenly over the row; with none left out, each token but the first is predicted once."""
+
+    def __init__(self, tokens: np.ndarray, context: int, *, most: int) -> None:
+        self.tokens, self.context = tokens, context
+        fitting = (len(tokens) - 1) // (context - 1)
+        self.chosen = np.linspace(0, fitting - 1, min(most, fitting)).round().astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return window(self.tokens, int(self.chosen[index]) * (self.context - 1), self.context)

@@ -1,0 +1,117 @@
+"""Files become two rows of tokens: all of them, in order, the last bytes for validation."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from linattn.cli import corpus
+from linattn.cli.corpus import find_files, open_tokens, row, split, whole, write_corpus, write_tokens
+from linattn.cli.errors import CommandError
+from linattn.cli.vocabulary import Bytes, Tokenizer
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b/z.py", "b/a.py", "a.py", "c.txt", "tests/d.py", ".git/e.py", ".hidden.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def names(tree: Path, *patterns: tuple[str, ...]) -> list[str]:
+    return [str(file.relative_to(tree)) for file in find_files([str(tree)], *patterns)]
+
+
+def test_folders_are_searched_in_order_without_what_is_hidden(tree):
+    assert names(tree) == ["a.py", "b/a.py", "b/z.py", "c.txt", "tests/d.py"]
+
+
+def test_include_and_exclude_choose_names(tree):
+    assert names(tree, ("*.py",)) == ["a.py", "b/a.py", "b/z.py", "tests/d.py"]
+    assert names(tree, ("*.py",), ("tests", "z.*")) == ["a.py", "b/a.py"]
+
+
+def test_files_that_are_named_are_taken_as_they_are_named(tree):
+    files = [tree / "c.txt", tree / ".hidden.py", tree / "a.py"]
+    assert find_files([str(file) for file in files], include=("*.py",)) == files
+
+
+def test_a_link_back_does_not_go_round_for_ever(tree):
+    (tree / "b" / "loop").symlink_to(tree, target_is_directory=True)
+    assert "b/loop/a.py" not in names(tree)
+
+
+def test_no_file_is_an_error(tree):
+    with pytest.raises(CommandError, match="there is no file or folder .*nowhere"):
+        find_files([str(tree / "nowhere")])
+    with pytest.raises(CommandError, match=r"there are no files that fit --include \*\.c"):
+        find_files([str(tree)], include=("*.c",))
+
+
+def text_of(extents) -> bytes:
+    return b"".join(extent.path.read_bytes()[extent.start : extent.stop] for extent in extents)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.05, 0.3, 0.5, 0.99])
+def test_the_split_is_the_last_bytes_of_all(text, part):
+    everything = text_of(whole(find_files([str(text)])))
+    training, validation = map(text_of, split(find_files([str(text)]), part))
+    assert training + validation == everything
+    assert 0 <= int(len(everything) * part) - len(validation) <= 3
+
+
+def test_the_split_never_cuts_a_character(tmp_path):
+    file = tmp_path / "text"
+    file.write_text("aé€𝄞" * 10, encoding="utf-8")
+    for part in np.linspace(0.01, 0.99, 99):
+        for extents in split([file], part):
+            text_of(extents).decode("utf-8")
+
+
+def test_data_that_are_no_text_can_be_split_anywhere(tmp_path):
+    file = tmp_path / "data"
+    file.write_bytes(b"\x80" * 100)
+    training, validation = split([file], 0.5)
+    assert len(text_of(training)) == len(text_of(validation)) == 50
+
+
+def test_each_document_begins_with_the_separator(tmp_path):
+    contents = [b"one", b"\xff\x00\xfe two", b"", b"three"]
+    for i, content in enumerate(contents):
+        (tmp_path / f"{i}").write_bytes(content)
+    vocabulary = Bytes()
+    part = write_tokens(whole(find_files([str(tmp_path)])), vocabulary, tmp_path / "tokens")
+    tokens = np.fromfile(tmp_path / "tokens", vocabulary.dtype).tolist()
+    assert tokens == [256, *contents[0], 256, *contents[1], 256, *contents[3]]
+    assert (part.documents, part.bytes, part.tokens) == (3, 15, 18)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100, 1000])
+def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
+    extents = whole(find_files([str(text)]))
+    for vocabulary in (Bytes(), Tokenizer(tokenizer)):
+        expected = write_tokens(extents, vocabulary, tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(corpus, "PIECE", piece)
+            assert write_tokens(extents, vocabulary, tmp_path / "pieces") == expected
+        assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
+    extents = split(find_files([str(text)]), 0.2)
+    one = write_corpus(tmp_path / "bytes", *extents, Bytes())
+    other = write_corpus(tmp_path / "bpe", *extents, Tokenizer(tokenizer))
+    for part in ("training", "validation"):
+        assert one[part]["sha256"] == other[part]["sha256"]
+        assert one[part]["bytes"] == other[part]["bytes"]
+        assert one[part]["tokens"] > 2 * other[part]["tokens"]
+
+
+def test_damaged_data_are_noticed(tmp_path):
+    row(tmp_path, "training").write_bytes(bytes(10))
+    assert len(open_tokens(tmp_path, "training", np.dtype("<u2"), 5)) == 5
+    with pytest.raises(CommandError, match="10 bytes instead of 12"):
+        open_tokens(tmp_path, "training", np.dtype("<u2"), 6)
+    with pytest.raises(CommandError, match="there is no .*validation"):
+        open_tokens(tmp_path, "validation", np.dtype("<u2"), 6)
