@@ -35,7 +35,11 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            return None, *Gradient.apply((ctx.options, ctx.inputs), *ctx.saved_tensors, *grads[:outputs])
+            tensors, grads = ctx.saved_tensors, grads[:outputs]
+            # torch.compile cannot trace an operator inside a backward, and asks for no second derivative
+            if torch.compiler.is_compiling():
+                return None, *backward(tensors[: ctx.inputs], tensors[ctx.inputs :], grads, ctx.options)
+            return None, *Gradient.apply((ctx.options, ctx.inputs), *tensors, *grads)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:

@@ -1,0 +1,39 @@
+"""How fast the past fades, for each head: retention's γ. Sun et al., https://arxiv.org/abs/2307.08621, eq. 8"""
+
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+@final
+class Decay(nn.Module):
+    """A logarithm of decay for each key head: log(1 − 2^(−5−i)) for head i, fixed, or learned from there as
+    −softplus(w)."""
+
+    log_decay: Tensor
+
+    def __init__(self, num_key_heads: int, *, learned: bool = False):
+        super().__init__()
+        if num_key_heads < 1:
+            raise ValueError(f"num_key_heads must be at least 1, but is {num_key_heads}")
+        self.num_key_heads, self.learned = num_key_heads, learned
+        if learned:
+            self.w = nn.Parameter(torch.empty(num_key_heads))
+        else:
+            self.register_buffer("log_decay", torch.empty(num_key_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        target = self.w if self.learned else self.log_decay
+        kept = 1 - torch.exp2(-5.0 - torch.arange(self.num_key_heads, device=target.device))
+        # softplus(log(1/kept − 1)) = −log(kept)
+        target.copy_((1 / kept - 1).log() if self.learned else kept.log())
+
+    def forward(self) -> Float[Tensor, "hk 1"]:
+        return (-nn.functional.softplus(self.w) if self.learned else self.log_decay).unsqueeze(-1)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_key_heads}, learned={self.learned}"

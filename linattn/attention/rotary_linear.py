@@ -1,0 +1,99 @@
+"""Rotary positions after the feature map. Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 19"""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention, group_queries
+from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
+from linattn.ops.backends.base import divide
+from linattn.ops.linear import causal_linear_attention, linear_attention
+from linattn.ops.rotary import rotate
+from linattn.ops.state import LinearState
+
+
+class RotaryLinearAttentionState(NamedTuple):
+    """The sums with turned keys and the values, those with plain keys and ones, and the number of tokens seen."""
+
+    numerator: LinearState
+    denominator: LinearState
+    position: Int[Tensor, "b hk 1"]
+
+
+@final
+class RotaryLinearAttention(InnerAttention):
+    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j): features are turned in the numerator alone, where a
+    negative similarity does no harm. Queries and keys are those of the same tokens; masked tokens have no position."""
+
+    def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
+        super().__init__()
+        if isinstance(feature_map, ExponentialFeatureMap):
+            raise ValueError(
+                f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "
+                "plain features would not share: turn queries and keys before such a map"
+            )
+        self.feature_map, self.causal, self.base = feature_map, causal, base
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        if self.causal:
+            return self.extend(q, k, v, key_mask=key_mask)[0]
+        (q, k, v, key_mask), places = self._features(q, k, v, key_mask), _places(k, key_mask, 0)
+        numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
+        denominator = linear_attention(q, k, torch.ones_like(v[..., :1]), key_mask=key_mask, normalize=None)
+        return divide(numerator, denominator).flatten(1, 2)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: RotaryLinearAttentionState | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], RotaryLinearAttentionState]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
+        places = _places(k, key_mask, seen)
+        q, k, v, key_mask = self._features(q, k, v, key_mask)
+        past = (None, None) if state is None else state[:2]
+        y, numerator = causal_linear_attention(
+            *self._turned(q, k, places), v, past[0], key_mask=key_mask, normalize=None
+        )
+        total, denominator = causal_linear_attention(
+            q, k, torch.ones_like(v[..., :1]), past[1], key_mask=key_mask, normalize=None
+        )
+        seen = torch.cat([seen, places + 1], -1)[..., -1:]
+        return divide(y, total).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, seen)
+
+    def _features(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries grouped by key head (b hk g n f), the rest with a dimension for the group."""
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError(
+                f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+            )
+        q, k, hk = self.feature_map.query(q), self.feature_map.key(k), k.shape[1]
+        return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2), None if key_mask is None else key_mask.unsqueeze(2)
+
+    def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, places.unsqueeze(2), base=self.base), rotate(k, places.unsqueeze(2), base=self.base)
+
+    def extra_repr(self) -> str:
+        return f"causal={self.causal}, base={self.base}"
+
+
+def _places(k: Tensor, key_mask: Tensor | None, seen: Tensor | int) -> Int[Tensor, "b hk n"]:
+    """The position of each token: how many are present before it."""
+    present = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return (present.expand(k.shape[:-1]).cumsum(-1) - 1 + seen).clamp(min=0)
