@@ -5,7 +5,6 @@ from typing import Any, final
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.named import named_attention
 from linattn.models.config import LanguageModelConfig
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
 
@@ -17,7 +16,7 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()
         self.mixer_norm = make_norm(config)
-        self.mixer = _mixer(config, config.layers[layer])
+        self.mixer = _mixer(config, layer)
         self.feed_forward_norm = None if config.feed_forward == "none" else make_norm(config)
         self.feed_forward = _feed_forward(config)
 
@@ -43,25 +42,16 @@ def make_norm(config: LanguageModelConfig) -> nn.Module:
     return nn.RMSNorm(config.dim, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.dim)
 
 
-def _mixer(config: LanguageModelConfig, name: str) -> MultiheadAttention | GatedConvolution:
-    kind, _, width = name.partition(":")
-    if kind == "convolution":
-        return GatedConvolution(config.dim, int(width), dropout=config.dropout)
-    head_dim = config.head_dim or config.dim // config.num_heads
-    inner = named_attention(
-        name,
-        num_heads=config.num_heads,
-        head_dim=head_dim,
-        num_key_heads=config.num_key_heads,
-        causal=True,
-        window=config.window,
-    )
+def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | GatedConvolution:
+    width = config.convolution_width(layer)
+    if width is not None:
+        return GatedConvolution(config.dim, width, dropout=config.dropout)
     return MultiheadAttention(
         config.dim,
         config.num_heads,
-        inner,
+        config.inner_attention(layer),
         num_key_heads=config.num_key_heads,
-        head_dim=head_dim,
+        head_dim=config.channels,
         rotary=config.rotary,
         convolution=config.convolution,
         head_norm=config.head_norm,

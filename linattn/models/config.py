@@ -5,7 +5,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+import torch
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.named import named_attention
 
 FEED_FORWARDS = ("gated", "gelu", "none")
 NORMS = ("rms", "layer")
@@ -51,8 +56,6 @@ class LanguageModelConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.attention, list):
-            object.__setattr__(self, "attention", tuple(self.attention))
         for check in _CHECKS:
             check(self)
 
@@ -64,36 +67,64 @@ class LanguageModelConfig:
         return math.ceil(self.mlp_ratio * self.dim)
 
     @property
+    def channels(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """The attention of each layer."""
         return (self.attention,) * self.depth if isinstance(self.attention, str) else self.attention
+
+    def convolution_width(self, layer: int) -> int | None:
+        """Of a layer that is a gated convolution; None if it is attention."""
+        kind, _, width = self.layers[layer].partition(":")
+        if kind != "convolution":
+            return None
+        if not width.isdecimal() or int(width) < 1:
+            raise ValueError(
+                f"a convolution is named with its width, as in 'convolution:3', not {self.layers[layer]!r}"
+            )
+        return int(width)
+
+    def inner_attention(self, layer: int) -> InnerAttention:
+        return named_attention(
+            self.layers[layer],
+            num_heads=self.num_heads,
+            head_dim=self.channels,
+            num_key_heads=self.num_key_heads,
+            causal=True,
+            window=self.window,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
         attention = self.attention if isinstance(self.attention, str) else list(self.attention)
         return dataclasses.asdict(self) | {"attention": attention}
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        known = [field.name for field in dataclasses.fields(cls)]
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> "LanguageModelConfig":
+        known = [field.name for field in dataclasses.fields(LanguageModelConfig)]
         if unknown := [name for name in fields if name not in known]:
             raise ValueError(f"unknown configuration {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
         if "vocab_size" not in fields:
             raise ValueError("the configuration has no vocab_size")
-        return cls(**fields)
+        # JSON has lists only
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return LanguageModelConfig(**(dict(fields) | lists))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
+    @staticmethod
+    def from_json(text: str) -> "LanguageModelConfig":
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"the configuration is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"the configuration must be a JSON object, but is a {type(fields).__name__}")
-        return cls.from_dict(fields)
+        return LanguageModelConfig.from_dict(fields)
 
 
 def _check_types(config: LanguageModelConfig) -> None:
@@ -139,6 +170,11 @@ def _check_attention(config: LanguageModelConfig) -> None:
         raise ValueError(f"attention must be a name or a name for each layer, but is {config.attention!r}")
     if len(names) != config.depth:
         raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
+    # only building an attention tells whether it can be built; random features must not show in the caller's randomness
+    with torch.random.fork_rng(devices=[]):
+        for layer in {name: layer for layer, name in enumerate(names)}.values():
+            if config.convolution_width(layer) is None:
+                config.inner_attention(layer)
 
 
 def _check_positions(config: LanguageModelConfig) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linattn.models.block import Block, make_norm
 from linattn.models.config import LanguageModelConfig
+from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
 from linattn.nn.attention import count_positions
 from linattn.ops.compaction import compact, pack, unpack
@@ -134,16 +135,16 @@ class LanguageModel(nn.Module):
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Writes config.json and model.safetensors into the folder, whole or not at all."""
-        from linattn.models.storage import save
-
-        save(self, folder)
+        write_model(folder, self.config, self.state_dict())
 
     @staticmethod
     def load(folder: str | PathLike[str]) -> "LanguageModel":
-        """The model that `save`, or `save_pretrained` of our transformers class, wrote."""
-        from linattn.models.storage import load
-
-        return load(folder)
+        """What `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in the dtypes it was saved in."""
+        # the initial weights are thrown away: drawing them must not show in the caller's randomness
+        with torch.random.fork_rng(devices=[]):
+            model = LanguageModel(read_config(folder))
+        model.load_state_dict(read_tensors(folder, model.state_dict()), assign=True)
+        return model.eval()
 
 
 def _look_up(table: nn.Embedding, indices: Tensor, what: str) -> Tensor:

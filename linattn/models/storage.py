@@ -2,18 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from linattn.models.config import LanguageModelConfig
-
-if TYPE_CHECKING:
-    from linattn.models.language_model import LanguageModel
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -23,34 +20,31 @@ ARCHITECTURE = "LinattnForCausalLM"
 PREFIX = "model."
 
 
-def save(model: "LanguageModel", folder: str | os.PathLike[str]) -> None:
+def write_model(
+    folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
+) -> None:
     """Both files are complete on the disk before either takes its name."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    text = json.dumps(_config_to_json(model.config), indent=2) + "\n"
-    with _temporary(folder / WEIGHTS) as weights, _temporary(folder / CONFIG) as config:
-        _write_tensors(tensors, weights)
-        config.write_text(text, encoding="utf-8")
+    weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(_config_to_json(config), indent=2) + "\n"
+    with _temporary(folder / WEIGHTS) as weights_file, _temporary(folder / CONFIG) as config_file:
+        _write_tensors(weights, weights_file)
+        config_file.write_text(text, encoding="utf-8")
         # the weights first: a folder with a configuration is a folder with a model
-        _publish(weights, folder / WEIGHTS)
-        _publish(config, folder / CONFIG)
+        _publish(weights_file, folder / WEIGHTS)
+        _publish(config_file, folder / CONFIG)
 
 
-def load(folder: str | os.PathLike[str]) -> "LanguageModel":
-    """On the CPU, in evaluation mode, with the weights' own dtypes."""
-    from linattn.models.language_model import LanguageModel
-
-    folder = Path(folder)
-    config = read_config(folder)
-    # the initial weights are thrown away: drawing them must not show in the caller's randomness
-    with torch.random.fork_rng(devices=[]):
-        model = LanguageModel(config)
-    tensors = _read_tensors(folder / WEIGHTS)
-    _check_tensors(model.state_dict(), tensors, folder / WEIGHTS)
+def read_tensors(
+    folder: str | os.PathLike[str], expected: Mapping[str, Shaped[Tensor, "..."]]
+) -> dict[str, Shaped[Tensor, "..."]]:
+    """The weights of a saved model, which must have the names and shapes of those expected."""
+    path = Path(folder) / WEIGHTS
+    found = _read_tensors(path)
+    _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, found, path)
     # copies, or the weights would be views of a file that someone may write to
-    model.load_state_dict({name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items()}, assign=True)
-    return model.eval()
+    return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in found.items()}
 
 
 def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
@@ -126,14 +120,14 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
-    names = {PREFIX + name: tensor for name, tensor in expected.items()}
-    problems = [f"{name} is missing" for name in names if name not in found]
-    problems += [f"{name} is not of this model" for name in found if name not in names]
-    for name, tensor in found.items():
-        if name in names and tensor.shape != names[name].shape:
-            problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(names[name].shape)}")
-        elif name in names and tensor.is_floating_point() != names[name].is_floating_point():
-            problems.append(f"{name} is {tensor.dtype} and must be {names[name].dtype}")
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is not of this model" for name in found if name not in expected]
+    for name, like in expected.items():
+        tensor = found.get(name, like)
+        if tensor.shape != like.shape:
+            problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(like.shape)}")
+        elif tensor.is_floating_point() != like.is_floating_point():
+            problems.append(f"{name} is {tensor.dtype} and must be {like.dtype}")
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{path} does not fit its configuration: {'; '.join(problems[:5])}{more}")

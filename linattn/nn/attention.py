@@ -60,7 +60,8 @@ class MultiheadAttention(nn.Module):
         self.convolution = ShortConvolution(dim, convolution) if convolution else None
         self.head_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if head_norm else None
         self.dropout = nn.Dropout(dropout)
-        if context_dim is not None:
+        self.is_cross_attention = context_dim is not None
+        if self.is_cross_attention:
             self._check_cross_attention()
 
     def forward(
@@ -94,6 +95,8 @@ class MultiheadAttention(nn.Module):
     def _project(
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        if self.is_cross_attention:
+            raise ValueError("this is cross attention: it needs its context")
         mixed, convolution, position = x, None, None
         if self.convolution is not None:
             mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
@@ -105,7 +108,7 @@ class MultiheadAttention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jaxtyping
 import pytest
 
 from linattn.models import LanguageModelConfig
@@ -58,6 +59,13 @@ def test_wrong_values_are_refused(fields, message):
         LanguageModelConfig(**({"vocab_size": 7} | fields))
 
 
+@pytest.fixture
+def unchecked_types(monkeypatch):
+    """As in use, where jaxtyping's hook does not look at the types of arguments first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,0 +1,149 @@
+import errno
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from linattn.models import LanguageModel, storage
+from tests.models.causal import every_model, small_model, some_tokens
+
+elu = {"attention": "local+elu"}
+
+
+@every_model
+def test_a_saved_model_comes_back(options, tmp_path):
+    model, tokens = small_model(options), some_tokens(2, 20)
+    model.save(tmp_path / "new" / "folder")
+    random = torch.get_rng_state()
+    loaded = LanguageModel.load(tmp_path / "new" / "folder")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert loaded.config == model.config and not loaded.training
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_files_are_the_two_and_dtypes_stay(tmp_path):
+    model = small_model(elu).bfloat16()
+    model.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert {parameter.dtype for parameter in LanguageModel.load(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    small_model(elu).save(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert "model.embedding.weight" in names and not any("head.weight" in name for name in names)
+
+
+def test_what_other_programs_add_to_the_configuration_does_not_matter(tmp_path):
+    small_model(elu).save(tmp_path)
+    change(tmp_path, transformers_version="5.23.0", dtype="float64", hidden_size=99)
+    assert LanguageModel.load(tmp_path).config.dim == 16
+
+
+def change(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "config.json is not of a linattn model: its model_type is 'llama'"),
+        ({"linattn_version": "99.0"}, "was written by linattn 99.0, but this is .*: a newer one is needed"),
+        ({"linattn_version": None}, "no valid linattn_version, but None"),
+        ({"language_model": None}, "has no language_model"),
+        ({"language_model": {"vocab_size": 3, "width": 3}}, "config.json: unknown configuration 'width'"),
+        ({"language_model": {"vocab_size": 3, "dim": -3}}, "config.json: dim must be"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(tmp_path, fields, message):
+    small_model(elu).save(tmp_path)
+    change(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message):
+        LanguageModel.load(tmp_path)
+
+
+def weights_changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "extra is not of this model"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight is \(3,\) and must be \(16,\)",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(16, dtype=torch.int32)}),
+            "model.norm.weight is torch.int32 and must be torch.float32",
+        ),
+        (lambda tensors: tensors.clear(), r"is missing; .* is missing, and \d+ more$"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(tmp_path, change, message):
+    small_model(elu).save(tmp_path)
+    weights_changed(tmp_path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors does not fit its configuration: .*{message}"):
+        LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("length", [0, 7, 500])
+def test_a_cut_off_file_is_refused(tmp_path, name, length):
+    small_model(elu).save(tmp_path)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:length])
+    with pytest.raises(ValueError, match=f"{name} is corrupt: "):
+        LanguageModel.load(tmp_path)
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    small_model(elu).save(tmp_path)
+
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "exploded"),))
+
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match=r"model.safetensors is corrupt"):
+        LanguageModel.load(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(tmp_path, name):
+    small_model(elu).save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"there is no model in .*: {name} is missing"):
+        LanguageModel.load(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["_write_tensors", "_sync"])
+def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
+    old = small_model(elu)
+    old.save(tmp_path)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, step, full)
+    with pytest.raises(OSError, match="No space left"):
+        small_model(elu, dim=32).save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert torch.equal(LanguageModel.load(tmp_path).embedding.weight, old.embedding.weight)
+
+
+def test_what_the_disk_refuses_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(OSError, match="weights could not be written to .*absent"):
+        storage._write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights")

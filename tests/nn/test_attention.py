@@ -1,0 +1,228 @@
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from linattn.attention.base import map_state
+from linattn.attention.named import named_attention
+from linattn.nn import MultiheadAttention
+
+DIM, HEADS = 24, 4
+OPTIONS = {
+    "plain": {},
+    "grouped keys": {"num_key_heads": 2},
+    "own head width": {"head_dim": 10, "bias": True},
+    "rotary": {"rotary": 100.0},
+    "convolution": {"convolution": 4},
+    "norm and gate": {"head_norm": True, "gate": True},
+    "all": {"num_key_heads": 1, "rotary": 100.0, "convolution": 3, "head_norm": True, "gate": True},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+every_inner = pytest.mark.parametrize("name", ["softmax", "elu", "local+elu"])
+
+
+def attention(name: str = "elu", *, causal: bool = True, **options) -> MultiheadAttention:
+    head_dim = options.get("head_dim") or DIM // HEADS
+    key_heads = options.get("num_key_heads")
+    inner = named_attention(
+        name, num_heads=HEADS, head_dim=head_dim, num_key_heads=key_heads, causal=causal, window=5, max_length=100
+    )
+    return MultiheadAttention(DIM, HEADS, inner, **options).double().eval()
+
+
+def some_inputs(b: int = 2, n: int = 33, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(b, n, dim, dtype=torch.float64)
+
+
+def torchs(module: MultiheadAttention) -> nn.MultiheadAttention:
+    """torch's module with the same weights."""
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    context_dim = module.k_proj.in_features
+    twin = nn.MultiheadAttention(DIM, HEADS, kdim=context_dim, vdim=context_dim, batch_first=True).double().eval()
+    with torch.no_grad():
+        if context_dim == DIM:
+            twin.in_proj_weight.copy_(torch.cat([projection.weight for projection in projections]))
+        else:
+            for name, projection in zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), projections, strict=True):
+                getattr(twin, name).copy_(projection.weight)
+        twin.in_proj_bias.copy_(torch.cat([projection.bias for projection in projections]))
+        twin.out_proj.weight.copy_(module.o_proj.weight)
+        twin.out_proj.bias.copy_(module.o_proj.bias)
+    return twin
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_with_softmax_is_torchs_self_attention(masked):
+    module, x = attention("softmax", causal=False, bias=True), some_inputs()
+    mask = torch.rand(2, 33) < 0.5 if masked else None
+    expected, _ = torchs(module)(x, x, x, key_padding_mask=None if mask is None else ~mask)
+    assert_close(module(x, key_mask=mask), expected)
+
+
+def test_with_softmax_is_torchs_causal_attention():
+    module, x = attention("softmax", bias=True), some_inputs()
+    future = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    assert_close(module(x), torchs(module)(x, x, x, attn_mask=future)[0])
+
+
+@pytest.mark.parametrize("context_dim", [DIM, 10])
+@pytest.mark.parametrize("masked", [False, True])
+def test_with_softmax_is_torchs_cross_attention(masked, context_dim):
+    module = attention("softmax", causal=False, bias=True, context_dim=context_dim)
+    x, context = some_inputs(n=7), some_inputs(n=19, dim=context_dim)
+    mask = torch.rand(2, 19) < 0.5 if masked else None
+    expected, _ = torchs(module)(x, context, context, key_padding_mask=None if mask is None else ~mask)
+    assert_close(module(x, context, key_mask=mask), expected)
+
+
+@pytest.mark.parametrize("name", ["softmax", "elu", "taylor", "hedgehog", "linformer"])
+def test_in_cross_attention_a_masked_token_is_a_missing_token(name):
+    module, x, context = attention(name, causal=False), some_inputs(n=7), some_inputs(n=19)
+    mask = torch.rand(2, 19) < 0.5
+    y = module(x, context, key_mask=mask)
+    for row in range(2):
+        assert_close(y[row], module(x[row : row + 1], context[row, mask[row]].unsqueeze(0))[0])
+
+
+@every_inner
+@every_option
+def test_pieces_make_the_whole(name, options):
+    module, x = attention(name, **options), some_inputs()
+    state, pieces = None, []
+    for piece in x.split((10, 0, 1, 1, 21), dim=1):
+        y, state = module.extend(piece, state)
+        pieces.append(y)
+    assert_close(torch.cat(pieces, 1), module(x))
+
+
+@every_inner
+@every_option
+@pytest.mark.parametrize("where", ["right", "left", "holes"])
+def test_a_masked_token_is_a_missing_token(name, options, where):
+    module, x = attention(name, **options), some_inputs(b=3)
+    places, counts = torch.arange(33).expand(3, 33), torch.tensor([[30], [1], [17]])
+    mask = {"right": places < counts, "left": places >= 33 - counts, "holes": torch.rand(3, 33) < 0.6}[where]
+    whole = module(x, key_mask=mask)
+    first, state = module.extend(x[:, :14], key_mask=mask[:, :14])
+    second, state = module.extend(x[:, 14:], state, key_mask=mask[:, 14:])
+    next_x = some_inputs(b=3, n=2)
+    third, _ = module.extend(next_x, state)
+    for row in range(3):
+        alone = module(torch.cat([x[row, mask[row]], next_x[row]]).unsqueeze(0))[0]
+        assert_close(whole[row, mask[row]], alone[:-2])
+        assert_close(torch.cat([first, second], 1)[row, mask[row]], alone[:-2])
+        assert_close(third[row], alone[-2:])
+
+
+@every_option
+@pytest.mark.parametrize("name", ["softmax", "elu", "local+elu"])
+def test_not_causal_masked_tokens_are_missing_too(name, options):
+    module, x = attention(name, causal=False, **options), some_inputs(b=3)
+    mask = torch.rand(3, 33) < 0.6
+    y = module(x, key_mask=mask)
+    for row in range(3):
+        assert_close(y[row, mask[row]], module(x[row, mask[row]].unsqueeze(0))[0])
+
+
+def test_consecutive_query_heads_share_a_key_head():
+    grouped, full = attention("elu", num_key_heads=2), attention("elu")
+    weights = dict(grouped.named_parameters())
+    for name in ("k_proj.weight", "v_proj.weight"):
+        weights[name] = weights[name].unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x = some_inputs()
+    assert_close(full(x), grouped(x))
+
+
+def test_rotary_knows_only_distances():
+    """Tokens that nothing precedes may stand anywhere."""
+    module, x = attention("softmax", rotary=100.0), some_inputs()
+    _, state = module.extend(x[:, :0])
+    later = state._replace(position=state.position + 1000)
+    assert_close(module.extend(x, later)[0], module(x), rtol=1e-9, atol=1e-9)
+
+
+def test_heads_may_be_spread_over_ranks():
+    """A rank with the rows of half the heads gives half the sum, as tensor parallel needs."""
+    whole, x = attention("elu", rotary=100.0, gate=True, head_norm=True), some_inputs()
+    parts = []
+    for rows in torch.arange(DIM).chunk(2):
+        part = attention("elu", rotary=100.0, gate=True, head_norm=True)
+        for name in ("q_proj", "k_proj", "v_proj", "g_proj"):
+            getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight[rows])
+        part.o_proj.weight = nn.Parameter(whole.o_proj.weight[:, rows])
+        parts.append(part(x))
+    assert_close(parts[0] + parts[1], whole(x))
+
+
+def test_the_norm_makes_heads_of_length_one():
+    module, x = attention("linear_unnormalized", head_norm=True), some_inputs()
+    heads = []
+    module.o_proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0].unflatten(-1, (HEADS, -1))))
+    module(x)
+    assert_close(heads[0].square().mean(-1), torch.ones(2, 33, HEADS, dtype=torch.float64), rtol=1e-2, atol=1e-2)
+
+
+def test_dropout_is_on_the_output_in_training():
+    module, x = attention("elu", dropout=0.5), some_inputs()
+    y = module(x)
+    dropped = module.train()(x)
+    kept = dropped != 0
+    assert 0.3 < kept.double().mean() < 0.7
+    assert_close(dropped[kept], 2 * y[kept])
+
+
+@every_option
+def test_gradients_reach_inputs_and_every_parameter(options):
+    module, x = attention("local+elu", **options).train(), some_inputs().requires_grad_()
+    module(x).square().sum().backward()
+    assert x.grad.count_nonzero(dim=-1).all()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad.count_nonzero() > 0, name
+
+
+def test_states_are_values():
+    module, x = attention("local+elu", rotary=100.0, convolution=4), some_inputs(n=9)
+    _, state = module.extend(x)
+    copies = map_state(torch.clone, state)
+    module.extend(x, state)
+    kept: list[torch.Tensor] = []
+    map_state(kept.append, state)
+    found: list[torch.Tensor] = []
+    map_state(found.append, copies)
+    assert kept and all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_key_heads": 3}, "num_key_heads must divide num_heads, but they are 3 and 4"),
+        ({"context_dim": 10}, "must not be causal"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    inner = named_attention("elu", num_heads=HEADS, head_dim=DIM // HEADS, causal=True)
+    with pytest.raises(ValueError, match=message):
+        MultiheadAttention(DIM, HEADS, inner, **options)
+
+
+def test_heads_must_divide_the_width():
+    inner = named_attention("elu", num_heads=5, head_dim=4)
+    with pytest.raises(ValueError, match="num_heads must divide dim, or head_dim be given, but they are 5 and 24"):
+        MultiheadAttention(DIM, 5, inner)
+
+
+def test_cross_attention_is_not_causal_and_has_no_neighbours():
+    x, context = some_inputs(n=7), some_inputs(n=19)
+    with pytest.raises(ValueError, match="must not be causal"):
+        attention("elu")(x, context)
+    for options in ({"convolution": 3}, {"rotary": 100.0}):
+        with pytest.raises(ValueError, match="convolution and rotary belong to self attention"):
+            attention("elu", causal=False, **options)(x, context)
+    with pytest.raises(ValueError, match="needs its context"):
+        attention("elu", causal=False, context_dim=10)(x)
+
+
+def test_what_is_not_causal_cannot_be_extended():
+    with pytest.raises(NotImplementedError, match="not causal"):
+        attention("softmax", causal=False).extend(some_inputs())
