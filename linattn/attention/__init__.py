@@ -1,1 +1,36 @@
-"""Inner attentions: modules from split heads to outputs."""
+"""Inner attentions: modules from queries, keys and values, heads already split, to outputs; and a table of them by name."""
+
+from linattn.attention.base import InnerAttention, map_state
+from linattn.attention.decay import Decay
+from linattn.attention.linear import LinearAttention
+from linattn.attention.linformer import (
+    LearnedProjection,
+    LinformerAttention,
+    MeanPooling,
+    SequenceProjection,
+    StridedConvolution,
+)
+from linattn.attention.local import LocalAttention
+from linattn.attention.named import ATTENTIONS, attend, named_attention
+from linattn.attention.rotary_linear import RotaryLinearAttention
+from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.split_heads import SplitHeads
+
+__all__ = [
+    "ATTENTIONS",
+    "Decay",
+    "InnerAttention",
+    "LearnedProjection",
+    "LinearAttention",
+    "LinformerAttention",
+    "LocalAttention",
+    "MeanPooling",
+    "RotaryLinearAttention",
+    "SequenceProjection",
+    "SoftmaxAttention",
+    "SplitHeads",
+    "StridedConvolution",
+    "attend",
+    "map_state",
+    "named_attention",
+]

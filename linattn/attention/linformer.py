@@ -1,0 +1,129 @@
+"""Softmax attention over keys and values that are first projected along the sequence, m → r.
+Wang et al., Linformer, https://arxiv.org/abs/2006.04768"""
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.attention.base import InnerAttention
+from linattn.ops.linformer import pool_sequence, project_sequence
+from linattn.ops.softmax import softmax_attention
+
+
+class SequenceProjection(nn.Module, ABC):
+    """Makes at most `max_length` keys or values into at most `projected_length`."""
+
+    def __init__(self, max_length: int, projected_length: int):
+        super().__init__()
+        if not 1 <= projected_length <= max_length:
+            raise ValueError(
+                "a projected length must be at least 1 and at most the longest length, "
+                f"but they are {projected_length} and {max_length}"
+            )
+        self.max_length, self.projected_length = max_length, projected_length
+
+    @abstractmethod
+    def forward(
+        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+        """The projected tokens, and which of them there are (None: all). A masked token is a missing token."""
+
+    @property
+    def window(self) -> int:
+        """How many tokens one projected token stands for, if they are taken in order."""
+        return -(-self.max_length // self.projected_length)
+
+    def extra_repr(self) -> str:
+        return f"{self.max_length} → {self.projected_length}"
+
+
+@final
+class LearnedProjection(SequenceProjection):
+    """x̄_r = Σ_j E_rj x_j with a learned matrix E, one for all heads, or one for each of `num_key_heads`.
+
+    The j-th *real* token meets column j, so padding changes nothing; a shorter sequence leaves columns unused. Starts as
+    the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
+    """
+
+    def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
+        super().__init__(max_length, projected_length)
+        heads = () if num_key_heads is None else (num_key_heads,)
+        self.weight = nn.Parameter(torch.empty(*heads, projected_length, max_length))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.projected_length**-0.5)
+
+    def forward(
+        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
+    ) -> tuple[Float[Tensor, "b hk r d"], None]:
+        if self.weight.ndim == 3 and len(self.weight) != x.shape[1]:
+            raise ValueError(f"made for {len(self.weight)} key heads, but the input has {x.shape[1]}: {tuple(x.shape)}")
+        return project_sequence(x, self.weight, key_mask=key_mask), None
+
+
+@final
+class MeanPooling(SequenceProjection):
+    """The means of windows of ⌈max_length / projected_length⌉ real tokens, the last one over what is left. No weights."""
+
+    def forward(
+        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+        return pool_sequence(x, self.window, key_mask=key_mask)
+
+
+@final
+class StridedConvolution(SequenceProjection):
+    """A convolution along the sequence whose stride is its width, ⌈max_length / projected_length⌉ real tokens, each
+    channel with its own weights, all heads with the same. Starts as mean pooling."""
+
+    def __init__(self, max_length: int, projected_length: int, head_dim: int):
+        super().__init__(max_length, projected_length)
+        self.weight = nn.Parameter(torch.empty(self.window, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 / self.window)
+
+    def forward(
+        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+        if x.shape[-1] != self.weight.shape[-1]:
+            raise ValueError(f"made for {self.weight.shape[-1]} channels, but the input is {tuple(x.shape)}")
+        return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)
+
+
+@final
+class LinformerAttention(InnerAttention):
+    """y_i = Σ_r softmax_r(q_i·k̄_r / √d) v̄_r with k̄ and v̄ the projected keys and values.
+
+    The paper's sharing is passing the same object: one projection for keys and values (the default), or for all layers.
+    Every output depends on every key, so there is no causal form.
+    """
+
+    causal = False
+
+    def __init__(self, key_projection: SequenceProjection, value_projection: SequenceProjection | None = None):
+        super().__init__()
+        self.key_projection = key_projection
+        self.value_projection = key_projection if value_projection is None else value_projection
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
+        if m > longest:
+            raise ValueError(f"made for at most {longest} keys, but there are {m}: k is {tuple(k.shape)}")
+        k, present = self.key_projection(k, key_mask=key_mask)
+        v, present_values = self.value_projection(v, key_mask=key_mask)
+        if k.shape[-2] != v.shape[-2]:
+            raise ValueError(f"keys are projected to {k.shape[-2]} and values to {v.shape[-2]}: the two must agree")
+        return softmax_attention(q, k, v, key_mask=present_values if present is None else present)

@@ -1,0 +1,57 @@
+"""Softmax attention in a window, the partner of linear attention in most mixtures: it sees near, the other far.
+Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://arxiv.org/abs/2004.05150 (sliding)"""
+
+from typing import final
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention
+from linattn.ops.local import LocalState, Window, extend_local, local_attention
+
+
+@final
+class LocalAttention(InnerAttention):
+    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of i.
+
+    Causal, i − window < j ≤ i: the last `window` tokens, itself among them. Not causal, |i − j| < window: window − 1 more
+    on the other side. Bucketed, as in the readmes' packages: the sequence is cut into buckets of `window` tokens, and i
+    sees its own bucket and the one before (causal: up to itself), or both neighbours, so from window + 1 to 2 · window
+    keys away from the start.
+
+    A masked token is a missing token, as key and as query: windows count real tokens only, its output is zeros. The state
+    holds the last window − 1 (bucketed: 2 · window − 1) real keys and values of each row.
+    """
+
+    def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
+        super().__init__()
+        if window < 1:
+            raise ValueError(f"a window holds at least one token, but window is {window}")
+        self.window = Window(window, causal, bucketed)
+        self.causal = causal
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        return local_attention(q, k, v, window=self.window, key_mask=key_mask)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: LocalState | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        return extend_local(q, k, v, state, window=self.window, key_mask=key_mask)
+
+    def extra_repr(self) -> str:
+        return f"{self.window.size}, causal={self.causal}, bucketed={self.window.bucketed}"

@@ -1,0 +1,183 @@
+"""Every attention by name, for configurations, command lines and the first try; `ATTENTIONS` is the table."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.linear import Decay, LinearAttention
+from linattn.attention.linformer import (
+    LearnedProjection,
+    LinformerAttention,
+    MeanPooling,
+    SequenceProjection,
+    StridedConvolution,
+)
+from linattn.attention.local import LocalAttention
+from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.split_heads import SplitHeads
+from linattn.feature_maps import FEATURE_MAPS
+from linattn.feature_maps.base import FeatureMap
+
+# where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
+PROJECTED_LENGTH = 128
+
+
+class Heads(NamedTuple):
+    """What an attention is made for."""
+
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    causal: bool
+    window: int
+    max_length: int | None
+
+
+Builder = Callable[[Heads], InnerAttention]
+
+
+def _linear(name: str) -> Builder:
+    make = FEATURE_MAPS[name]
+    return lambda x: LinearAttention(make(x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
+
+
+def _unnormalized(x: Heads) -> InnerAttention:
+    identity = FEATURE_MAPS["identity"](x.head_dim, x.num_heads, x.num_key_heads)
+    return LinearAttention(identity, causal=x.causal, normalize=None)
+
+
+def _retention(x: Heads) -> InnerAttention:
+    if not x.causal:
+        raise ValueError("retention fades with the distance to the past, so it is causal only, but causal is False")
+    identity = FEATURE_MAPS["identity"](x.head_dim, x.num_heads, x.num_key_heads)
+    return LinearAttention(identity, causal=True, normalize=None, decay=Decay(x.num_key_heads))
+
+
+def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Builder:
+    def build(x: Heads) -> InnerAttention:
+        if x.causal:
+            raise ValueError("Linformer mixes the whole sequence into every key, so it cannot be causal")
+        if x.max_length is None:
+            raise ValueError("Linformer is made for sequences up to a length: give max_length")
+        return LinformerAttention(projection(x.max_length, min(PROJECTED_LENGTH, x.max_length), x.head_dim))
+
+    return build
+
+
+ATTENTIONS: dict[str, Builder] = {
+    **{name: _linear(name) for name in FEATURE_MAPS},
+    "linear_unnormalized": _unnormalized,
+    "retention": _retention,
+    "softmax": lambda x: SoftmaxAttention(causal=x.causal),
+    "local": lambda x: LocalAttention(x.window, causal=x.causal),
+    "local_bucketed": lambda x: LocalAttention(x.window, causal=x.causal, bucketed=True),
+    "linformer": _linformer(lambda m, r, d: LearnedProjection(m, r)),
+    "linformer_mean": _linformer(lambda m, r, d: MeanPooling(m, r)),
+    "linformer_conv": _linformer(StridedConvolution),
+}
+
+
+def named_attention(
+    spec: str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_key_heads: int | None = None,
+    causal: bool = False,
+    window: int = 128,
+    max_length: int | None = None,
+) -> InnerAttention:
+    """A name of `ATTENTIONS`, or a mixture with the heads of each, "local:4+elu:4"; "local+elu" shares them equally."""
+    num_key_heads = num_heads if num_key_heads is None else num_key_heads
+    parts = []
+    for name, count in _shares(spec, num_heads):
+        if count * num_key_heads % num_heads:
+            raise ValueError(f"{count} of {num_heads} heads have no whole share of {num_key_heads} key heads: {spec!r}")
+        heads = Heads(count, count * num_key_heads // num_heads, head_dim, causal, window, max_length)
+        parts.append((count, ATTENTIONS[name](heads)))
+    return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
+
+
+def attend(
+    q: Float[Tensor, "*b n d"],
+    k: Float[Tensor, "*b2 m d"],
+    v: Float[Tensor, "*b2 m dv"],
+    method: str | FeatureMap | InnerAttention = "elu",
+    *,
+    is_causal: bool = False,
+    key_mask: Bool[Tensor, "*masked m"] | None = None,
+) -> Float[Tensor, "*b n dv"]:
+    """Attention on raw q, k and v, as `scaled_dot_product_attention(q, k, v)`, by any method.
+
+    The heads stand before the tokens, (…, h, n, d); k and v may have fewer, each for a group of consecutive queries' heads.
+    `method` is a name of `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner
+    attention. Random features are those of one fixed seed. `key_mask` is True for the keys that are present, (…, h, m) or
+    for all heads (b, m).
+    """
+    if not 2 <= q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"q, k and v need the same dimensions (…, tokens, channels), but they are {tuple(q.shape)}, {tuple(k.shape)} "
+            f"and {tuple(v.shape)}"
+        )
+    inner = _resolve(method, q, k, is_causal)
+    if inner.causal != is_causal:
+        raise ValueError(f"is_causal is {is_causal}, but {type(inner).__name__} was made with causal={inner.causal}")
+    if key_mask is not None:
+        if key_mask.ndim == 2 and k.ndim == 4:
+            key_mask = key_mask.unsqueeze(-2)
+        key_mask = _four(key_mask.expand(k.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+    return inner(_four(q), _four(k), _four(v), key_mask=key_mask).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
+    """The names in a mixture and their numbers of heads."""
+    pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
+    unknown = [name for name, _ in pairs if name not in ATTENTIONS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention: there are {', '.join(sorted(ATTENTIONS))}")
+    given = [count for _, count in pairs if count]
+    if not given:
+        if num_heads % len(pairs):
+            raise ValueError(f"{num_heads} heads have no equal shares for {spec!r}: give their numbers, as in local:1+elu:3")
+        return [(name, num_heads // len(pairs)) for name, _ in pairs]
+    if len(given) < len(pairs) or not all(count.isdecimal() and int(count) for count in given):
+        raise ValueError(f"every part of a mixture needs a whole number of heads, or none does, but it is {spec!r}")
+    if sum(map(int, given)) != num_heads:
+        raise ValueError(f"{spec!r} has {sum(map(int, given))} heads, but num_heads is {num_heads}")
+    return [(name, int(count)) for name, count in pairs]
+
+
+def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, causal: bool) -> InnerAttention:
+    if isinstance(method, InnerAttention):
+        return method
+    if isinstance(method, FeatureMap):
+        return LinearAttention(method, causal=causal)
+    heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    # drawn on the CPU, so that every device has the same features
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        inner = named_attention(
+            method,
+            num_heads=heads,
+            num_key_heads=key_heads,
+            head_dim=q.shape[-1],
+            causal=causal,
+            max_length=max(k.shape[-2], 1),
+        )
+    if any(True for _ in inner.parameters()):
+        raise ValueError(
+            f"{method!r} has weights to learn, so a function cannot hold it: build the module with "
+            f"named_attention({method!r}, …), train it, and give it as method"
+        )
+    return inner.to(device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _four(x: Tensor) -> Tensor:
+    """(b, h, n, d): a missing batch or head is one, several batches are one."""
+    while x.ndim < 4:
+        x = x.unsqueeze(0)
+    return x.flatten(0, -4)

@@ -1,0 +1,77 @@
+"""Mixtures, as in the readmes of the packages: some heads attend one way, the rest another."""
+
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.attention.base import InnerAttention
+
+
+@final
+class SplitHeads(InnerAttention):
+    """`SplitHeads((4, local), (4, linear))`: the first four query heads are local, the next four linear.
+
+    Key heads, where they are fewer, are split in the same proportion. The state is a tuple of the parts' states.
+    """
+
+    def __init__(self, *parts: tuple[int, InnerAttention]):
+        super().__init__()
+        if not parts or any(count < 1 for count, _ in parts):
+            raise ValueError(f"each part needs at least one head, but the heads are {[count for count, _ in parts]}")
+        if len({part.causal for _, part in parts}) > 1:
+            kinds = ", ".join(f"{type(part).__name__}(causal={part.causal})" for _, part in parts)
+            raise ValueError(f"either all parts are causal or none, but they are {kinds}")
+        self.heads = tuple(count for count, _ in parts)
+        self.parts = nn.ModuleList(part for _, part in parts)
+        self.causal = parts[0][1].causal
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        pieces = zip(self.parts, *self._split(q, k, v, key_mask), strict=True)
+        return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: tuple[Any, ...] | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], tuple[Any, ...]]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        states = (None,) * len(self.parts) if state is None else state
+        pieces = zip(self.parts, states, *self._split(q, k, v, key_mask), strict=True)
+        ys, states = zip(
+            *(part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces), strict=True
+        )
+        return torch.cat(ys, 1), states
+
+    def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
+        """Queries, keys, values and masks, each for all parts."""
+        total, hk = sum(self.heads), k.shape[1]
+        if q.shape[1] != total:
+            raise ValueError(f"made for {self.heads}, together {total} heads, but q is {tuple(q.shape)}")
+        if any(count * hk % total for count in self.heads):
+            raise ValueError(
+                f"key heads must split in the same proportion as the query heads, {self.heads}, "
+                f"but there are {hk}: k is {tuple(k.shape)}"
+            )
+        key_heads = [count * hk // total for count in self.heads]
+        if key_mask is None or key_mask.shape[1] == 1:
+            masks: Any = (key_mask,) * len(self.heads)
+        else:
+            masks = key_mask.split(key_heads, 1)
+        return q.split(self.heads, 1), k.split(key_heads, 1), v.split(key_heads, 1), masks
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
