@@ -14,11 +14,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 INSISTS = 1.0
-"""Seconds after which a second Ctrl-C is no echo of the first: launchers pass a signal on to processes that had it already."""
+"""Seconds after which a second Ctrl-C is no echo of the first: launchers repeat signals that everybody had already."""
 
 
 class Clock(TrainerCallback, ExportableState):
-    """Counts the seconds of training, over interruptions too, and the learning rate's factor follows from them or the steps."""
+    """Counts the seconds of training, interruptions left out; the learning rate follows them, or the steps."""
 
     def __init__(self, *, steps: int, limit: float | None, warmup: float) -> None:
         self.steps, self.limit, self.warmup = steps, limit, warmup
@@ -30,7 +30,7 @@ class Clock(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
     def progress(self, step: int) -> float:
-        """0 at the beginning and 1 at the end. A step counts from its middle, so neither the first nor the last is lost."""
+        """From 0 to 1. A step counts from its middle, so that neither the first nor the last has a rate of zero."""
         by_steps = (step + 0.5) / self.steps
         return min(1.0, by_steps if self.limit is None else max(by_steps, self.seconds / self.limit))
 
@@ -63,7 +63,7 @@ class Clock(TrainerCallback, ExportableState):
 
     @contextmanager
     def minds_interrupts(self) -> Iterator[None]:
-        """In here the first Ctrl-C, or a request to terminate, lets the step end and be saved; a second Ctrl-C does not wait."""
+        """In here Ctrl-C, or a request to terminate, lets the step end and be saved; a second Ctrl-C does not wait."""
         asked_at = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:

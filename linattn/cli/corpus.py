@@ -1,4 +1,4 @@
-"""Files become one long row of tokens for training and one for validation, written once and read through memory maps."""
+"""Files become a long row of tokens for training and one for validation, written once and read through memory maps."""
 
 import fnmatch
 import hashlib

@@ -1,4 +1,4 @@
-"""`python -m linattn.cli.demo`: two minutes of training on the sources of Python's standard library, and what the model then writes."""
+"""`make demo`: two minutes of training on the sources of Python's standard library, and what the model then writes."""
 
 import sys
 import sysconfig
@@ -27,7 +27,7 @@ PROMPT = "def "
 
 def run() -> int:
     library = sysconfig.get_paths()["stdlib"]
-    data = (library, "--include", "*.py", "--exclude", *EXCLUDED)
+    data = [library, "--include=*.py", *(f"--exclude={name}" for name in EXCLUDED)]
     status = main(["train", *data, "--out", RUN, "--replace", *MODEL, *TRAINING])
     if status:
         return status

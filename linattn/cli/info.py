@@ -60,8 +60,8 @@ def _model(model: "LanguageModel") -> dict[str, Any]:
 
 
 def _state_size(model: "LanguageModel") -> dict[str, float]:
-    """Bytes that a sequence needs while it is read or written, and how many more each further token needs: none, unless softmax
-    attends to all the past. It is measured, once every window is full."""
+    """Bytes that a sequence needs while it is read or written, measured when every window is full; and how many more
+    each further token needs: none, unless softmax attends to all the past."""
     import torch
 
     full = model.config.max_length or 2 * model.config.window

@@ -1,4 +1,4 @@
-"""The options of `linattn train`: each is one field here, from which the parser, the defaults and the run's record are made."""
+"""The options of `linattn train`: each is one field, from which come the parser, the defaults and the run's record."""
 
 import argparse
 import dataclasses
@@ -16,8 +16,9 @@ from linattn.cli.values import (
     POSITIVE,
     WHOLE,
     base_or_none,
-    names,
+    listed,
     one_of,
+    repeated,
     whole_from,
 )
 
@@ -38,11 +39,15 @@ class TrainOptions:
     tokenizer: str | None = data(
         None, {"metavar": "FILE"}, "of the tokenizers package; without it, bytes are the tokens"
     )
-    include: tuple[str, ...] = data((), names("NAME"), "in folders, take only files of such names, e.g. '*.py'")
-    exclude: tuple[str, ...] = data((), names("NAME"), "in folders, leave out files and folders of such names")
+    include: tuple[str, ...] = data(
+        (), repeated("NAME"), "in folders, take only files of such names, e.g. '*.py'; repeatable"
+    )
+    exclude: tuple[str, ...] = data(
+        (), repeated("NAME"), "in folders, leave out files and folders of such names; repeatable"
+    )
     validation_part: float = data(0.05, PART, "share of the data, the last bytes of all, that is for validation")
     validation_data: tuple[str, ...] = data(
-        (), names("DATA"), "files or folders for validation, instead of a part of DATA"
+        (), repeated("DATA"), "file or folder for validation, instead of a part of DATA; repeatable"
     )
 
     dim: int = model(256, WHOLE, "width of the model")
@@ -53,10 +58,12 @@ class TrainOptions:
     )
     head_dim: int | None = model(None, WHOLE, "width of a head (default: dim / heads)")
     attention: tuple[str, ...] = model(
-        ("local+elu",), names("METHOD"), "a method or a mixture such as local:3+elu:1, or one for each layer"
+        ("local+elu",),
+        {"type": listed, "metavar": "METHOD"},
+        "such as elu or local:3+elu:1; with commas, one for each layer",
     )
     window: int = model(128, WHOLE, "tokens that a local head sees")
-    rotary: float | None = model(10000.0, {"type": base_or_none}, "base of the rotary positions, or none")
+    rotary: float | None = model(10000.0, {"type": base_or_none, "metavar": "X"}, "base of the rotary positions, or none")
     learned_positions: bool = model(False, FLAG, "add a learned vector for each position of the context")
     convolution: int = model(4, NATURAL, "width of the short convolution before q, k and v (0: none)")
     head_norm: bool = model(False, FLAG, "a norm of each head's output")
@@ -71,7 +78,7 @@ class TrainOptions:
     minutes: float | None = training(
         None, POSITIVE, "end after so much training time; the learning rate follows the clock"
     )
-    context: int = training(512, {"type": whole_from(2)}, "tokens of a sequence")
+    context: int = training(512, {"type": whole_from(2), "metavar": "N"}, "tokens of a sequence")
     batch: int = training(16, WHOLE, "sequences that a process reads at once")
     accumulate: int = training(1, WHOLE, "batches for one update")
     lr: float = training(1e-3, POSITIVE, "highest learning rate of AdamW")
@@ -117,7 +124,7 @@ def flag(name: str) -> str:
 def _default_text(default: Any) -> str:
     if default is None or default is False or default == ():
         return ""
-    return f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+    return f" (default: {_shown(default)})"
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -151,4 +158,4 @@ def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> Tr
 
 
 def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+    return ",".join(value) if isinstance(value, tuple) else str(value)

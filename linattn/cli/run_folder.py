@@ -1,6 +1,6 @@
-"""A run is a folder: a model that loads anywhere, and beside it all that is needed to know the run and to go on with it.
+"""A run is a folder: a model that loads anywhere, and beside it all that is needed to know it and to go on with it.
 
-config.json, model.safetensors   the weights of the last checkpoint, for LanguageModel.load and transformers' from_pretrained
+config.json, model.safetensors   the last checkpoint's weights, for LanguageModel.load and from_pretrained
 run.json                         what was asked, of which data, with which versions
 tokenizer.json                   if there is one
 log.jsonl, curve.png             how the training went
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from linattn.models import LanguageModel
 
 FORMAT = 1
+FIELDS = ("created", "finished", "paths", "options", "tokenizer", "vocabulary", "data", "processes", "versions")
 DESCRIPTION = "run.json"
 TOKENIZER = "tokenizer.json"
 MODEL = ("config.json", "model.safetensors")
@@ -58,9 +59,8 @@ class Run:
     def vocabulary(self) -> Vocabulary:
         vocabulary = load_vocabulary(self.folder / TOKENIZER if self.description["tokenizer"] else None)
         if vocabulary.size != self.description["vocabulary"]:
-            raise CommandError(
-                f"{self.folder / TOKENIZER} has {vocabulary.size} tokens, but the run has {self.description['vocabulary']}"
-            )
+            expected = self.description["vocabulary"]
+            raise CommandError(f"{self.folder / TOKENIZER} has {vocabulary.size} tokens, but the run has {expected}")
         return vocabulary
 
     def saved_steps(self) -> list[int]:
@@ -92,9 +92,7 @@ def open_run(folder: Path) -> Run:
         raise CommandError(
             f"{path} was written by linattn {writer} in format {version}, but this version reads format {FORMAT}"
         )
-    if missing := [
-        name for name in ("options", "data", "tokenizer", "vocabulary", "versions") if name not in description
-    ]:
+    if missing := [name for name in FIELDS if name not in description]:
         raise CommandError(f"{path} is corrupt: it lacks {', '.join(missing)}")
     return Run(folder, description)
 

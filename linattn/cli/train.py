@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
+    if arguments.resume and open_run(arguments.out).description["finished"]:
+        _say_complete(arguments.out)
+        return 0
     tokenizer = arguments.out / TOKENIZER if arguments.resume else Path(options.tokenizer or "")
     vocabulary = load_vocabulary(tokenizer if options.tokenizer is not None else None)
     model = _make_model(options, vocabulary)
@@ -77,6 +80,7 @@ def _make_model(options: TrainOptions, vocabulary: Vocabulary) -> "PreTrainedMod
     from linattn.models import LanguageModelConfig
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     transformers.set_seed(options.seed)
     with explained("no such model", ValueError):
         config = LanguageModelConfig(
@@ -186,14 +190,15 @@ def _datasets(run: Run, options: TrainOptions, args: "TrainingArguments") -> dic
 
 
 def _say(run: Run, model: "PreTrainedModel", options: TrainOptions, args: "TrainingArguments", step: int) -> None:
-    data = {name: part["bytes"] / 1e6 for name, part in run.description["data"].items()}
-    length = f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes"
-    print(
-        f"{run.folder}: {model.num_parameters():,} parameters, {data['training']:.2f} MB for training, "
-        f"{data['validation']:.2f} MB for validation, {_sequences(options, args) * options.context:,} tokens a step, {length}"
-        + (f", from step {step:,}" if step else ""),
-        file=sys.stderr,
-    )
+    data = {name: f"{part['bytes'] / 1e6:.2f} MB for {name}" for name, part in run.description["data"].items()}
+    facts = [
+        f"{run.folder}: {model.num_parameters():,} parameters",
+        *data.values(),
+        f"{_sequences(options, args) * options.context:,} tokens a step",
+        f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes",
+        *([f"from step {step:,}"] if step else []),
+    ]
+    print(", ".join(facts), file=sys.stderr)
 
 
 def _finish(run: Run, *, interrupted: bool) -> None:
@@ -203,4 +208,8 @@ def _finish(run: Run, *, interrupted: bool) -> None:
     if not interrupted:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_whole(run.folder / DESCRIPTION, json.dumps(run.description | {"finished": now}, indent=2) + "\n")
-        print(f"{run.folder} is complete: linattn generate {run.folder} --prompt … writes with it", file=sys.stderr)
+        _say_complete(run.folder)
+
+
+def _say_complete(folder: Path) -> None:
+    print(f"{folder} is complete: linattn generate {folder} --prompt … writes with it", file=sys.stderr)

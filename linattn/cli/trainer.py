@@ -20,7 +20,7 @@ from linattn.cli.whole import partial_name
 
 
 class RunTrainer(Trainer):
-    """Saves whole checkpoints and takes the learning rate from the clock. `run` and `clock` are set before it trains."""
+    """Saves whole checkpoints and takes the learning rate from the clock, both of which it must be given before."""
 
     run: Run
     clock: Clock
@@ -64,7 +64,7 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         weight_decay=options.weight_decay,
         adam_beta2=0.95,
         max_grad_norm=options.clip,
-        gradient_checkpointing=options.checkpointing,
+        activation_checkpointing=options.checkpointing,
         seed=options.seed,
         use_cpu=options.cpu or not torch.accelerator.is_available(),
         bf16=bfloat16,

@@ -36,8 +36,13 @@ def base_or_none(text: str) -> float | None:
     return None if text == "none" else number_where(lambda x: x > 1, "a number above 1, or none")(text)
 
 
-def names(metavar: str) -> Mapping[str, Any]:
-    return {"nargs": "+", "metavar": metavar}
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def repeated(metavar: str) -> Mapping[str, Any]:
+    """Lists of files take one a time: an option that takes several would take DATA too."""
+    return {"action": "append", "metavar": metavar}
 
 
 def one_of(*choices: str) -> Mapping[str, Any]:

@@ -66,10 +66,10 @@ def rename_whole(partial: Path, path: Path) -> None:
 
 def remove_whole(path: Path) -> None:
     """A folder that is being deleted loses its name first."""
-    partial = partial_name(path)
-    shutil.rmtree(partial, ignore_errors=True)
-    os.rename(path, partial)
-    shutil.rmtree(partial)
+    condemned = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(condemned, ignore_errors=True)
+    os.rename(path, condemned)
+    shutil.rmtree(condemned)
 
 
 def flush_to_disk(path: Path) -> None:

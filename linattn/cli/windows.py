@@ -1,6 +1,6 @@
 """Windows of `context` tokens out of a long row: endlessly shuffled for training, evenly spread for validation.
 
-A window begins with the last token of the one before, which is given and not predicted: so each token is predicted once a pass."""
+A window begins with the last token of the one before, which it does not predict: each is predicted once a pass."""
 
 from typing import final
 
@@ -46,7 +46,7 @@ class TrainingWindows(Dataset):
 
 @final
 class ValidationWindows(Dataset):
-    """At most `most` windows, spread evenly over the row; with none left out, each token but the first is predicted once."""
+    """At most `most` windows, evenly spread; if they cover the row, each token but the first is predicted once."""
 
     def __init__(self, tokens: np.ndarray, context: int, *, most: int) -> None:
         self.tokens, self.context = tokens, context

@@ -7,8 +7,34 @@ import pytest
 
 from linattn.cli.main import main
 
-TINY = ("--dim", "16", "--depth", "1", "--heads", "2", "--attention", "local+elu", "--window", "8", "--convolution", "2")
-SHORT = ("--context", "32", "--batch", "4", "--steps", "8", "--evaluate-every", "4", "--save-every", "4", "--log-every", "2")
+TINY = (
+    "--dim",
+    "16",
+    "--depth",
+    "1",
+    "--heads",
+    "2",
+    "--attention",
+    "local+elu",
+    "--window",
+    "8",
+    "--convolution",
+    "2",
+)
+SHORT = (
+    "--context",
+    "32",
+    "--batch",
+    "4",
+    "--steps",
+    "8",
+    "--evaluate-every",
+    "4",
+    "--save-every",
+    "4",
+    "--log-every",
+    "2",
+)
 
 
 def sentences(number: int, seed: int = 0) -> str:

@@ -43,7 +43,7 @@ def test_a_link_back_does_not_go_round_for_ever(tree):
 
 
 def test_no_file_is_an_error(tree):
-    with pytest.raises(CommandError, match="there is no file or folder .*nowhere"):
+    with pytest.raises(CommandError, match=r"there is no file or folder .*nowhere"):
         find_files([str(tree / "nowhere")])
     with pytest.raises(CommandError, match=r"there are no files that fit --include \*\.c"):
         find_files([str(tree)], include=("*.c",))
@@ -113,5 +113,5 @@ def test_damaged_data_are_noticed(tmp_path):
     assert len(open_tokens(tmp_path, "training", np.dtype("<u2"), 5)) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
         open_tokens(tmp_path, "training", np.dtype("<u2"), 6)
-    with pytest.raises(CommandError, match="there is no .*validation"):
+    with pytest.raises(CommandError, match=r"there is no .*validation"):
         open_tokens(tmp_path, "validation", np.dtype("<u2"), 6)

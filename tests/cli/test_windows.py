@@ -49,7 +49,9 @@ def test_a_window_is_a_function_of_the_seed_and_its_number():
 
 def test_passes_differ_in_order_and_offset():
     windows = TrainingWindows(np.arange(1000), 10, seed=0, length=10**6)
-    passes = [[int(windows[i + k * windows.per_pass]["input_ids"][0]) for i in range(windows.per_pass)] for k in range(9)]
+    passes = [
+        [int(windows[i + k * windows.per_pass]["input_ids"][0]) for i in range(windows.per_pass)] for k in range(9)
+    ]
     assert len({min(starts) for starts in passes}) > 3
     assert len({tuple(np.argsort(starts)) for starts in passes}) == 9
 

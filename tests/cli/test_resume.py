@@ -1,0 +1,172 @@
+"""However a run was broken off, going on gives the weights of the run that was not: every bit of them."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from linattn.cli.main import main
+from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.windows import TrainingWindows
+from tests.cli.conftest import SHORT, TINY
+
+# dropout draws random numbers, and an update takes two batches
+OPTIONS = (*TINY, *SHORT, "--dropout", "0.2", "--accumulate", "2")
+SEQUENCES = 8
+"""Of one update."""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("resume") / "uninterrupted"
+    assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 0
+    return run
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, happens) -> None:
+    """When the data of a step are read, something happens."""
+    read = TrainingWindows.__getitem__
+
+    def read_and(self, index):
+        if index == (step - 1) * SEQUENCES + 1:
+            happens()
+        return read(self, index)
+
+    monkeypatch.setattr(TrainingWindows, "__getitem__", read_and)
+
+
+def crash() -> None:
+    raise ZeroDivisionError
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def outcome(run: Path) -> tuple:
+    """The weights, and the log but for how long things took."""
+    clock = ("seconds", "tokens_per_second")
+    records = [{name: x for name, x in record.items() if name not in clock} for record in read_log(run / "log.jsonl")]
+    return (run / "model.safetensors").read_bytes(), records
+
+
+def test_a_crash_is_made_good(text, uninterrupted, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(text), "--out", str(run), *OPTIONS])
+    # the log had come to step 6, further than the last checkpoint
+    assert open_run(run).saved_steps() == [4]
+    assert [record["step"] for record in read_log(run / "log.jsonl")][-1] == 6
+    with open(run / "log.jsonl", "a") as log:
+        log.write('{"step": 7, "trai')
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert outcome(run) == outcome(uninterrupted)
+
+
+def test_a_crash_before_the_first_checkpoint_is_made_good(text, uninterrupted, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(text), "--out", str(run), *OPTIONS])
+    assert open_run(run).saved_steps() == []
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert outcome(run) == outcome(uninterrupted)
+
+
+@pytest.mark.parametrize("signalled", [interrupt, terminate])
+def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch, capsys, signalled):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, signalled)
+        assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 130
+    # the data of a step are read one step ahead
+    (saved,) = set(open_run(run).saved_steps()) - {4}
+    assert saved in (5, 6)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"linattn train: interrupted after step {saved}, which is saved; linattn train --resume --out {run} goes on"
+    assert open_run(run).description["finished"] is None
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    weights, records = outcome(run)
+    assert weights == outcome(uninterrupted)[0]
+    validated = [record for record in records if "validation_bits_per_byte" in record]
+    assert validated == [record for record in outcome(uninterrupted)[1] if "validation_bits_per_byte" in record]
+
+
+def test_the_second_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    monkeypatch.setattr("linattn.cli.clock.INSISTS", 0.0)
+    at_step(monkeypatch, 6, lambda: (interrupt(), interrupt()))
+    assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 130
+    assert open_run(run).saved_steps() == [4]
+    assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
+    # a signal that is repeated at once is one interrupt
+    monkeypatch.setattr("linattn.cli.clock.INSISTS", 60.0)
+    assert main(["train", "--resume", "--out", str(run)]) == 130
+    assert len(open_run(run).saved_steps()) == 2
+
+
+def test_handlers_are_put_back(uninterrupted, text, tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS]) == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_checkpoint_half_written_is_none(text, uninterrupted, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(text), "--out", str(run), *OPTIONS])
+    half = run / "checkpoints" / ".checkpoint.partial" / "checkpoint-6"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert outcome(run) == outcome(uninterrupted)
+    assert not half.exists()
+
+
+def test_a_complete_run_stays_as_it_is(uninterrupted, capsys):
+    before = outcome(uninterrupted)
+    assert main(["train", "--resume", "--out", str(uninterrupted)]) == 0
+    assert outcome(uninterrupted) == before
+    assert "is complete" in capsys.readouterr().err
+
+
+@pytest.fixture
+def broken_off(text, tmp_path, monkeypatch) -> Path:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(text), "--out", str(run), *OPTIONS, "--save-every", "2"])
+    assert open_run(run).saved_steps() == [4, 6]
+    return run
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "trainer_state.json", "rng_state.pth"])
+def test_a_damaged_checkpoint_is_noticed(broken_off, capsys, name):
+    file = broken_off / "checkpoints" / "checkpoint-6" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    before = outcome(broken_off)
+    assert main(["train", "--resume", "--out", str(broken_off)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint-6 is damaged" in line and name in line and "goes on from step 4" in line
+    assert outcome(broken_off) == before
+
+
+def test_options_may_be_repeated_but_not_changed(broken_off, capsys):
+    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "linattn train: the run began with --lr 0.001, so it cannot go on with 0.0001"
+    # what the weights do not depend on may change
+    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-3", "--keep", "1"]) == 0
+    assert open_run(broken_off).saved_steps() == [8]

@@ -1,0 +1,150 @@
+"""A run: what it leaves, what its figures mean, and that it learns."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import linattn
+from linattn.cli.main import main
+from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.windows import ValidationWindows
+from linattn.models import LanguageModel
+from tests.cli.conftest import SHORT, TINY
+
+
+def log_of(run: Path, name: str) -> list[dict]:
+    return [record for record in read_log(run / "log.jsonl") if name in record]
+
+
+def test_the_folder_holds_what_a_run_is(finished):
+    names = sorted(entry.name for entry in finished.iterdir())
+    expected = ["checkpoints", "config.json", "curve.png", "data", "log.jsonl", "model.safetensors", "run.json"]
+    assert names == expected
+    assert sorted(entry.name for entry in (finished / "checkpoints").iterdir()) == ["checkpoint-4", "checkpoint-8"]
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_description_says_what_was_asked_of_which_data(finished, text):
+    description = json.loads((finished / "run.json").read_text())
+    assert description["paths"] == [str(text)]
+    assert (description["options"]["dim"], description["options"]["steps"]) == (16, 8)
+    assert description["versions"]["linattn"] == linattn.__version__
+    assert description["finished"] is not None
+    size = sum(file.stat().st_size for file in text.iterdir())
+    assert sum(part["bytes"] for part in description["data"].values()) == size
+
+
+def test_the_weights_load_with_and_without_transformers(finished):
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(257, (2, 65))
+    ours = LanguageModel.load(finished)(tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(finished)(tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_the_weights_are_those_of_the_last_checkpoint(finished):
+    assert (finished / "model.safetensors").read_bytes() == (
+        finished / "checkpoints" / "checkpoint-8" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_the_log_has_what_curves_are_made_of(finished):
+    training, validation = log_of(finished, "training_bits_per_byte"), log_of(finished, "validation_bits_per_byte")
+    assert [record["step"] for record in training] == [2, 4, 6, 8]
+    assert [record["step"] for record in validation] == [4, 8]
+    assert [record["tokens"] for record in training] == [2 * 4 * 31, 4 * 4 * 31, 6 * 4 * 31, 8 * 4 * 31]
+    for record in training:
+        assert record["tokens_per_second"] > 0 and record["gradient_norm"] > 0 and record["seconds"] > 0
+
+
+def nats_of_validation(run: Path, context: int, most: int = 10**9) -> tuple[float, int]:
+    """By the definition: the logarithm of each predicted token's probability, and how many are predicted."""
+    opened, model = open_run(run), LanguageModel.load(run)
+    tokens = np.fromfile(run / "data" / "validation.tokens", opened.vocabulary().dtype)
+    windows = ValidationWindows(tokens, context, most=most)
+    rows = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])
+    with torch.no_grad():
+        logits = model(rows)[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item(), rows[:, 1:].numel()
+
+
+def test_bits_per_byte_count_the_bytes_of_the_text(finished):
+    nats, predicted = nats_of_validation(finished, context=32)
+    part = open_run(finished).description["data"]["validation"]
+    record = log_of(finished, "validation_bits_per_byte")[-1]
+    bits_per_token = nats / predicted / math.log(2)
+    assert record["validation_bits_per_token"] == pytest.approx(bits_per_token, rel=1e-5)
+    assert record["validation_bits_per_byte"] == pytest.approx(bits_per_token * part["tokens"] / part["bytes"], rel=1e-5)
+
+
+def test_bits_per_byte_do_not_depend_on_what_a_token_is(text, tokenizer, tmp_path):
+    """An untrained model gives every token about the same probability: log2 of their number, shared by the token's bytes."""
+    run = tmp_path / "run"
+    arguments = ("--tokenizer", str(tokenizer), "--lr", "1e-9", "--validation-part", "0.3", "--out", str(run))
+    assert main(["train", str(text), *TINY, *SHORT, *arguments]) == 0
+    part = open_run(run).description["data"]["validation"]
+    record = log_of(run, "validation_bits_per_byte")[-1]
+    assert part["bytes"] > 2 * part["tokens"]
+    assert record["validation_bits_per_token"] == pytest.approx(math.log2(301), abs=0.1)
+    nats, predicted = nats_of_validation(run, context=32)
+    # all but the first token and the last few, which make no window, are predicted
+    assert predicted > 0.8 * part["tokens"]
+    total_bits = nats / math.log(2) * part["tokens"] / predicted
+    assert record["validation_bits_per_byte"] == pytest.approx(total_bits / part["bytes"], rel=1e-5)
+    assert (run / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+def test_it_learns(text, tmp_path):
+    """Words of a fixed list, in any order: well below the 4.2 bits of its letters' frequencies."""
+    run = tmp_path / "run"
+    arguments = ("--lr", "1e-2", "--steps", "120", "--evaluate-every", "120", "--dim", "32", "--batch", "8")
+    assert main(["train", str(text), *TINY, *SHORT, *arguments, "--out", str(run)]) == 0
+    assert log_of(run, "validation_bits_per_byte")[-1]["validation_bits_per_byte"] < 2
+
+
+def test_any_bytes_are_data(tmp_path):
+    (tmp_path / "data").write_bytes(np.random.default_rng(0).bytes(3000))
+    assert main(["train", str(tmp_path / "data"), *TINY, *SHORT, "--out", str(tmp_path / "run")]) == 0
+
+
+def test_the_clock_ends_a_run(text, tmp_path):
+    run = tmp_path / "run"
+    limits = ("--minutes", "0.02", "--evaluate-every", "1000000", "--save-every", "1000000", "--log-every", "1")
+    short = [value for value in SHORT if value not in ("--steps", "8")]
+    assert main(["train", str(text), *TINY, *short, *limits, "--out", str(run)]) == 0
+    training = log_of(run, "training_bits_per_byte")
+    assert 1.2 <= training[-1]["seconds"] < 3
+    # the learning rate has risen and come down with the time
+    rates = [record["learning_rate"] for record in training]
+    assert max(rates) > 0.9e-3 and rates[-1] < 0.1e-3
+    last = training[-1]["step"]
+    assert log_of(run, "validation_bits_per_byte")[-1]["step"] == last == open_run(run).saved_steps()[-1]
+
+
+def test_the_bar_shows_bits_per_byte_and_tokens_per_second(text, tmp_path, monkeypatch):
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(["train", str(text), *TINY, *SHORT, "--out", str(tmp_path / "run")]) == 0
+    bars = [line for line in terminal.getvalue().split("\r") if "%|" in line]
+    assert any("training 7." in bar and "bits/byte" in bar and "tokens/s" in bar for bar in bars)
+    assert any("validation 7." in bar for bar in bars)
+
+
+def test_a_run_can_be_replaced(text, tmp_path):
+    run = tmp_path / "run"
+    assert main(["train", str(text), *TINY, *SHORT, "--out", str(run)]) == 0
+    assert main(["train", str(text), *TINY, *SHORT, "--dim", "32", "--replace", "--out", str(run)]) == 0
+    assert LanguageModel.load(run).config.dim == 32
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
