@@ -1,4 +1,4 @@
-"""Inner attentions: modules from queries, keys and values, heads already split, to outputs; and a table of them by name."""
+"""Inner attentions: modules from queries, keys and values, heads already split, to outputs, and all of them by name."""
 
 from linattn.attention.base import InnerAttention, map_state
 from linattn.attention.decay import Decay

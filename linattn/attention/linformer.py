@@ -28,7 +28,7 @@ class SequenceProjection(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
         """The projected tokens, and which of them there are (None: all). A masked token is a missing token."""
 
     @property
@@ -44,8 +44,8 @@ class SequenceProjection(nn.Module, ABC):
 class LearnedProjection(SequenceProjection):
     """x̄_r = Σ_j E_rj x_j with a learned matrix E, one for all heads, or one for each of `num_key_heads`.
 
-    The j-th *real* token meets column j, so padding changes nothing; a shorter sequence leaves columns unused. Starts as
-    the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
+    The j-th *real* token meets column j, so padding changes nothing; a shorter sequence leaves columns unused. Starts
+    as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
     """
 
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
@@ -67,11 +67,11 @@ class LearnedProjection(SequenceProjection):
 
 @final
 class MeanPooling(SequenceProjection):
-    """The means of windows of ⌈max_length / projected_length⌉ real tokens, the last one over what is left. No weights."""
+    """The means of windows of ⌈max_length / projected_length⌉ real tokens, the last over what is left. No weights."""
 
     def forward(
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
         return pool_sequence(x, self.window, key_mask=key_mask)
 
 
@@ -90,7 +90,7 @@ class StridedConvolution(SequenceProjection):
 
     def forward(
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
         if x.shape[-1] != self.weight.shape[-1]:
             raise ValueError(f"made for {self.weight.shape[-1]} channels, but the input is {tuple(x.shape)}")
         return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)

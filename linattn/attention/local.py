@@ -14,13 +14,13 @@ from linattn.ops.local import LocalState, Window, extend_local, local_attention
 class LocalAttention(InnerAttention):
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of i.
 
-    Causal, i − window < j ≤ i: the last `window` tokens, itself among them. Not causal, |i − j| < window: window − 1 more
-    on the other side. Bucketed, as in the readmes' packages: the sequence is cut into buckets of `window` tokens, and i
-    sees its own bucket and the one before (causal: up to itself), or both neighbours, so from window + 1 to 2 · window
-    keys away from the start.
+    Causal, i − window < j ≤ i: the last `window` tokens, itself among them. Not causal, |i − j| < window: window − 1
+    more on the other side. Bucketed, as in the readmes' packages: the sequence is cut into buckets of `window` tokens,
+    and i sees its own bucket and those beside it; causal, the one before and its own up to itself, so between
+    window + 1 and 2 · window keys once the first bucket is full.
 
-    A masked token is a missing token, as key and as query: windows count real tokens only, its output is zeros. The state
-    holds the last window − 1 (bucketed: 2 · window − 1) real keys and values of each row.
+    A masked token is a missing token, as key and as query: windows count real tokens only, and its output is zeros.
+    The state holds the last window − 1 (bucketed: 2 · window − 1) real keys and values of each row.
     """
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):

@@ -113,15 +113,15 @@ def attend(
 ) -> Float[Tensor, "*b n dv"]:
     """Attention on raw q, k and v, as `scaled_dot_product_attention(q, k, v)`, by any method.
 
-    The heads stand before the tokens, (…, h, n, d); k and v may have fewer, each for a group of consecutive queries' heads.
-    `method` is a name of `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner
-    attention. Random features are those of one fixed seed. `key_mask` is True for the keys that are present, (…, h, m) or
-    for all heads (b, m).
+    The heads stand before the tokens, (…, h, n, d); k and v may have fewer, each for consecutive heads of q. `method`
+    is a name of `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention.
+    Random features are those of one fixed seed. `key_mask` is True for the keys that are present, (…, h, m) or, for
+    all heads alike, (b, m).
     """
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(
-            f"q, k and v need the same dimensions (…, tokens, channels), but they are {tuple(q.shape)}, {tuple(k.shape)} "
-            f"and {tuple(v.shape)}"
+            "q, k and v need as many dimensions each, (…, tokens, channels), but they are "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     inner = _resolve(method, q, k, is_causal)
     if inner.causal != is_causal:
@@ -142,7 +142,7 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     given = [count for _, count in pairs if count]
     if not given:
         if num_heads % len(pairs):
-            raise ValueError(f"{num_heads} heads have no equal shares for {spec!r}: give their numbers, as in local:1+elu:3")
+            raise ValueError(f"{num_heads} heads have no equal shares for {spec!r}: number them, as in local:1+elu:3")
         return [(name, num_heads // len(pairs)) for name, _ in pairs]
     if len(given) < len(pairs) or not all(count.isdecimal() and int(count) for count in given):
         raise ValueError(f"every part of a mixture needs a whole number of heads, or none does, but it is {spec!r}")

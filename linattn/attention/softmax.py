@@ -13,8 +13,8 @@ from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
 class SoftmaxAttention(InnerAttention):
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j, by torch's fused kernels: quadratic in time, linear in memory.
 
-    Its state keeps every key and value, so it grows, and a token costs more the more came before; the states of the other
-    attentions are of constant size.
+    Its state keeps every key and value, so it grows, and a token costs more the more came before; the states of the
+    other attentions are of constant size.
     """
 
     def __init__(self, *, causal: bool = False):

@@ -51,7 +51,7 @@ class ShortConvolution(nn.Module):
         where = compact(key_mask)
         packed = pack(x, where)
         y = unpack(self._filter(torch.cat([state, packed], dim=1)), where, key_mask)
-        return x + y, last_tokens(state, packed, where.count)
+        return x + y, last_tokens(state, packed, where.total)
 
     def _filter(self, inputs: Tensor) -> Tensor:
         # a sum of shifted products: faster than a depthwise convolution on a CPU, for one token as for thousands

@@ -1,7 +1,7 @@
 """A masked token is a missing token, wherever it stands: real tokens move to the left, keep their order, and move back.
 
 What counts tokens (windows, convolutions, projections of the sequence) works on the left-packed tokens, whose first
-`count` are real and whose others are zeros, and so cannot tell a padded sequence from an unpadded one."""
+`total` are real and whose others are zeros, and so cannot tell a padded sequence from an unpadded one."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 class Compaction(NamedTuple):
     """Where the real tokens of each row are: `order` lists their positions, then those of the masked tokens; `rank` is
-    the number of real tokens up to each position, less one; `count` is the number of real tokens."""
+    the number of real tokens up to each position, less one; `total` is the number of real tokens."""
 
     order: Int[Tensor, "*b n"]
     rank: Int[Tensor, "*b n"]
-    count: Int[Tensor, "*b"]
+    total: Int[Tensor, "*b"]
 
 
 def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
@@ -42,20 +42,20 @@ def unpack(
 
 def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
     """Which places of the packed tokens hold real ones."""
-    return torch.arange(where.order.shape[-1], device=where.order.device) < where.count.unsqueeze(-1)
+    return torch.arange(where.order.shape[-1], device=where.order.device) < where.total.unsqueeze(-1)
 
 
 def last_tokens(
-    past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], count: Int[Tensor, "*#b"] | None = None, /
+    past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], total: Int[Tensor, "*#b"] | None = None, /
 ) -> Float[Tensor, "*b s d"]:
-    """The last s tokens of past ⊕ new, the first `count` of whose packed new tokens are real (None: all).
+    """The last s tokens of past ⊕ new, the first `total` of whose packed new tokens are real (None: all).
 
     It owns its memory: a view would keep the whole sequence alive in a state of constant size.
     """
     size, n = past.shape[-2], new.shape[-2]
-    if count is None:
+    if total is None:
         return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
-    index = count.unsqueeze(-1) + torch.arange(size, device=new.device)
+    index = total.unsqueeze(-1) + torch.arange(size, device=new.device)
     return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
 
 
@@ -65,10 +65,10 @@ class PackedHeads(NamedTuple):
     q: Float[Tensor, "b h n d"]
     k: Float[Tensor, "b hk n d"]
     v: Float[Tensor, "b hk n dv"]
-    real: Bool[Tensor, "b #hk n"]
-    count: Int[Tensor, "b #hk"]
+    real: Bool[Tensor, " b #hk n"]
+    total: Int[Tensor, " b #hk"]
     queries: Compaction
-    query_mask: Bool[Tensor, "b #h n"]
+    query_mask: Bool[Tensor, " b #h n"]
 
     def unpack(self, y: Float[Tensor, "b h n dv"]) -> Float[Tensor, "b h n dv"]:
         """Outputs back to the places of their queries."""
@@ -87,7 +87,7 @@ def pack_heads(
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
     return PackedHeads(
-        pack(q, queries), pack(k, where), pack(v, where), real(where), where.count, queries, query_mask
+        pack(q, queries), pack(k, where), pack(v, where), real(where), where.total, queries, query_mask
     )
 
 

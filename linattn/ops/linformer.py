@@ -1,7 +1,7 @@
 """Sums along the sequence that make m keys or values into r. Wang et al., Linformer, https://arxiv.org/abs/2006.04768
 
-A masked token is a missing token: the real ones count on without it, so that the j-th real token meets the j-th column of
-a learned projection, or the j-th place of the windows, wherever padding stands."""
+A masked token is a missing token: the real ones count on without it, so that the j-th real token meets the j-th column
+of a learned projection, or the j-th place of the windows, wherever padding stands."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,16 +32,16 @@ def pool_sequence(
     *,
     weight: Float[Tensor, "size d"] | None = None,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, "b #hk r"] | None]:
+) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
     """Windows of `size` tokens, one after the other: their means, or sums with a weight for each place and channel.
 
-    Also tells which windows hold a real token (None: all). A window that is not full has a mean over what it holds, and a
-    weighted sum over that too.
+    Also tells which windows hold a real token (None: all). A window that is not full gives the mean, or the sum,
+    of what it holds.
     """
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))
-        x, count = pack(x, where), where.count
+        x, count = pack(x, where), where.total
     windows = F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
     held = (count.unsqueeze(-1) - size * torch.arange(windows.shape[-3], device=x.device)).clamp(0, size)
     dtype = accumulator(x.dtype)

@@ -46,7 +46,7 @@ class LocalState(NamedTuple):
 
     k: Float[Tensor, "b hk s d"]
     v: Float[Tensor, "b hk s dv"]
-    seen: Int[Tensor, "b #hk"]
+    seen: Int[Tensor, " b #hk"]
 
 
 def local_attention(
@@ -67,7 +67,7 @@ def local_attention(
         return _attend(q, k, v, window, None)
     packed = pack_heads(q, k, v, key_mask)
     # the packed zeros stand after every real token, where no causal query sees them
-    return packed.unpack(_attend(*packed[:3], window, None if window.causal else packed.real))
+    return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.real))
 
 
 def extend_local(
@@ -85,7 +85,7 @@ def extend_local(
     if key_mask is None:
         return _continue(q, k, v, state, window, None)
     packed = pack_heads(q, k, v, key_mask)
-    y, state = _continue(*packed[:3], state, window, packed.count)
+    y, state = _continue(packed.q, packed.k, packed.v, state, window, packed.total)
     return packed.unpack(y), state
 
 
@@ -109,7 +109,7 @@ def _attend(
     if past is None:
         parts = [_border(q, k, v, window, real, 0, start)]
     else:
-        parts = [_resume(*(x[..., :start, :] for x in (q, k, v)), past, window)]
+        parts = [_resume(q[..., :start, :], k[..., :start, :], v[..., :start, :], past, window)]
     if stop > start:
         parts.append(_blocks(q, k, v, window, real, start, stop))
     if n > stop:
@@ -168,19 +168,19 @@ def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -
 
 
 def _continue(
-    q: Tensor, k: Tensor, v: Tensor, state: LocalState | None, window: Window, count: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, state: LocalState | None, window: Window, total: Tensor | None
 ) -> tuple[Tensor, LocalState]:
-    """Outputs and the next state, of packed tokens of which the first `count` are real (None: all)."""
+    """Outputs and the next state, of packed tokens of which the first `total` are real (None: all)."""
     if state is None:
-        return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, count)
+        return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, total)
     # rows may stand at different places in their buckets, so buckets go on piece by piece
     n = q.shape[-2]
     size = window.block if window.bucketed else max(n, 1)
     parts = []
     for start in range(0, max(n, 1), size):
-        piece = [x[..., start : start + size, :] for x in (q, k, v)]
-        parts.append(_attend(*piece, window, None, state))
-        state = _advance(state, *piece[1:], None if count is None else (count - start).clamp(0, size))
+        q1, k1, v1 = (x[..., start : start + size, :] for x in (q, k, v))
+        parts.append(_attend(q1, k1, v1, window, None, state))
+        state = _advance(state, k1, v1, None if total is None else (total - start).clamp(0, size))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2), state
 
 
@@ -190,6 +190,6 @@ def _empty(k: Tensor, v: Tensor, window: Window) -> LocalState:
     return LocalState(k.new_zeros(*kept, k.shape[-1]), v.new_zeros(*kept, v.shape[-1]), seen)
 
 
-def _advance(state: LocalState, k: Tensor, v: Tensor, count: Tensor | None) -> LocalState:
-    seen = state.seen + (k.shape[-2] if count is None else count)
-    return LocalState(last_tokens(state.k, k, count), last_tokens(state.v, v, count), seen)
+def _advance(state: LocalState, k: Tensor, v: Tensor, total: Tensor | None) -> LocalState:
+    seen = state.seen + (k.shape[-2] if total is None else total)
+    return LocalState(last_tokens(state.k, k, total), last_tokens(state.v, v, total), seen)

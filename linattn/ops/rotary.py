@@ -6,11 +6,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-def rotate(x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*#b n"], /, *, base: float = 10000.0) -> Float[Tensor, "*b n d"]:
+def rotate(
+    x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*#b n"], /, *, base: float = 10000.0
+) -> Float[Tensor, "*b n d"]:
     """Turns the channels c and c + ⌊d/2⌋ as a pair, by the angle position · base^(−c/⌊d/2⌋).
 
-    The pairs are the two halves (as in GPT-NeoX and Llama), not neighbours. If d is odd the last channel stays as it is.
-    Angles and products are float32 or better whatever the dtype of x.
+    The pairs are the two halves (as in GPT-NeoX and Llama), not neighbours. If d is odd the last channel stays as it
+    is. Angles and products are float32 or better whatever the dtype of x.
     """
     half = x.shape[-1] // 2
     angles = _angles(positions, half, base)

@@ -15,7 +15,7 @@ class SoftmaxState(NamedTuple):
 
     k: Float[Tensor, "b hk m d"]
     v: Float[Tensor, "b hk m dv"]
-    present: Bool[Tensor, "b #hk m"] | None = None
+    present: Bool[Tensor, " b #hk m"] | None = None
 
 
 def softmax_attention(
