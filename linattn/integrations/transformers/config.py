@@ -1,0 +1,88 @@
+"""Our configuration inside one of transformers': `language_model`, a plain dict, and the usual names for its fields."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, ClassVar, no_type_check
+
+from transformers import PreTrainedConfig
+
+from linattn import __version__
+from linattn.models import LanguageModelConfig
+from linattn.models.storage import MODEL_TYPE, _check_version
+
+
+# jaxtyping's hook for tests takes this for a plain dataclass, whose constructor would have these fields and no others
+@no_type_check
+class LinattnConfig(PreTrainedConfig):
+    """`language_model` is a LanguageModelConfig or its fields; everything else here is transformers' own.
+
+    Its fields are given there and nowhere else: transformers would keep `LinattnConfig(depth=2)` as a note
+    that nothing reads, so it is refused."""
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+
+    language_model: dict[str, Any] | LanguageModelConfig | None = None
+    linattn_version: str | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.linattn_version is not None:
+            _check_version(self.linattn_version, Path("config.json"))
+        self.linattn_version = __version__
+        if self.language_model is None:
+            raise ValueError("LinattnConfig needs language_model: a LanguageModelConfig or its fields as a dict")
+        self.language_model = self.to_language_model().to_dict()
+        misplaced = [field.name for field in dataclasses.fields(LanguageModelConfig) if field.name in kwargs]
+        if misplaced:
+            raise ValueError(f"{', '.join(misplaced)} must be given inside language_model, not beside it")
+        super().__post_init__(**kwargs)
+
+    def to_language_model(self) -> LanguageModelConfig:
+        fields = self.language_model
+        return fields if isinstance(fields, LanguageModelConfig) else LanguageModelConfig.from_dict(fields or {})
+
+    @property
+    def vocab_size(self) -> int:
+        return self.to_language_model().vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        # transformers sets it where it resizes the embeddings
+        self.language_model = dataclasses.replace(self.to_language_model(), vocab_size=value).to_dict()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.to_language_model().dim
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.to_language_model().hidden_dim
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.to_language_model().depth
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.to_language_model().num_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        model = self.to_language_model()
+        return model.num_heads if model.num_key_heads is None else model.num_key_heads
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.to_language_model().tie_embeddings
+
+    @property
+    def max_position_embeddings(self) -> int:
+        longest = self.to_language_model().max_length
+        if longest is None:
+            # transformers asks with hasattr whether a model has a longest sequence
+            raise AttributeError("this model has no longest sequence")
+        return longest

@@ -1,0 +1,273 @@
+"""Our language model with transformers' interface: the same weights in the same folder, no second implementation."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, initialization
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from linattn.integrations.transformers.cache import LinattnCache
+from linattn.integrations.transformers.config import LinattnConfig
+from linattn.models import Block, LanguageModel, LanguageModelState
+from linattn.models.language_model import INIT_STD
+
+IGNORED = -100
+"""transformers' label of a token that is not to be learned."""
+
+
+class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
+    """`model` is the LanguageModel. The zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions
+    count the present tokens, so there is no `position_ids`. See docs/transformers.md for what else is refused."""
+
+    config: LinattnConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    # Trainer then gives num_items_in_batch, so that accumulated steps weigh every token alike
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_context_parallel = False
+    # a state cannot go back, so there is no assisted decoding
+    _is_stateful = True
+
+    def __init__(self, config: LinattnConfig):
+        # transformers accepts any registered name here, and nothing would ever call it
+        _refuse_attention(config._attn_implementation)
+        super().__init__(config)
+        self.model = _new_model(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
+        """The same model, not a copy: training one trains the other."""
+        with torch.device("meta"):
+            wrapper = cls(LinattnConfig(language_model=model.config))
+        wrapper.model = model
+        return wrapper.train(model.training)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Int[Tensor, "b n"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """The logits after each token, of all (0), the last few (int) or chosen ones (indices); the loss of labels."""
+        if output_attentions:
+            raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
+        cache = self._cache(past_key_values, use_cache)
+        tokens = _one_of(input_ids, inputs_embeds)
+        key_mask = _key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        record = [] if output_hidden_states else None
+
+        x = self.model.norm(self._run(tokens, key_mask, cache, record))
+        # 0 is all of them, as x[:, -0:] is
+        logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
+        output = CausalLMOutputWithPast(
+            loss=self._loss(logits, labels, key_mask, num_items_in_batch),
+            logits=logits,
+            past_key_values=cache,
+            hidden_states=None if record is None else (*record, x),
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = cast(nn.Embedding, value)
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """None where the embeddings' own matrix makes the logits."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.model.config = self.config.to_language_model()
+        return embeddings
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_attention(attn_implementation)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
+
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> LinattnCache | None:
+        if given is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            cache = LinattnCache(len(self.model.blocks)) if wanted else None
+        elif not isinstance(given, LinattnCache):
+            raise ValueError(f"past_key_values must be a LinattnCache, but is a {type(given).__name__}")
+        elif use_cache is False:
+            raise ValueError("use_cache is False, but past_key_values was given")
+        else:
+            cache = given
+        if cache is not None and self.gradient_checkpointing and self.training:
+            raise ValueError("gradient checkpointing is for training without a cache: give use_cache=False")
+        return cache
+
+    def _run(
+        self, tokens: Tensor, key_mask: Tensor | None, cache: LinattnCache | None, record: list[Tensor] | None
+    ) -> Tensor:
+        """What the last block puts out; `record` takes what each block is given."""
+        state = None if cache is None else cache.get_state()
+        x, position = self._embed(tokens, None if state is None else state.position, key_mask)
+        states: list[Any] = []
+        for layer, block in enumerate(cast(Iterable[Block], self.model.blocks)):
+            if record is not None:
+                record.append(x)
+            if cache is None:
+                x = self._checkpointed(layer, partial(block, key_mask=key_mask), x)
+            else:
+                x, block_state = block.extend(x, None if state is None else state.blocks[layer], key_mask=key_mask)
+                states.append(block_state)
+        if cache is not None:
+            cache.put_state(LanguageModelState(tuple(states), position), tokens.shape[1])
+        return x
+
+    def _embed(self, tokens: Tensor, position: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if tokens.dim() == 2:
+            return self.model.embed(tokens, position, key_mask=key_mask)
+        if self.model.positions is not None:
+            raise ValueError("inputs_embeds: this model has learned positions, which belong to its own embeddings")
+        return self.model.dropout(tokens), None
+
+    def _checkpointed(self, layer: int, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0:
+            return self._checkpoint(block, x)
+        return block(x)
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """What transformers' gradient_checkpointing_enable and _disable call."""
+        self.gradient_checkpointing = enable
+        self._checkpoint, self._checkpoint_every = gradient_checkpointing_func, every_n_layers
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor | None, key_mask: Tensor | None, num_items: Tensor | int | None
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        if key_mask is not None:
+            # a missing token neither is predicted nor predicts: its logits mean nothing
+            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
+        return self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """What `generate` calls where it would make a DynamicCache."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
+                "cache, of constant size"
+            )
+        if generation_config.is_assistant:
+            raise ValueError("a linattn model cannot be an assistant: its state cannot go back to an earlier token")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+            model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
+
+    def init_weights(self) -> None:
+        """Nothing: LanguageModel has initialised itself."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """For the rows that resize_token_embeddings adds."""
+        if isinstance(module, (nn.Embedding, nn.Linear)):
+            initialization.normal_(module.weight, std=INIT_STD)
+
+    @torch.no_grad()
+    @initialization.guard_torch_init_functions()
+    def _initialize_missing_keys(self, is_quantized: bool) -> None:
+        """What `from_pretrained` calls for all that the file did not have, which is uninitialised memory until then."""
+        if all(map(_is_loaded, chain(self.parameters(), self.buffers()))):
+            return
+        # torch's own modules now leave alone what is loaded, that is the guard; ours may not know of it
+        loaded = [
+            (module, name, tensor.clone())
+            for module in self.model.modules()
+            if not type(module).__module__.startswith("torch.")
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            if _is_loaded(tensor)
+        ]
+        self.model.reset_parameters()
+        for module, name, tensor in loaded:
+            getattr(module, name).copy_(tensor)
+
+
+def _new_model(config: LinattnConfig) -> LanguageModel:
+    if torch.get_default_device().type != "meta":
+        return LanguageModel(config.to_language_model())
+    # only shapes, which from_pretrained then fills: what is drawn for them must not show in the caller's randomness
+    with torch.random.fork_rng(devices=[]):
+        return LanguageModel(config.to_language_model())
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    if input_ids is not None and inputs_embeds is None:
+        return input_ids
+    if inputs_embeds is not None and input_ids is None:
+        return inputs_embeds
+    raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+
+
+def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
+    """Of the new tokens: the state knows which of the past ones were missing."""
+    b, n = tokens.shape[:2]
+    if attention_mask is None:
+        return None
+    if tuple(attention_mask.shape) != (b, seen + n):
+        past = f" after {seen} in the cache" if seen else ""
+        raise ValueError(
+            f"attention_mask must be {(b, seen + n)} for {n} tokens{past}, but is {tuple(attention_mask.shape)}"
+        )
+    if attention_mask.is_floating_point():
+        raise ValueError(f"attention_mask must be 1 (present) and 0 (missing), but is {attention_mask.dtype}")
+    mask = attention_mask[:, seen:]
+    # elsewhere the answer would have to be waited for
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and mask.numel() and int(mask.max()) > 1:
+        raise ValueError(f"attention_mask must be 1 (present) and 0 (missing), but has a {int(mask.max())}")
+    return mask != 0
+
+
+def _refuse_attention(implementation: Any) -> None:
+    if implementation not in (None, "eager"):
+        raise ValueError(
+            f"attn_implementation {implementation!r}: a linattn model's attention is its configuration's, "
+            "language_model['attention']"
+        )

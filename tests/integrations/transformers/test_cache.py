@@ -1,0 +1,113 @@
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.attention.base import map_state
+from linattn.integrations.transformers import LinattnCache
+
+from .models import every_model, left_padded, make, prompts
+
+
+def filled(model, tokens, mask=None):
+    return model(tokens, attention_mask=mask, use_cache=True).past_key_values
+
+
+def size(cache: LinattnCache) -> int:
+    sizes = []
+    map_state(lambda tensor: sizes.append(tensor.numel()) or tensor, cache.get_state())
+    return sum(sizes)
+
+
+@every_model
+@pytest.mark.parametrize("cuts", [(1,) * 12, (5, 1, 6), (11, 1)])
+def test_pieces_make_the_whole(name, cuts):
+    model, tokens = make(name), prompts(2, 12)
+    cache, logits, seen = LinattnCache(2), [], 0
+    for piece in tokens.split(cuts, dim=1):
+        logits.append(model(piece, past_key_values=cache).logits)
+        seen += piece.shape[1]
+        assert cache.get_seq_length() == seen
+        assert cache.get_mask_sizes(3, 1) == (seen + 3, 0)
+    assert_close(torch.cat(logits, 1), model(tokens, use_cache=False).logits)
+
+
+@every_model
+def test_pieces_of_padded_rows_make_the_whole(name):
+    model = make(name)
+    rows = [prompts(1, n)[0].tolist() for n in (2, 9, 12)]
+    tokens, mask = left_padded(rows)
+    cache, logits = LinattnCache(2), []
+    for start, stop in ((0, 4), (4, 11), (11, 12)):
+        piece = model(tokens[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop])
+        logits.append(piece.logits)
+    for row, found in zip(rows, torch.cat(logits, 1), strict=True):
+        assert_close(found[-len(row) :], model(torch.tensor([row])).logits[0])
+
+
+@pytest.mark.parametrize("name", ["elu", "favor", "retention", "layers"])
+def test_the_size_does_not_depend_on_the_tokens_seen(name):
+    model = make(name)
+    assert size(filled(model, prompts(2, 20))) == size(filled(model, prompts(2, 60)))
+
+
+@every_model
+def test_rows_can_be_chosen_and_repeated(name):
+    model, tokens, following = make(name), prompts(3, 9), prompts(6, 2)
+    rows = torch.tensor([2, 0, 0])
+    reordered, selected, repeated = (filled(model, tokens) for _ in range(3))
+    reordered.reorder_cache(rows)
+    selected.batch_select_indices(rows)
+    expected = model(torch.cat([tokens[rows], following[:3]], 1)).logits[:, -2:]
+    for cache in (reordered, selected):
+        assert_close(model(following[:3], past_key_values=cache).logits, expected)
+    repeated.batch_repeat_interleave(2)
+    expected = model(torch.cat([tokens.repeat_interleave(2, 0), following], 1)).logits[:, -2:]
+    assert_close(model(following, past_key_values=repeated).logits, expected)
+
+
+@every_model
+def test_a_copy_goes_its_own_way(name):
+    model, tokens, following = make(name), prompts(2, 9), prompts(2, 3)
+    with torch.no_grad():
+        cache = filled(model, tokens)
+    other = copy.deepcopy(cache)
+    first = model(following, past_key_values=cache).logits
+    assert_close(model(following, past_key_values=other).logits, first, rtol=0, atol=0)
+
+
+@every_model
+def test_an_emptied_cache_is_a_new_one(name):
+    model, tokens = make(name), prompts(2, 9)
+    cache = filled(model, prompts(3, 5))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(model(tokens, past_key_values=cache).logits, model(tokens, use_cache=True).logits, rtol=0, atol=0)
+
+
+def test_what_a_state_cannot_do_is_refused():
+    cache = filled(make("elu"), prompts(2, 9))
+    assert not cache.is_croppable
+    assert not cache.is_compileable
+    assert cache.get_max_length() == -1
+    cache.crop(0)
+    assert cache.get_seq_length() == 9
+    with pytest.raises(NotImplementedError, match="cannot be taken out"):
+        cache.crop(-1)
+    with pytest.raises(NotImplementedError, match="not keys and values"):
+        cache.update(torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8), 0)
+    with pytest.raises(NotImplementedError, match="constant size"):
+        cache.offload(0)
+    with pytest.raises(NotImplementedError, match="constant size"):
+        cache.layers[0].prefetch()
+
+
+def test_gradients_flow_through_the_state():
+    model, tokens = make("local+elu"), prompts(2, 8)
+    model(tokens, use_cache=False).logits[:, 4:].square().sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    cache = filled(model, tokens[:, :4])
+    model(tokens[:, 4:], past_key_values=cache).logits.square().sum().backward()
+    assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)
