@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
 
     @staticmethod
     def load(folder: str | PathLike[str]) -> "LanguageModel":
-        """What `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in the dtypes it was saved in."""
+        """What `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes."""
         # the initial weights are thrown away: drawing them must not show in the caller's randomness
         with torch.random.fork_rng(devices=[]):
             model = LanguageModel(read_config(folder))

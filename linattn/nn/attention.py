@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
 from linattn.nn.convolution import ShortConvolution
+from linattn.nn.head_norm import HeadNorm
 from linattn.ops.rotary import rotate
 
 
@@ -58,7 +59,7 @@ class MultiheadAttention(nn.Module):
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias)
         self.convolution = ShortConvolution(dim, convolution) if convolution else None
-        self.head_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if head_norm else None
+        self.head_norm = HeadNorm(self.head_dim) if head_norm else None
         self.dropout = nn.Dropout(dropout)
         self.is_cross_attention = context_dim is not None
         if self.is_cross_attention:

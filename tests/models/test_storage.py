@@ -145,5 +145,5 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
 
 
 def test_what_the_disk_refuses_is_an_error_of_the_system(tmp_path):
-    with pytest.raises(OSError, match="weights could not be written to .*absent"):
+    with pytest.raises(OSError, match=r"weights could not be written to .*absent"):
         storage._write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights")
