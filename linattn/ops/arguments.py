@@ -1,5 +1,7 @@
 """Checks what the callers of linear attention pass, and aligns leading dimensions, so that backends need not."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -53,11 +55,15 @@ def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
     return x.expand(*x.shape[:-1], n)
 
 
-def broadcast(**shapes: tuple[int, ...]) -> torch.Size:
+def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
+    first = next(iter(shapes.values()))
+    # torch's own function takes as long as a token's whole attention
+    if all(s == first for s in shapes.values()):
+        return tuple(first)
     try:
-        return torch.broadcast_shapes(*shapes.values())
+        return tuple(torch.broadcast_shapes(*shapes.values()))
     except RuntimeError:
-        described = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        described = ", ".join(f"{name} {tuple(s)}" for name, s in shapes.items())
         raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
 
 
@@ -80,24 +86,25 @@ def causal_call(
     if log_decay is not None:
         log_decay = expanded(k, log_decay, "log_decay")
         sides["log_decay"] = log_decay.shape[:-1]
-    S, z = _start(k, v, state)
-    sides["state"] = S.shape[:-2]
+    if state is not None:
+        sides["state"] = state.S.shape[:-2]
     kv = broadcast(**sides)
     lead = broadcast(q=q.shape[:-2], keys=kv)
-    kv = (1,) * (len(lead) - len(kv)) + tuple(kv)
+    kv = (1,) * (len(lead) - len(kv)) + kv
+    S, z = _start(k, v, kv, state)
     if key_mask is not None:
         key_mask = align(key_mask, len(lead) + 1)
         log_decay = None if log_decay is None else torch.where(key_mask, log_decay, 0)
     if log_decay is not None:
         log_decay = align(log_decay, len(lead) + 1)
     q, k, v = q.expand(*lead, n, f), align(k, len(lead) + 2), align(v, len(lead) + 2)
-    return CausalCall(q, k, v, S.expand(*kv, f, dv), z.expand(*kv, f), log_decay, key_mask, normalize, feature_map, 1)
+    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, 1)
 
 
-def _start(k: Tensor, v: Tensor, state: LinearState | None) -> tuple[Tensor, Tensor]:
+def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | None) -> tuple[Tensor, Tensor]:
     f, dv, dtype = k.shape[-1], v.shape[-1], accumulator(k.dtype)
     if state is None:
-        return k.new_zeros(f, dv, dtype=dtype), k.new_zeros(f, dtype=dtype)
+        return k.new_zeros(*lead, f, dv, dtype=dtype), k.new_zeros(*lead, f, dtype=dtype)
     if state.S.shape[-2:] != (f, dv) or state.z.shape[-1:] != (f,):
         raise ValueError(
             f"the state must have S (..., {f}, {dv}) and z (..., {f}) for these k and v, "
@@ -105,13 +112,14 @@ def _start(k: Tensor, v: Tensor, state: LinearState | None) -> tuple[Tensor, Ten
         )
     if state.S.dtype != dtype or state.z.dtype != dtype:
         raise ValueError(f"the state must be {dtype} for these inputs, but is {state.S.dtype} and {state.z.dtype}")
-    return state.S, state.z
+    return state.S.expand(*lead, f, dv), state.z.expand(*lead, f)
 
 
 def align(x: Tensor, ndim: int) -> Tensor:
     return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
-    return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

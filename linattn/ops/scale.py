@@ -32,4 +32,5 @@ def running_scale(
     shown = m.masked_fill(none, 0)
     # the differences of rounded maxima, so that pieces of a sequence multiply to exactly what the whole does
     decay = (step + shown[..., :-1] - shown[..., 1:]).clamp(max=0).masked_fill(none[..., :-1], 0)
-    return shown[..., 1:], decay, m[..., -1:]
+    # a copy, as a view would keep the whole sequence alive in a state of constant size
+    return shown[..., 1:], decay, m[..., -1:].clone()

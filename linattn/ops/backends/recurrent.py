@@ -18,19 +18,22 @@ def unsupported(call: CausalCall) -> str | None:
 def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
-    S, z = call.S, call.z
+    q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
+    if q.dtype != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k = phi(q), phi(k)
     if call.key_mask is not None:
         k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
     if call.log_decay is not None:
         decay = call.log_decay.to(dtype).exp()
         S, z = decay.unsqueeze(-1) * S, decay * z
+    # (f, 1) times (1, dv) is the outer product
     S, z = torch.addcmul(S, k.mT, v), z + k.squeeze(-2)
     if call.normalize == "keys":
         q = divide(q, z.unsqueeze(-2))
     y = q @ S
     if call.normalize == "output":
-        y = divide(y, q @ z.unsqueeze(-1))
+        y = divide(y, torch.linalg.vecdot(q, z.unsqueeze(-2)).unsqueeze(-1))
     return y.to(call.v.dtype), S, z
 
 
