@@ -79,7 +79,7 @@ class LinearAttention(InnerAttention):
         y = linear_attention(
             x.q, features, v.unsqueeze(2), key_mask=key_mask, normalize=self.normalize, feature_map=x.name
         )
-        return self._unscaled(y, x.q_scale, top).flatten(1, 2)
+        return self._unscaled(y, x.q_scale, top).flatten(1, 2).to(v.dtype)
 
     def extend(
         self,
@@ -113,7 +113,7 @@ class LinearAttention(InnerAttention):
             feature_map=x.name,
             blindspot=self.blindspot,
         )
-        return self._unscaled(y, x.q_scale, top).flatten(1, 2), LinearAttentionState(sums, log_scale)
+        return self._unscaled(y, x.q_scale, top).flatten(1, 2).to(v.dtype), LinearAttentionState(sums, log_scale)
 
     def _features(self, q: Tensor, k: Tensor) -> _Features:
         """Maps while heads are split once (maps may have weights for each head), then groups queries by key head."""
