@@ -117,7 +117,8 @@ class LanguageModel(nn.Module):
         """GPT-2's initialisation, N(0, 0.02²), smaller by √(2·depth) where a block adds to the residual stream.
 
         Fills every parameter and buffer, so a model made on the meta device is complete after `to_empty` and this."""
-        for module in self.modules():
+        # random features first: they must agree on all ranks, and drawing sharded weights takes ranks' generators apart
+        for module in sorted(self.modules(), key=lambda module: next(module.buffers(recurse=False), None) is None):
             if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
         # learned feature maps keep their own initialisation: only these modules' own projections get GPT-2's

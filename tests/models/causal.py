@@ -34,6 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 MODELS = {name: {"attention": name} for name in NAMES} | OPTIONS
 
+# features of either sign: a denominator may be near zero, so rounding is not small and training not steady
+SIGNED = {"identity", "favor_trigonometric"}
+STEADY_MODELS = {name: options for name, options in MODELS.items() if name not in SIGNED}
+
+every_steady_model = pytest.mark.parametrize("options", STEADY_MODELS.values(), ids=STEADY_MODELS.keys())
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS.keys())
 
 

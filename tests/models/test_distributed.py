@@ -69,6 +69,7 @@ def work_from_meta(rank: int, folder: str) -> None:
         assert whole.isfinite().all(), name
         if name.endswith("q_proj.weight"):
             assert 0.015 < whole.std() < 0.025, name
+            assert not torch.equal(*whole.chunk(2)), name
     logits = model(torch.arange(10).unsqueeze(0))
     everyones = [torch.empty_like(logits) for _ in range(2)]
     dist.all_gather(everyones, logits.detach())
