@@ -2,8 +2,14 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+
+def value_dtype(dtype: torch.dtype) -> torch.dtype:
+    """For features of a wide range: float16 has no room for them or their gradients, so float32 takes its place."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class FeatureMap(nn.Module, ABC):
@@ -24,7 +30,7 @@ class FeatureMap(nn.Module, ABC):
     def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
         """The same features as value · exp(log_scale), so that the value stays in range. None: a scale of one.
 
-        The value has the dtype of x, the scale at least float32; gradients may flow through both."""
+        The value has `value_dtype(x.dtype)` or that of x, the scale at least float32; gradients flow through both."""
         return self.query(x), None
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:

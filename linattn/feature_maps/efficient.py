@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, value_dtype
 from linattn.feature_maps.exponential import scaled_exp
 from linattn.ops.backends.base import accumulator
 
@@ -17,15 +17,18 @@ class EfficientFeatureMap(FeatureMap):
     """φ_q(x) = softmax(x) over channels, φ_k(x) = exp(x); each feature is normalised by its own sum over keys, which
     makes that exponential the softmax over tokens: y = Σ_c softmax(q)_c · Σ_j softmax_j(k_jc) v_j.
 
-    Key channels that lie more than 87 below the token's largest (17 in float16) count as zero."""
+    Key channels that lie more than 87 below the token's largest count as zero."""
 
     normalize = "keys"
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return x.softmax(-1, dtype=accumulator(x.dtype)).to(x.dtype)
+        return self.scaled_query(x)[0].to(x.dtype)
 
     def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         return torch.exp(x)
+
+    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], None]:
+        return x.softmax(-1, dtype=accumulator(x.dtype)).to(value_dtype(x.dtype)), None
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b n"]]:
         return scaled_exp(x)

@@ -5,7 +5,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import ExponentialFeatureMap
+from linattn.feature_maps.base import ExponentialFeatureMap, value_dtype
 from linattn.ops.backends.base import accumulator
 
 
@@ -14,14 +14,14 @@ def scaled_exp(x: Float[Tensor, "*b n f"]) -> tuple[Float[Tensor, "*b n f"], Flo
     exponent = x.to(accumulator(x.dtype))
     # any constant gives the same product, so no gradient need flow through this one
     largest = exponent.detach().amax(-1)
-    return (exponent - largest.unsqueeze(-1)).exp().to(x.dtype), largest
+    return (exponent - largest.unsqueeze(-1)).exp().to(value_dtype(x.dtype)), largest
 
 
 @final
 class ExpFeatureMap(ExponentialFeatureMap):
     """φ(x) = exp(x), channel by channel: φ(q)·φ(k) = Σ_c exp(q_c + k_c). It is not softmax's exp(q·k).
 
-    Channels that lie more than 87 below the token's largest (17 in float16) count as zero."""
+    Channels that lie more than 87 below the token's largest count as zero."""
 
     def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b n"]]:
         return scaled_exp(x)

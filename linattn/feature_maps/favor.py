@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import ExponentialFeatureMap
+from linattn.feature_maps.base import ExponentialFeatureMap, value_dtype
 from linattn.feature_maps.exponential import scaled_exp
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
 from linattn.ops.backends.base import accumulator
@@ -23,7 +23,7 @@ def positive_features(
 ) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
     """exp(exponent − ‖x/d^¼‖²/2) / √f as (value, log_scale)."""
     value, log_scale = scaled_exp(exponent)
-    return value.to(x.dtype), log_scale - half_squared_norm(x) - 0.5 * math.log(exponent.shape[-1])
+    return value.to(value_dtype(x.dtype)), log_scale - half_squared_norm(x) - 0.5 * math.log(exponent.shape[-1])
 
 
 @final

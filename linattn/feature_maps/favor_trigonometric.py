@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import ExponentialFeatureMap
+from linattn.feature_maps.base import ExponentialFeatureMap, value_dtype
 from linattn.feature_maps.favor import half_squared_norm
 from linattn.feature_maps.random_projection import RandomProjection, num_pairs
 
@@ -30,7 +30,7 @@ class TrigonometricFavorFeatureMap(ExponentialFeatureMap):
 
     def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
         projected = self.projection(x)
-        value = torch.cat([projected.cos(), projected.sin()], dim=-1).to(x.dtype)
+        value = torch.cat([projected.cos(), projected.sin()], dim=-1).to(value_dtype(x.dtype))
         return value, half_squared_norm(x) - 0.5 * math.log(projected.shape[-1])
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:

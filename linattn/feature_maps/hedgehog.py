@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, value_dtype
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.ops.backends.base import accumulator
 
@@ -23,10 +23,16 @@ class HedgehogFeatureMap(FeatureMap):
         self.key_linear = PerHeadLinear(num_key_heads, head_dim, head_dim, identity=True)
 
     def query(self, x: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n f"]:
-        return _softmax_both_ways(self.query_linear(x)).to(x.dtype)
+        return self.scaled_query(x)[0].to(x.dtype)
 
     def key(self, x: Float[Tensor, "*b h n d"]) -> Float[Tensor, "*b h n f"]:
-        return _softmax_both_ways(self.key_linear(x)).to(x.dtype)
+        return self.scaled_key(x)[0].to(x.dtype)
+
+    def scaled_query(self, x: Float[Tensor, "*b h n d"]) -> tuple[Float[Tensor, "*b h n f"], None]:
+        return _softmax_both_ways(self.query_linear(x)).to(value_dtype(x.dtype)), None
+
+    def scaled_key(self, x: Float[Tensor, "*b h n d"]) -> tuple[Float[Tensor, "*b h n f"], None]:
+        return _softmax_both_ways(self.key_linear(x)).to(value_dtype(x.dtype)), None
 
 
 def _softmax_both_ways(x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:

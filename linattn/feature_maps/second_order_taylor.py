@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, value_dtype
 
 
 @final
@@ -15,7 +15,7 @@ class SecondOrderTaylorFeatureMap(FeatureMap):
     """φ(x) = [1, u, u²/√2, u_i u_j for i < j] with u = x/d^¼, so that φ(q)·φ(k) = 1 + s + s²/2 ≥ ½ with s = q·k/√d.
 
     These are 1 + d + d(d+1)/2 features, half as many as the outer product of Based: 153 for d = 16, but 2,145 for
-    d = 64, so give it few channels. float16 holds them for |x| up to 256·d^¼, and similarities grow as ‖q‖²‖k‖²."""
+    d = 64, so give it few channels."""
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
         d = x.shape[-1]
@@ -27,3 +27,9 @@ class SecondOrderTaylorFeatureMap(FeatureMap):
 
     def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
         return self.query(x)
+
+    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], None]:
+        return self.query(x.to(value_dtype(x.dtype))), None
+
+    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], None]:
+        return self.scaled_query(x)

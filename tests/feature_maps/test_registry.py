@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from linattn.attention.linear import LinearAttention
 from linattn.feature_maps import FEATURE_MAPS, FeatureMap
+from linattn.feature_maps.base import value_dtype
 
 HEAD_DIM, NUM_HEADS, NUM_KEY_HEADS = 16, 4, 2
 # the only two whose similarities may be negative, and say so
@@ -47,7 +49,8 @@ def test_scaled_features_are_finite(name, side, dtype, std):
         # the operator applies these by itself, in float32
         x = x.float()
     value, log_scale = scaled(feature_map, side, x)
-    assert value.isfinite().all() and value.dtype == x.dtype
+    assert value.isfinite().all() and value.dtype in (x.dtype, value_dtype(x.dtype))
+    assert features(feature_map, side, x).dtype == x.dtype
     assert log_scale is None or (log_scale.isfinite().all() and log_scale.dtype == torch.float32)
 
 
@@ -183,6 +186,16 @@ def test_made_on_meta_then_filled(name, side):
             part.reset_parameters()
     value, _ = scaled(feature_map, side, tokens(side, dtype=torch.float32))
     assert value.isfinite().all() and value.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - SIGNED))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_in_half_precision_are_finite(name, causal, dtype):
+    attention = LinearAttention(make(name, dtype), causal=causal)
+    q, k, v = (tokens(side, 65, std=3, dtype=dtype).requires_grad_() for side in ("query", "key", "key"))
+    attention(q, k, v).float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, *attention.parameters()))
 
 
 @every_map
