@@ -51,12 +51,12 @@ class LocalState(NamedTuple):
 
 def local_attention(
     q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk n d"],
-    v: Float[Tensor, "b hk n dv"],
+    k: Float[Tensor, "b hk m d"],
+    v: Float[Tensor, "b hk m dv"],
     /,
     *,
     window: Window,
-    key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> Float[Tensor, "b h n dv"]:
     """Each query attends to the keys in its window: y_i = Σ_j softmax_j(q_i·k_j / √d) v_j.
 
@@ -126,7 +126,7 @@ def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     if real is None and start == 0 and right <= window.size:
         return fused_softmax(q, k, v, causal=window.causal)
     i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
-    visible = window.sees(i[:, None], j)
+    visible = window.sees(i[:, None], j[None])
     if real is not None:
         visible = per_query_head(_among(visible, real[..., left:right], i[:, None] == j), q.shape[1])
     return fused_softmax(q, k, v, visible=visible)
@@ -142,7 +142,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     k, v = (x[..., left:right, :].flatten(0, 1).unfold(-2, length, block).mT for x in (k, v))
     q = q[..., start:stop, :].unflatten(1, (hk, group)).unflatten(3, (count, block)).transpose(2, 3)
     i = torch.arange(block, device=q.device)[:, None]
-    j = torch.arange(length, device=q.device) - window.reach
+    j = torch.arange(length, device=q.device)[None] - window.reach
     visible = window.sees(i, j)
     if real is not None:
         near = real[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)

@@ -151,13 +151,15 @@ def _dot(x: Tensor, z: Tensor) -> Tensor:
 
 
 def _scan(sums: Tensor, state: Tensor, block: Block, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """From the chunks' own sums (… c x y), the states that enter each chunk, (… c x y), and the one that leaves the last."""
-    states, order = [], range(sums.shape[-3])
+    """From the chunks' own sums (… c x y), overwritten, the states that enter each chunk and the one that leaves the last."""
+    order = range(sums.shape[-3])
     for i in reversed(order) if reverse else order:
-        states.append(state)
+        entering, part = state, sums.select(-3, i)
         kept = state if block.decay is None else state * block.decay.whole.select(-3, i)
-        state = kept + sums.select(-3, i)
-    return torch.stack(states[::-1] if reverse else states, -3), state
+        state = kept + part
+        # in the place of the sum that it has just taken in
+        part.copy_(entering)
+    return sums, state
 
 
 def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -180,11 +182,17 @@ def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tens
     return y, S_end, z_end, saved_S, saved_z
 
 
+def _spread(sums: Tensor, lead: torch.Size) -> Tensor:
+    """Room for the states, which differ between rows that share keys if their masks or decays differ."""
+    return sums if sums.shape[:-3] == lead else sums.expand(*lead, *sums.shape[-3:]).contiguous()
+
+
 def _states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The states that enter each chunk, and those that leave the block."""
     k = _until(block.k, block)
-    S_in, S = _scan(k.mT @ block.v, S, block)
-    z_in, z = _scan(k.sum(-2).unsqueeze(-1), z, block)
+    lead = S.shape[:-2]
+    S_in, S = _scan(_spread(k.mT @ block.v, lead), S, block)
+    z_in, z = _scan(_spread(k.sum(-2).unsqueeze(-1), lead), z, block)
     return S_in, z_in, S, z
 
 
@@ -196,8 +204,14 @@ def _block_outputs(block: Block, S: Tensor, z: Tensor, normalize: str | None) ->
     A, q_in = _weigh(q @ block.k.mT, block), _since(q, block)
     y = (A @ block.v).add_(q_in @ S_in)
     if normalize == "output":
-        y = divide(y, A.sum(-1, keepdim=True).add_(_dot(q_in, z_in)))
+        y.div_(_denominator(A, q_in, z_in))
     return y, S, z
+
+
+def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor) -> Tensor:
+    """Infinite where no key is like the query, so that dividing by it gives zeros, as `divide` does."""
+    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in))
+    return total.masked_fill_(total == 0, torch.inf)
 
 
 class _BlockGradients(NamedTuple):
@@ -226,14 +240,15 @@ def _block_gradients(
         total = _weights(block) @ k + _since(z_in.mT, block)
         q = divide(q, total)
     A, q_in = _weigh(q @ k.mT, block), _since(q, block)
-    G, dd = dy @ v.mT, None
+    dd = None
     if normalize == "output":
-        denominator = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in))
-        dy = divide(dy, denominator)
+        dy = dy / _denominator(A, q_in, z_in)
         dd = -(dy * y).sum(-1, keepdim=True)
-        G = divide(G, denominator).add_(dd)
+    G, from_state = dy @ v.mT, dy @ S_in.mT
+    if dd is not None:
+        G.add_(dd)
+        from_state.add_(dd * z_in.mT)
     _weigh(G, block)
-    from_state = dy @ S_in.mT if dd is None else (dy @ S_in.mT).add_(dd * z_in.mT)
     dq = (G @ k).add_(_since(from_state, block))
     # an output that is normalised does not change when its query grows, so there q·dq is zero
     log_weight = 0 if normalize else (q * dq).sum(-1, keepdim=True).sum_to_size(*S_in.shape[:-2], q.shape[-2], 1)
@@ -262,7 +277,8 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
         for i, tile in reversed(list(enumerate(_tiles(call, rows)))):
             S, z = (_rows(x, rows).select(-3, i) for x in saved)
             block = _load(call, tile)
-            y_block, dy_block = (_chunks(tile.of(x, -2).to(S.dtype), block.q.shape[-2], -2) for x in (y, dy))
+            chunk = block.q.shape[-2]
+            y_block, dy_block = (_chunks(tile.of(x, -2).to(S.dtype), chunk, -2).contiguous() for x in (y, dy))
             part = _block_gradients(block, S, z, y_block, dy_block, dS, dz, call.normalize)
             dS, dz = part.S, part.z
             _write(dq, tile, _through_map(part.q, block.q, call.q, call, tile), None)
@@ -284,7 +300,7 @@ def _through_map(gradient: Tensor, features: Tensor, x: Tensor, call: CausalCall
     if derivative is None:
         return gradient
     x = _chunks(tile.of(x, -2).to(gradient.dtype), features.shape[-2], -2)
-    return gradient * derivative(x, features)
+    return gradient.mul_(derivative(x, features))
 
 
 def _write(total: Tensor, tile: Tile, part: Tensor, key_mask: Tensor | None) -> None:
@@ -307,7 +323,9 @@ def _decay_gradient(log_decay: Tensor, dlog_weight: Tensor, end: Tensor) -> Tens
 
 
 def _call(inputs: Tensors, options: Options) -> CausalCall:
-    return CausalCall(*inputs, *options[:3])  # type: ignore[arg-type]
+    q, k, v, S, z, log_decay, key_mask = inputs
+    assert q is not None and k is not None and v is not None and S is not None and z is not None
+    return CausalCall(q, k, v, S, z, log_decay, key_mask, *options[:3])
 
 
 def _forward_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
@@ -327,7 +345,8 @@ _operator = differentiable(_forward_of, _backward_of, _definition_of, outputs=3)
 
 def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     if call.q.ndim == 2:
-        y, S, z = run(CausalCall(*(None if x is None else x.unsqueeze(0) for x in call[:7]), *call[7:]))
+        one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        y, S, z = run(call._replace(**one_row))
         return y.squeeze(0), S.squeeze(0), z.squeeze(0)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

@@ -66,7 +66,14 @@ def differentiable(
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
             return _vmap(Gradient, info.batch_size, in_dims, args)
 
-    return Operator.apply
+    def operator(options: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        # where nothing needs a gradient, torch.compile would call a forward of variadic inputs with a context it does not take
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        if torch.compiler.is_compiling() and not wanted:
+            return forward(inputs, options)
+        return Operator.apply(options, *inputs)
+
+    return operator
 
 
 def _second_derivative(
