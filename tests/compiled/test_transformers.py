@@ -5,9 +5,9 @@ import torch
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
-from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
+from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM
 
-SIZE = {"vocab_size": 31, "dim": 32, "depth": 2, "num_heads": 4, "window": 5}
+SIZE = {"vocab_size": 31, "dim": 32, "depth": 1, "num_heads": 4, "window": 5}
 
 
 def make(attention: str, **options) -> LinattnForCausalLM:
@@ -15,12 +15,8 @@ def make(attention: str, **options) -> LinattnForCausalLM:
     return LinattnForCausalLM(LinattnConfig(language_model={**SIZE, "attention": attention, **options})).double()
 
 
-every_attention = pytest.mark.parametrize("attention", ["elu", "local+elu", "softmax", "favor", "retention"])
-
-
-@every_attention
-def test_one_graph_trains(attention):
-    model, tokens = make(attention, convolution=3).train(), torch.randint(31, (2, 20))
+def test_one_graph_trains():
+    model, tokens = make("local+elu", convolution=3).train(), torch.randint(31, (2, 20))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model(tokens, labels=tokens).loss.backward()
     expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
@@ -29,23 +25,16 @@ def test_one_graph_trains(attention):
     assert_close({name: weight.grad for name, weight in model.named_parameters()}, expected)
 
 
-@every_attention
-def test_a_compiled_model_reads_and_goes_on(attention):
+@pytest.mark.parametrize("attention", ["local+elu", "softmax"])
+def test_one_graph_reads_and_another_goes_on(attention):
     model, tokens = make(attention, convolution=3).eval(), torch.randint(31, (2, 20))
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[0, :4] = 0
+    compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
     with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
-        first = compiled(tokens[:, :12], attention_mask=mask[:, :12])
-        logits = [first.logits]
-        for end in range(13, 21):
-            step = compiled(
-                tokens[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=first.past_key_values
-            )
-            logits.append(step.logits)
-    present = mask.bool()
-    assert_close(torch.cat(logits, 1)[present], expected[present])
+        expected, cache = model(tokens, use_cache=False).logits, LinattnCache(SIZE["depth"])
+        logits = [
+            compiled(piece, past_key_values=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)
+        ]
+    assert_close(torch.cat(logits, 1), expected)
 
 
 def test_the_trainer_compiles(tmp_path):

@@ -178,7 +178,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         if key_mask is not None:
             # a missing token neither is predicted nor predicts: its logits mean nothing
             labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
-        return self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items)
+        return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
 
     def _prepare_cache_for_generation(
         self,
