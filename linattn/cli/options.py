@@ -63,7 +63,9 @@ class TrainOptions:
         "such as elu or local:3+elu:1; with commas, one for each layer",
     )
     window: int = model(128, WHOLE, "tokens that a local head sees")
-    rotary: float | None = model(10000.0, {"type": base_or_none, "metavar": "X"}, "base of the rotary positions, or none")
+    rotary: float | None = model(
+        10000.0, {"type": base_or_none, "metavar": "X"}, "base of the rotary positions, or none"
+    )
     learned_positions: bool = model(False, FLAG, "add a learned vector for each position of the context")
     convolution: int = model(4, NATURAL, "width of the short convolution before q, k and v (0: none)")
     head_norm: bool = model(False, FLAG, "a norm of each head's output")

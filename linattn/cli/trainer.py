@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linattn.cli.clock import Clock
 from linattn.cli.errors import CommandError, one_line
 from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import MODEL, Run, adopt_checkpoint
+from linattn.cli.run_folder import Run, adopt_checkpoint
 from linattn.cli.whole import partial_name
 
 
@@ -51,10 +52,26 @@ def _explained_failure(checkpoint: Path) -> Iterator[None]:
         raise CommandError(f"{checkpoint} could not be written: {one_line(error)}") from error
 
 
+class EmbeddingsOfOutput(TrainerCallback):
+    """Tied embeddings make the logits too, after their own forward, when FSDP2 would have given most of them back."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
+    ) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(False)
+
+
+def can_shard(args: TrainingArguments) -> bool:
+    """Accelerate shards nothing on CPUs: it would copy the model, and say nothing."""
+    return args.world_size > 1 and args.device.type != "cpu"
+
+
 def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
     """Making them also joins the other processes, if there are any."""
     bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and _gpu_has_bfloat16(options))
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(partial_name(folder / "checkpoints" / "checkpoint")),
         max_steps=options.limit(),
         per_device_train_batch_size=options.batch,
@@ -82,9 +99,15 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,
         report_to="none",
         log_level="error",
     )
+    if options.fsdp and not can_shard(args):
+        raise ValueError(
+            f"--fsdp needs several processes with a GPU each, but there are {args.world_size} on {args.device.type}"
+        )
+    return args
 
 
 def _gpu_has_bfloat16(options: TrainOptions) -> bool:
@@ -95,17 +118,16 @@ def make_trainer(
     run: Run, model: nn.Module, datasets: dict[str, Dataset], args: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> RunTrainer:
     trainer = RunTrainer(
-        model, args, train_dataset=datasets["training"], eval_dataset=datasets["validation"], callbacks=callbacks
+        model,
+        args,
+        train_dataset=datasets["training"],
+        eval_dataset=datasets["validation"],
+        callbacks=[*callbacks, EmbeddingsOfOutput()],
     )
     trainer.run = run
     # reports are a callback of ours
     trainer.remove_callback(PrinterCallback)
-    _require_whole_weights(trainer)
+    if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
+        # a run's weights are in one file, which loads on any machine, whatever Accelerate's configuration says
+        plugin.set_state_dict_type("FULL_STATE_DICT")
     return trainer
-
-
-def _require_whole_weights(trainer: RunTrainer) -> None:
-    """A run folder loads on any machine, so its weights are in one file."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-        raise CommandError(f"{MODEL[1]} needs fsdp_state_dict_type FULL_STATE_DICT in Accelerate's configuration")

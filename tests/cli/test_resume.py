@@ -90,7 +90,10 @@ def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch,
     (saved,) = set(open_run(run).saved_steps()) - {4}
     assert saved in (5, 6)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"linattn train: interrupted after step {saved}, which is saved; linattn train --resume --out {run} goes on"
+    assert (
+        last
+        == f"linattn train: interrupted after step {saved}, which is saved; linattn train --resume --out {run} goes on"
+    )
     assert open_run(run).description["finished"] is None
     assert main(["train", "--resume", "--out", str(run)]) == 0
     weights, records = outcome(run)

@@ -80,11 +80,13 @@ def test_bits_per_byte_count_the_bytes_of_the_text(finished):
     record = log_of(finished, "validation_bits_per_byte")[-1]
     bits_per_token = nats / predicted / math.log(2)
     assert record["validation_bits_per_token"] == pytest.approx(bits_per_token, rel=1e-5)
-    assert record["validation_bits_per_byte"] == pytest.approx(bits_per_token * part["tokens"] / part["bytes"], rel=1e-5)
+    assert record["validation_bits_per_byte"] == pytest.approx(
+        bits_per_token * part["tokens"] / part["bytes"], rel=1e-5
+    )
 
 
 def test_bits_per_byte_do_not_depend_on_what_a_token_is(text, tokenizer, tmp_path):
-    """An untrained model gives every token about the same probability: log2 of their number, shared by the token's bytes."""
+    """An untrained model gives all tokens the same probability, 1 / 301, and a token is worth several bytes."""
     run = tmp_path / "run"
     arguments = ("--tokenizer", str(tokenizer), "--lr", "1e-9", "--validation-part", "0.3", "--out", str(run))
     assert main(["train", str(text), *TINY, *SHORT, *arguments]) == 0

@@ -1,0 +1,217 @@
+"""Whatever is wrong with what the user gave: one clear line, exit status 2, and nothing half-written."""
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from linattn.cli.main import main
+from tests.cli.conftest import SHORT, TINY
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def fails(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """The one line that the command says."""
+    capsys.readouterr()
+    try:
+        status = main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    output = capsys.readouterr()
+    assert status == 2, output
+    (line,) = output.err.splitlines()
+    assert line.startswith("linattn")
+    return line
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, text):
+    """A folder with data, where relative names lead."""
+    shutil.copytree(text, tmp_path / "text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TRAIN = {
+    "no data": ((), "which DATA?"),
+    "missing data": (("missing.txt",), "there is no file or folder missing.txt"),
+    "empty folder": (("empty",), "there are no files in empty"),
+    "empty file": (("nothing.txt",), "there are no training data"),
+    "too short": (("short.txt",), "too short: there are 6 tokens of training data, but a context of 32 needs as many"),
+    "too long a context": (("text", "--context", "100000"), "a context of 100,000 needs as many"),
+    "no validation": (("text", "--validation-part", "0.0001"), "no validation data"),
+    "no such names": (("text", "--include", "*.c"), "there are no files that fit --include *.c in text"),
+    "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),
+    "missing tokenizer": (("text", "--tokenizer", "missing.json"), "there is no tokenizer missing.json"),
+    "bad tokenizer": (("text", "--tokenizer", "bad.json"), "bad.json is no file of the tokenizers package"),
+    "heads": (("text", "--heads", "3"), "num_heads must divide dim, but they are 3 and 16"),
+    "attention": (("text", "--attention", "nonsense"), "nonsense"),
+    "attention of layers": (("text", "--attention", "elu,elu,elu"), "attention names 3 layers, but depth is 1"),
+    "dropout": (("text", "--dropout", "1.5"), "dropout"),
+    "not a number": (("text", "--steps", "many"), "--steps: must be a whole number of at least 1, but is 'many'"),
+    "negative": (("text", "--batch", "-4"), "--batch: must be a whole number of at least 1, but is '-4'"),
+    "infinite": (("text", "--lr", "inf"), "--lr: must be a number above 0, but is 'inf'"),
+    "nan": (("text", "--warmup", "nan"), "--warmup: must be a number between 0 and 1, but is 'nan'"),
+    "choice": (("text", "--norm", "batch"), "--norm: invalid choice: 'batch'"),
+    "unknown option": (("text", "--colour", "red"), "unrecognized arguments: --colour red"),
+    "abbreviation": (("text", "--dep", "1"), "unrecognized arguments: --dep 1"),
+}
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_training_that_cannot_begin_leaves_nothing(here, capsys, name):
+    arguments, expected = TRAIN[name]
+    before = snapshot(here)
+    data = [argument for argument in arguments[:1] if not argument.startswith("-")]
+    line = fails(capsys, "train", *data, "--out", "runs/new", *TINY, *SHORT, *arguments[len(data) :])
+    assert expected in line
+    assert snapshot(here) == before
+
+
+def test_a_run_is_not_written_over(here, finished, capsys):
+    shutil.copytree(finished, "run")
+    before = snapshot(here)
+    assert "there is a run in run already" in fails(capsys, "train", "text", "--out", "run", *TINY, *SHORT)
+    assert "other exists and is no run" in fails(capsys, "train", "text", "--out", "other", "--replace", *TINY)
+    assert "short.txt exists and is no run" in fails(capsys, "train", "text", "--out", "short.txt", *TINY)
+    # a run is deleted when the new one is ready, and not before
+    assert "too short" in fails(capsys, "train", "short.txt", "--out", "run", "--replace", *TINY, *SHORT)
+    assert snapshot(here) == before
+
+
+def test_only_a_run_goes_on(here, finished, capsys):
+    assert "there is no run in missing" in fails(capsys, "train", "--resume", "--out", "missing")
+    assert "there is no run in other" in fails(capsys, "train", "--resume", "--out", "other")
+    line = fails(capsys, "train", "text", "--resume", "--out", str(finished))
+    assert "--resume goes on with the run's own data" in line
+
+
+@pytest.fixture
+def run(here, finished) -> Path:
+    shutil.copytree(finished, here / "run")
+    return here / "run"
+
+
+def rewrite(run: Path, **changes: object) -> None:
+    description = json.loads((run / "run.json").read_text()) | changes
+    (run / "run.json").write_text(json.dumps(description))
+
+
+READERS = (("generate", "run"), ("info", "run"), ("train", "--resume", "--out", "run"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_run_of_another_format_is_refused(run, capsys, reader):
+    rewrite(run, format=7, versions={"linattn": "9.1"})
+    assert "was written by linattn 9.1 in format 7, but this version reads format 1" in fails(capsys, *reader)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"format": 1}'])
+def test_a_corrupt_description_is_told(run, capsys, reader, content):
+    (run / "run.json").write_text(content)
+    assert "run.json is corrupt" in fails(capsys, *reader)
+
+
+@pytest.mark.parametrize("reader", READERS[:2])
+def test_corrupt_weights_are_told(run, capsys, reader):
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "run is corrupt" in fails(capsys, *reader)
+    (run / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in fails(capsys, *reader)
+
+
+@pytest.mark.parametrize("reader", READERS[:2])
+def test_a_model_of_a_later_version_is_refused(run, capsys, reader):
+    config = json.loads((run / "config.json").read_text()) | {"linattn_version": "99.0"}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "was written by linattn 99.0" in fails(capsys, *reader)
+
+
+def test_unknown_options_of_a_run_are_told(run, capsys):
+    rewrite(run, finished=None, options=json.loads((run / "run.json").read_text())["options"] | {"magic": 1})
+    assert "options that this version does not know: magic" in fails(capsys, "train", "--resume", "--out", "run")
+
+
+def test_damaged_data_are_told(run, capsys):
+    rewrite(run, finished=None)
+    file = run / "data" / "training.tokens"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert "the run's data are damaged" in fails(capsys, "train", "--resume", "--out", "run")
+
+
+GENERATE = {
+    "temperature": (("--temperature", "-1"), "--temperature: must be a number of at least 0"),
+    "top_k": (("--top-k", "0"), "--top-k: must be a whole number of at least 1"),
+    "top_p": (("--top-p", "1.5"), "--top-p: must be a number above 0 and at most 1"),
+    "penalty": (("--repetition-penalty", "0"), "--repetition-penalty: must be a number above 0"),
+    "tokens": (("--max-new-tokens", "-1"), "--max-new-tokens: must be a whole number of at least 0"),
+    "seed": (("--seed", "x"), "--seed: must be a whole number of at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATE)
+def test_bad_options_of_generate_are_told(run, capsys, name):
+    arguments, expected = GENERATE[name]
+    assert expected in fails(capsys, "generate", "run", *arguments)
+
+
+def test_the_end_of_learned_positions_is_told(here, capsys):
+    assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--learned-positions", "--steps", "1"]) == 0
+    line = fails(capsys, "generate", "run", "--max-new-tokens", "100")
+    assert "positions end at 32" in line
+
+
+def test_a_run_without_weights_says_so(run, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (run / name).unlink()
+    assert "has no weights yet" in fails(capsys, "generate", "run")
+
+
+@pytest.fixture
+def small_files():
+    """A disk that is full after so many bytes of a file, as far as a process can tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+    yield limit
+    limit(soft)
+
+
+def test_a_disk_that_is_full_of_data_leaves_nothing(here, capsys, small_files):
+    before = snapshot(here)
+    small_files(5000)
+    line = fails(capsys, "train", "text", "--out", "runs/new", *TINY, *SHORT)
+    small_files(resource.RLIM_INFINITY)
+    assert "File too large" in line
+    assert snapshot(here) == before
+
+
+@pytest.mark.parametrize("dim", ["64", "96"])
+def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim):
+    """Of 64, the optimizer's state does not fit, which torch writes; of 96, not even the weights, which safetensors writes."""
+    small_files(250_000)
+    capsys.readouterr()
+    assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--dim", dim]) == 2
+    small_files(resource.RLIM_INFINITY)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("linattn train: run/checkpoints/checkpoint-4 could not be written: ")
+    assert os.listdir("run/checkpoints") == []
+    assert not Path("run/model.safetensors").exists()
+    # with room again, the run goes on
+    assert main(["train", "--resume", "--out", "run"]) == 0

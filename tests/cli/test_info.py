@@ -1,0 +1,76 @@
+"""What a run is."""
+
+import json
+import shutil
+
+import pytest
+
+from linattn.cli.main import main
+from linattn.models import LanguageModel
+from tests.cli.conftest import SHORT, TINY
+
+
+def facts(capsys, run) -> dict:
+    capsys.readouterr()
+    assert main(["info", str(run), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_says_what_the_run_is(finished, text, capsys):
+    found = facts(capsys, finished)
+    assert found["paths"] == [str(text)]
+    assert found["checkpoints"] == [4, 8]
+    assert found["progress"]["step"] == 8
+    assert found["model"]["configuration"] == LanguageModel.load(finished).config.to_dict()
+    parameters = sum(parameter.numel() for parameter in LanguageModel.load(finished).parameters())
+    assert found["model"]["parameters"] == parameters
+    assert found["options"]["lr"] == 1e-3
+
+
+def test_the_text_has_the_same_facts(finished, text, capsys):
+    assert main(["info", str(finished)]) == 0
+    shown = capsys.readouterr().out
+    progress = facts(capsys, finished)["progress"]
+    for fact in (
+        str(text),
+        "attention local+elu",
+        "step 8,",
+        f"validation {progress['validation_bits_per_byte']:.3f} bits/byte",
+        f"best {progress['best_validation_bits_per_byte']:.3f} at step {progress['best_step']}",
+        "torch 2.",
+        "lr 0.001",
+        "checkpoints  4, 8",
+        "bytes a sequence, however long it gets",
+    ):
+        assert fact in shown
+
+
+def test_best_and_last_validation_differ(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    with open(run / "log.jsonl", "a") as log:
+        log.write('{"step": 9, "tokens": 1, "seconds": 1, "validation_bits_per_byte": 9.5}\n')
+    progress = facts(capsys, run)["progress"]
+    assert (progress["validation_bits_per_byte"], progress["best_step"]) == (9.5, 8)
+
+
+@pytest.mark.parametrize(
+    "attention, grows",
+    [("local", False), ("elu", False), ("local+elu", False), ("softmax", True), ("elu+softmax", True)],
+)
+def test_the_state_is_constant_but_for_softmax(text, tmp_path, capsys, attention, grows):
+    run = tmp_path / "run"
+    assert main(["train", str(text), "--out", str(run), *TINY, *SHORT, "--steps", "1", "--attention", attention]) == 0
+    model = facts(capsys, run)["model"]
+    assert model["state_bytes"] > 0
+    assert (model["state_bytes_per_further_token"] > 0) == grows
+
+
+def test_a_run_that_has_just_begun_has_no_model(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "log.jsonl").unlink()
+    found = facts(capsys, run)
+    assert (found["model"], found["progress"], found["checkpoints"]) == (None, {}, [])
+    assert main(["info", str(run)]) == 0

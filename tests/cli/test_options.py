@@ -1,0 +1,188 @@
+"""Every option of `linattn train` has an effect; and what does not fit together is told in one line."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from linattn.cli.main import main, make_parser
+from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
+from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.trainer import training_arguments
+from linattn.models import LanguageModel
+from tests.cli.conftest import SHORT, TINY
+
+FOUR_STEPS = (*TINY, *SHORT, "--steps", "4")
+
+CONFIGURED = {
+    "dim": ("24", 24),
+    "depth": ("2", 2),
+    "heads": ("4", 4),
+    "key_heads": ("1", 1),
+    "head_dim": ("4", 4),
+    "attention": ("softmax", "softmax"),
+    "window": ("3", 3),
+    "rotary": ("none", None),
+    "convolution": ("0", 0),
+    "head_norm": ((), True),
+    "gate": ((), True),
+    "feed_forward": ("gelu", "gelu"),
+    "mlp_ratio": ("2.5", 2.5),
+    "norm": ("layer", "layer"),
+    "dropout": ("0.3", 0.3),
+}
+"""Options of the model that are fields of its configuration, with a value."""
+
+RENAMED = {"heads": "num_heads", "key_heads": "num_key_heads"}
+
+TRAINING = {
+    "steps": ("3",),
+    "minutes": ("0.0001",),
+    "context": ("16",),
+    "batch": ("2",),
+    "accumulate": ("2",),
+    "lr": ("1e-4",),
+    "warmup": ("0.9",),
+    "weight_decay": ("0.5",),
+    "clip": ("0.01",),
+    "precision": ("bfloat16",),
+    "seed": ("1",),
+    "tokenizer": ("TOKENIZER",),
+    "include": ("a.*",),
+    "exclude": ("a.*",),
+    "validation_part": ("0.5",),
+    "validation_data": ("TEXT",),
+    "learned_positions": (),
+    "untied": (),
+    "dropout": ("0.3",),
+}
+"""Options that change what is learned."""
+
+ELSEWHERE = {
+    "checkpointing": "test_checkpointing_recomputes",
+    "cpu": "test_a_gpu_is_left_alone",
+    "fsdp": "test_distributed.py",
+    "evaluate_every": "test_reports_come_as_often_as_asked",
+    "evaluate_tokens": "test_validation_takes_as_many_tokens_as_asked",
+    "log_every": "test_reports_come_as_often_as_asked",
+    "save_every": "test_reports_come_as_often_as_asked",
+    "keep": "test_reports_come_as_often_as_asked",
+}
+
+
+def test_every_option_is_tested():
+    assert {each.name for each in dataclasses.fields(TrainOptions)} == {*CONFIGURED, *TRAINING, *ELSEWHERE}
+
+
+def train(text: Path, run: Path, *options: str) -> bytes:
+    """The weights."""
+    assert main(["train", str(text), "--out", str(run), *FOUR_STEPS, *options]) == 0
+    return (run / "model.safetensors").read_bytes()
+
+
+def records(run: Path, name: str) -> list[dict]:
+    return [record for record in read_log(run / "log.jsonl") if name in record]
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("options") / "plain"
+    train(text, run)
+    return run
+
+
+def test_the_same_options_make_the_same_weights(plain, text, tmp_path):
+    assert train(text, tmp_path / "run") == (plain / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_options_of_the_model_reach_it(text, tmp_path, name):
+    given, expected = CONFIGURED[name]
+    value = [given] if isinstance(given, str) else given
+    # a mixture's heads could not share one key head
+    train(text, tmp_path / "run", "--attention", "elu", flag(name), *value, "--steps", "1")
+    config = LanguageModel.load(tmp_path / "run").config
+    assert getattr(config, RENAMED.get(name, name)) == expected
+
+
+def test_each_layer_may_have_an_attention_of_its_own(text, tmp_path):
+    train(text, tmp_path / "run", "--attention", "elu,softmax", "--depth", "2", "--steps", "1")
+    assert LanguageModel.load(tmp_path / "run").config.attention == ("elu", "softmax")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_options_of_the_training_change_what_is_learned(plain, text, tokenizer, tmp_path, name):
+    files = {"TOKENIZER": str(tokenizer), "TEXT": str(text / "b.txt")}
+    run = tmp_path / "run"
+    weights = train(text, run, flag(name), *(files.get(value, value) for value in TRAINING[name]))
+    assert weights != (plain / "model.safetensors").read_bytes()
+    assert json.loads((run / "run.json").read_text())["options"][name] != getattr(TrainOptions(), name)
+
+
+def test_data_for_validation_are_all_validation(text, tmp_path):
+    train(text, tmp_path / "run", "--validation-data", str(text / "b.txt"))
+    data = open_run(tmp_path / "run").description["data"]
+    assert data["validation"]["bytes"] == (text / "b.txt").stat().st_size
+    assert data["training"]["bytes"] == sum(file.stat().st_size for file in text.iterdir())
+
+
+def test_the_untied_output_has_a_matrix_of_its_own(text, tmp_path):
+    train(text, tmp_path / "run", "--untied")
+    assert LanguageModel.load(tmp_path / "run").head is not None
+
+
+def test_checkpointing_recomputes(plain, text, tmp_path, monkeypatch):
+    import torch.utils.checkpoint
+
+    calls = []
+    original = torch.utils.checkpoint.checkpoint
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", counted)
+    assert train(text, tmp_path / "run", "--checkpointing") == (plain / "model.safetensors").read_bytes()
+    assert calls
+
+
+def test_a_gpu_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert training_arguments(TrainOptions(cpu=True), tmp_path).use_cpu
+    assert not training_arguments(TrainOptions(), tmp_path).use_cpu
+
+
+def test_reports_come_as_often_as_asked(text, tmp_path):
+    options = ("--steps", "6", "--log-every", "3", "--evaluate-every", "2", "--save-every", "1", "--keep", "3")
+    train(text, tmp_path / "run", *options)
+    assert [record["step"] for record in records(tmp_path / "run", "training_bits_per_byte")] == [3, 6]
+    assert [record["step"] for record in records(tmp_path / "run", "validation_bits_per_byte")] == [2, 4, 6]
+    assert open_run(tmp_path / "run").saved_steps() == [4, 5, 6]
+
+
+def test_validation_takes_as_many_tokens_as_asked(text, plain, tmp_path):
+    weights = train(text, tmp_path / "run", "--evaluate-tokens", "64")
+    assert weights == (plain / "model.safetensors").read_bytes()
+    (few,), (all_,) = (records(run, "validation_bits_per_byte") for run in (tmp_path / "run", plain))
+    assert few["validation_bits_per_byte"] != all_["validation_bits_per_byte"]
+
+
+def test_options_come_back_from_the_record():
+    parser = make_parser()
+    given = given_options(
+        parser.parse_args(["train", "x", "--out", "y", "--attention", "elu,local", "--include", "*.py"])
+    )
+    options = TrainOptions(**given)
+    assert (options.attention, options.include) == (("elu", "local"), ("*.py",))
+    assert recorded_options(json.loads(json.dumps(dataclasses.asdict(options)))) == options
+
+
+def test_help_says_the_defaults():
+    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    text = " ".join(commands.choices["train"].format_help().split())
+    for each in dataclasses.fields(TrainOptions):
+        assert flag(each.name) in text
+        if isinstance(each.default, (int, float, str)) and each.default is not False:
+            assert f"(default: {each.default})" in text
