@@ -67,7 +67,7 @@ def differentiable(
             return _vmap(Gradient, info.batch_size, in_dims, args)
 
     def operator(options: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        # without gradients torch.compile inlines forward, and would give one of variadic inputs a context it does not take
+        # without gradients torch.compile inlines forward, and gives one of variadic inputs a context it does not take
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         if torch.compiler.is_compiling() and not wanted:
             return forward(inputs, options)
