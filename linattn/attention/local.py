@@ -33,10 +33,10 @@ class LocalAttention(InnerAttention):
     def forward(
         self,
         q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
         *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
         return local_attention(q, k, v, window=self.window, key_mask=key_mask)
 

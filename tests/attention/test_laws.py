@@ -1,0 +1,240 @@
+"""The laws, over every attention that has a name."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from linattn.attention import InnerAttention, LinearAttention, SplitHeads, map_state
+from tests import laws
+from tests.attention.cases import (
+    CAUSAL,
+    GLOBAL,
+    NEVER_CAUSAL,
+    ONLY_CAUSAL,
+    WINDOW,
+    every_attention,
+    every_causal,
+    heads,
+    make,
+    over,
+)
+from tests.attention.definitions import define
+
+
+def by_pieces(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, cuts: list[int], key_mask: Tensor | None = None):
+    """y and the last state, the tokens between one cut and the next at a time."""
+    ys, state = [], None
+    for start, stop in itertools.pairwise([0, *cuts, q.shape[-2]]):
+        mask = None if key_mask is None else key_mask[..., start:stop]
+        y, state = inner.extend(*(x[..., start:stop, :] for x in (q, k, v)), state, key_mask=mask)
+        ys.append(y)
+    return torch.cat(ys, -2), state
+
+
+@every_attention
+@pytest.mark.parametrize("n", laws.LENGTHS)
+def test_agrees_with_the_definition(spec, causal, n):
+    inner, x = make(spec, causal), heads(n)
+    assert_close(inner(*x), define(inner, *x))
+
+
+@over(GLOBAL)
+@pytest.mark.parametrize(("n", "m"), [(3, 65), (65, 3), (1, 0)])
+def test_queries_and_keys_may_differ_in_number(spec, causal, n, m):
+    inner, x = make(spec, causal), heads(n, m)
+    if "local" in spec:
+        with pytest.raises(ValueError, match="as many queries as keys"):
+            inner(*x)
+    else:
+        assert_close(inner(*x), define(inner, *x) if m else torch.zeros(2, 4, n, 6, dtype=torch.float64))
+
+
+@every_attention
+def test_a_masked_key_is_a_missing_key(spec, causal):
+    inner, n = make(spec, causal), 100
+    for key_mask in laws.masks(n).values():
+        laws.a_masked_key_is_a_missing_key(inner, *heads(n), key_mask)
+
+
+@every_attention
+def test_a_row_without_keys_has_zeros_and_gradients_that_are_numbers(spec, causal):
+    inner, x = make(spec, causal), [t.requires_grad_() for t in heads(70)]
+    key_mask = torch.ones(2, 1, 70, dtype=torch.bool)
+    key_mask[0], key_mask[1, :, 20:50] = False, False
+    y = inner(*x, key_mask=key_mask)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
+    y.sum().backward()
+    for t in x:
+        assert t.grad is not None and torch.isfinite(t.grad).all() and torch.equal(t.grad[0], torch.zeros_like(t[0]))
+
+
+@every_attention
+def test_a_mask_that_is_all_true_has_no_effect(spec, causal):
+    inner, x = make(spec, causal), heads(90)
+    assert_close(inner(*x, key_mask=torch.ones(1, 1, 90, dtype=torch.bool)), inner(*x))
+
+
+@every_attention
+def test_masks_may_differ_between_key_heads(spec, causal):
+    inner, x = make(spec, causal), heads(80)
+    key_mask = torch.rand(2, 2, 80) < 0.6
+    y = inner(*x, key_mask=key_mask)
+    for head in range(2):
+        mask = key_mask[:, head : head + 1]
+        queries = mask.repeat_interleave(2, 1)
+        expected = define(inner, *x, key_mask=mask)[:, 2 * head : 2 * head + 2]
+        assert_close(y[:, 2 * head : 2 * head + 2][queries], expected[queries])
+
+
+@every_causal
+@pytest.mark.parametrize("masked", [False, True])
+def test_pieces_make_the_whole(spec, masked):
+    inner, x, n = make(spec, True), heads(200), 200
+    for key_mask in laws.masks(n).values() if masked else (None,):
+        whole = inner(*x, key_mask=key_mask)
+        for cuts in ([1, 66, 66, 67], [130], [0, 3, 40, 41, 199]):
+            y, _ = by_pieces(inner, *x, cuts, key_mask)
+            present = slice(None) if key_mask is None else key_mask[:, 0, :, None, None].expand(2, n, 4, 6)
+            assert_close(y.transpose(1, 2)[present], whole.transpose(1, 2)[present])
+
+
+@every_causal
+def test_one_token_at_a_time_makes_the_whole(spec):
+    inner, x = make(spec, True, window=7), heads(40)
+    assert_close(by_pieces(inner, *x, list(range(1, 40)))[0], inner(*x))
+
+
+@every_causal
+def test_prompts_of_different_lengths_continue_as_if_alone(spec):
+    inner, (q, k, v) = make(spec, True, window=7), heads(60)
+    for side in ("left", "right"):
+        key_mask = laws.masks(60)[side]
+        key_mask[..., 50:] = True if side == "left" else key_mask[..., 50:]
+        _, state = by_pieces(inner, q, k, v, [30], key_mask)
+        after = heads(9)
+        y, _ = inner.extend(*after, state)
+        for row, kept in enumerate(key_mask[:, 0]):
+            one = slice(row, row + 1)
+            before = [t[one, :, kept] for t in (q, k, v)]
+            alone = inner(*(torch.cat([t, new[one]], -2) for t, new in zip(before, after, strict=True)))
+            assert_close(y[one], alone[..., -9:, :])
+
+
+@every_causal
+def test_rows_of_a_state_can_be_reordered(spec):
+    inner, x, after, order = make(spec, True), heads(40, b=3), heads(9, b=3), torch.tensor([2, 0, 0])
+    _, state = inner.extend(*x)
+    expected, _ = inner.extend(*after, state)
+    y, _ = inner.extend(*(t[order] for t in after), map_state(lambda t: t[order], state))
+    assert_close(y, expected[order])
+
+
+@every_causal
+def test_a_state_of_constant_size_unless_softmax(spec):
+    inner = make(spec, True)
+    _, early = inner.extend(*heads(50))
+    _, late = inner.extend(*heads(150), early)
+    sizes, alive = [], []
+    for state in (early, late):
+        held: list[Tensor] = []
+        map_state(lambda t, held=held: held.append(t) or t, state)
+        sizes.append(sum(t.nbytes for t in held))
+        alive.append(sum(t.untyped_storage().nbytes() for t in held))
+    assert sizes[0] > 0
+    assert (sizes[0] == sizes[1]) == ("softmax" not in spec)
+    if "softmax" not in spec:
+        assert alive == sizes, "a view keeps a whole sequence alive"
+
+
+@every_causal
+def test_the_past_does_not_see_the_future(spec):
+    laws.the_past_does_not_see_the_future(make(spec, True), *heads(150), at=70)
+
+
+@over(GLOBAL)
+def test_what_is_not_causal_cannot_be_extended(spec, causal):
+    with pytest.raises(NotImplementedError, match="not causal"):
+        make(spec, causal).extend(*heads(3))
+
+
+# learned features that cut off at zero may resemble nothing
+@over([(spec, causal) for spec, causal in CAUSAL + GLOBAL if spec != "t2r"])
+def test_the_last_token_sees_everything(spec, causal):
+    q, k, v = (x.abs() for x in heads(WINDOW))
+    laws.the_last_token_sees_everything(make(spec, causal), q, k, v)
+
+
+@every_attention
+def test_batch_elements_do_not_mix(spec, causal):
+    laws.batch_elements_do_not_mix(make(spec, causal), *heads(70))
+
+
+@over([(spec, causal) for spec, causal in GLOBAL if "local" not in spec and "linformer" not in spec])
+def test_keys_may_be_permuted(spec, causal):
+    laws.keys_may_be_permuted(make(spec, causal), *heads(70))
+
+
+def is_mean(inner: InnerAttention) -> bool:
+    """Whether outputs are weighted means of values."""
+    if isinstance(inner, SplitHeads):
+        return all(map(is_mean, inner.parts))
+    return not (isinstance(inner, LinearAttention) and inner.normalize is None)
+
+
+@over([(spec, causal) for spec, causal in CAUSAL + GLOBAL if spec not in ("linformer", "linformer_conv")])
+def test_constant_values_come_back(spec, causal):
+    inner, (q, k, v) = make(spec, causal), heads(70)
+    y = inner(q.abs(), k.abs(), torch.full_like(v, 7.0))
+    if is_mean(inner):
+        # features that cut off at zero may leave a query without any key that it resembles
+        nothing = define(inner, q.abs(), k.abs(), torch.ones_like(v)) == 0
+        assert nothing.float().mean() < 0.2
+        assert_close(y, torch.where(nothing, 0.0, 7.0).double())
+    else:
+        assert not torch.allclose(y, torch.full_like(y, 7.0))
+
+
+@every_attention
+def test_gradients(spec, causal):
+    inner, x = make(spec, causal, window=3), [t.requires_grad_() for t in heads(7, b=1)]
+    key_mask = torch.tensor([True, True, False, True, True, True, False])[None, None]
+    assert torch.autograd.gradcheck(lambda *x: inner(*x), x, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: inner(*x, key_mask=key_mask), x, fast_mode=True)
+
+
+@every_attention
+def test_gradients_agree_with_the_definition_over_many_blocks(spec, causal):
+    inner, x = make(spec, causal), [t.requires_grad_() for t in heads(200)]
+    dy = torch.randn(2, 4, 200, 6, dtype=torch.float64)
+    actual = torch.autograd.grad(inner(*x), x, dy)
+    assert_close(actual, torch.autograd.grad(define(inner, *x), x, dy))
+
+
+@every_attention
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_float64(spec, causal, dtype):
+    # similarities of both signs would cancel in denominators
+    inner, x = make(spec, causal).to(dtype), [(t / 2).abs().to(dtype).requires_grad_() for t in heads(200)]
+    y = inner(*x)
+    exact = inner.double()(*(t.double() for t in x))
+    assert y.dtype == dtype
+    assert (y - exact).abs().max() < 0.03 * exact.abs().max()
+    y.sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in x)
+
+
+@every_attention
+def test_inputs_are_not_modified(spec, causal):
+    laws.inputs_are_not_modified(make(spec, causal), *heads(70), key_mask=laws.masks(70)["holes"])
+
+
+def test_only_those_that_say_so_are_causal_or_not():
+    for spec in NEVER_CAUSAL:
+        with pytest.raises(ValueError, match="cannot be causal"):
+            make(spec, True)
+    for spec in ONLY_CAUSAL:
+        with pytest.raises(ValueError, match="causal only"):
+            make(spec, False)

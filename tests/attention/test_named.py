@@ -1,0 +1,121 @@
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from linattn.attention import (
+    ATTENTIONS,
+    LinearAttention,
+    LocalAttention,
+    SoftmaxAttention,
+    SplitHeads,
+    attend,
+    named_attention,
+)
+from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
+from tests.attention.cases import over
+
+LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
+CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED for causal in (False, True)]
+CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
+
+
+def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, **options):
+    return named_attention(spec, num_heads=num_heads, num_key_heads=num_key_heads, head_dim=4, **options)
+
+
+def some_heads(n: int = 30) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, h, n, 8) for h in (4, 2, 2))
+
+
+def test_every_feature_map_has_its_name():
+    for name in FEATURE_MAPS:
+        inner = make(name)
+        assert isinstance(inner, LinearAttention) and not inner.causal and make(name, causal=True).causal
+
+
+def test_mixtures():
+    for spec, heads in (("local+elu", (4, 4)), ("local:2+elu:6", (2, 6)), ("local:1 + elu:3 + softmax:4", (1, 3, 4))):
+        inner = make(spec, window=7)
+        assert isinstance(inner, SplitHeads) and inner.heads == heads
+        assert isinstance(inner.parts[0], LocalAttention) and inner.parts[0].window.size == 7
+    assert isinstance(make("softmax:8"), SoftmaxAttention)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("nothing", {}, "'nothing' in 'nothing' is no attention: there are .*elu"),
+        ("", {}, "is no attention"),
+        ("local:3+elu:4", {}, "has 7 heads, but num_heads is 8"),
+        ("local:3+elu", {}, "a whole number of heads, or none does"),
+        ("local:x+elu:4", {}, "a whole number of heads"),
+        ("local:0+elu:8", {}, "a whole number of heads"),
+        ("local+elu+relu", {}, "8 heads have no equal shares"),
+        ("local:3+elu:5", {"num_key_heads": 4}, "no whole share of 4 key heads"),
+        ("linformer", {}, "give max_length"),
+        ("linformer", {"causal": True, "max_length": 9}, "cannot be causal"),
+        ("retention", {}, "causal only"),
+        ("local", {"window": 0}, "window is 0"),
+    ],
+)
+def test_errors(spec, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(spec, **options)
+
+
+def test_attend_by_softmax_is_torchs():
+    q, k, v = some_heads()
+    for causal in (False, True):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        assert_close(attend(q, k, v, "softmax", is_causal=causal), expected)
+
+
+@over(CALLABLE)
+def test_attend_takes_every_method_that_needs_no_training(spec, causal):
+    q, k, v = some_heads()
+    y = attend(q, k, v, spec, is_causal=causal)
+    assert y.shape == q.shape and y.dtype == q.dtype and torch.isfinite(y).all()
+    assert torch.equal(y, attend(q, k, v, spec, is_causal=causal)), "random features come from a fixed seed"
+
+
+@pytest.mark.parametrize("name", sorted(LEARNED))
+def test_attend_refuses_what_needs_training(name):
+    with pytest.raises(ValueError, match="build the module with named_attention"):
+        attend(*some_heads(), name)
+
+
+def test_attend_draws_nothing_from_the_callers_generator():
+    x, before = some_heads(), torch.get_rng_state()
+    attend(*x, "favor")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_attend_takes_modules():
+    q, k, v = some_heads()
+    local = LocalAttention(3, causal=True)
+    assert_close(attend(q, k, v, local, is_causal=True), local(q, k, v))
+    assert_close(attend(q, k, v, TaylorFeatureMap()), attend(q, k, v, "taylor"))
+    with pytest.raises(ValueError, match="is_causal is False, but LocalAttention was made with causal=True"):
+        attend(q, k, v, LocalAttention(3, causal=True))
+
+
+def test_attend_with_more_or_fewer_dimensions():
+    q, k, v = torch.randn(3, 2, 5, 4, 30, 8)
+    y = attend(q, k, v, "local+elu", is_causal=True)
+    assert_close(attend(q[0], k[0], v[0], "local+elu", is_causal=True), y[0])
+    assert_close(attend(q[0, 1], k[0, 1], v[0, 1], "local+elu", is_causal=True), y[0, 1])
+    one = attend(q[0, 1, 2], k[0, 1, 2], v[0, 1, 2], "elu", is_causal=True)
+    assert_close(one, attend(q, k, v, "elu", is_causal=True)[0, 1, 2])
+    with pytest.raises(ValueError, match="as many dimensions each"):
+        attend(q, k[0], v[0])
+
+
+def test_attend_with_masks_of_any_shape():
+    q, k, v = some_heads()
+    key_mask = torch.rand(2, 30) < 0.5
+    expected = make("elu", num_heads=4, num_key_heads=2)(q, k, v, key_mask=key_mask[:, None])
+    assert_close(attend(q, k, v, key_mask=key_mask), expected)
+    assert_close(attend(q, k, v, key_mask=key_mask[:, None]), expected)
+    assert_close(attend(q, k, v, key_mask=key_mask[:, None].expand(2, 2, 30)), expected)
+    assert_close(attend(q[0], k[0], v[0], key_mask=key_mask[0]), expected[0])

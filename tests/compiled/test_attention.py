@@ -1,0 +1,51 @@
+"""Attentions in one graph, whatever the mask; backends of the compiler do not matter for that."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.attention import named_attention
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "causal"),
+    [
+        ("local", True),
+        ("local", False),
+        ("local_bucketed", True),
+        ("softmax", True),
+        ("softmax", False),
+        ("linformer_mean", False),
+        ("linformer", False),
+        ("local+elu", True),
+    ],
+)
+def test_one_graph(spec, causal, masked):
+    inner = named_attention(spec, num_heads=4, num_key_heads=2, head_dim=8, causal=causal, window=5, max_length=200)
+    x = [torch.randn(2, h, 150, 8, requires_grad=True) for h in (4, 2, 2)]
+    key_mask = torch.rand(2, 1, 150) < 0.6 if masked else None
+    run = torch.compile(inner, fullgraph=True, backend="aot_eager")
+    assert_close(run(*x, key_mask=key_mask), inner(*x, key_mask=key_mask))
+    run(*x, key_mask=key_mask).sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in x)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("spec", ["local", "local_bucketed", "softmax", "local+elu"])
+def test_extend_in_one_graph(spec, masked):
+    inner = named_attention(spec, num_heads=4, num_key_heads=2, head_dim=8, causal=True, window=5)
+    extend = torch.compile(inner.extend, fullgraph=True, backend="aot_eager")
+    x = [torch.randn(2, h, 20, 8) for h in (4, 2, 2)]
+    key_mask = torch.rand(2, 1, 20) < 0.6 if masked else None
+    state = compiled = None
+    for piece in (slice(0, 12), slice(12, 19), slice(19, 20)):
+        mask = None if key_mask is None else key_mask[..., piece]
+        y, state = inner.extend(*(t[..., piece, :] for t in x), state, key_mask=mask)
+        actual, compiled = extend(*(t[..., piece, :] for t in x), compiled, key_mask=mask)
+        assert_close(actual, y)
