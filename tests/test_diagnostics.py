@@ -133,9 +133,9 @@ def test_favor_at_unit_variance_is_no_better_than_uniform_attention():
     q, k, v = (torch.randn(1, 4, 512, 64) for _ in range(3))
     report = compare_with_softmax(q, k, FavorFeatureMap(64), v=v)
     assert (report.output_error > report.uniform_output_error).all()
-    assert (report.small_features > 0.8).all()
+    assert (report.small_features > 0.7).all()
     assert "no better than uniform attention" in report.verdict
-    # from an eighth of the exponents on, it is an approximation
+    # with exponents a sixteenth as large, and many features, it is an approximation
     short = compare_with_softmax(q / 4, k / 4, FavorFeatureMap(64, 8_192), v=v)
     assert "is close to softmax" in short.verdict
 

@@ -106,9 +106,9 @@ def test_few_tokens(name, side, n):
 @every_map
 @both_sides
 def test_gradients(name, side):
-    feature_map, x = make(name), tokens(side, 3, batch=1).requires_grad_()
+    feature_map, x = make(name), tokens(side, 2, batch=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: features(feature_map, side, x), x)
-    assert torch.autograd.gradgradcheck(lambda x: features(feature_map, side, x), x)
+    assert torch.autograd.gradgradcheck(lambda x: features(feature_map, side, x), x, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if list(make(name).parameters())])
