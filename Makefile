@@ -31,7 +31,7 @@ compiled: $(INSTALLED)
 	$(PYTEST) tests/compiled $(PYTEST_OPTIONS)
 
 laws: $(INSTALLED)
-	$(PYTEST) --jaxtyping-packages=linattn,beartype.beartype --ignore=tests/compiled $(PYTEST_OPTIONS)
+	$(PYTEST) --jaxtyping-packages=linattn,tests.checked --ignore=tests/compiled $(PYTEST_OPTIONS)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'linattn needs Python 3.11 or newer; say which: make PYTHON=python3.12')"
