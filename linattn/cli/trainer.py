@@ -29,7 +29,9 @@ class RunTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.clock.learning_rate_factor)
+            optimizer = optimizer or self.optimizer
+            # a plain function: of anything else, methods too, the scheduler would save the attributes
+            self.lr_scheduler = LambdaLR(optimizer, lambda step: self.clock.learning_rate_factor(step))
         return self.lr_scheduler
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
