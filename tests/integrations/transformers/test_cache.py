@@ -54,17 +54,18 @@ def test_the_size_does_not_depend_on_the_tokens_seen(name):
 
 @every_model
 def test_rows_can_be_chosen_and_repeated(name):
-    model, tokens, following = make(name), prompts(3, 9), prompts(6, 2)
-    rows = torch.tensor([2, 0, 0])
-    reordered, selected, repeated = (filled(model, tokens) for _ in range(3))
+    model, following = make(name), prompts(6, 2)
+    tokens, mask = left_padded([prompts(1, n)[0].tolist() for n in (3, 9, 6)])
+    rows, repeats = torch.tensor([2, 0, 0]), torch.arange(3).repeat_interleave(2)
+    reordered, selected, repeated = (filled(model, tokens, mask) for _ in range(3))
     reordered.reorder_cache(rows)
     selected.batch_select_indices(rows)
-    expected = model(torch.cat([tokens[rows], following[:3]], 1)).logits[:, -2:]
-    for cache in (reordered, selected):
-        assert_close(model(following[:3], past_key_values=cache).logits, expected)
     repeated.batch_repeat_interleave(2)
-    expected = model(torch.cat([tokens.repeat_interleave(2, 0), following], 1)).logits[:, -2:]
-    assert_close(model(following, past_key_values=repeated).logits, expected)
+    for cache, chosen in ((reordered, rows), (selected, rows), (repeated, repeats)):
+        new = following[: len(chosen)]
+        whole = torch.cat([mask[chosen], torch.ones_like(new)], 1)
+        expected = model(torch.cat([tokens[chosen], new], 1), attention_mask=whole).logits[:, -2:]
+        assert_close(model(new, past_key_values=cache).logits, expected)
 
 
 @every_model
