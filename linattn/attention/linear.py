@@ -16,14 +16,14 @@ from linattn.ops.state import LinearState
 
 
 class LinearAttentionState(NamedTuple):
-    """The sums over the past and, of exponential features, the logarithm of what they are still to be multiplied by."""
+    """The sums over the past; of exponential features, the logarithm of what they are still to be multiplied by."""
 
     sums: LinearState
     log_scale: Float[Tensor, "b hk 1"] | None
 
 
 class _Features(NamedTuple):
-    """φ = value · exp(scale) of queries (b hk g n f) and keys (b hk 1 m f), or x itself and the operator's name for φ."""
+    """φ = value · exp(scale) of queries (b hk g n f) and keys (b hk 1 m f); or x, and the operator's name for φ."""
 
     q: Tensor
     q_scale: Tensor | None

@@ -72,7 +72,7 @@ class RotaryLinearAttention(InnerAttention):
         total, denominator = causal_linear_attention(
             q, k, torch.ones_like(v[..., :1]), past[1], key_mask=key_mask, normalize=None
         )
-        seen = torch.cat([seen, places + 1], -1)[..., -1:]
+        seen = torch.cat([seen, places + 1], -1)[..., -1:].clone()
         return divide(y, total).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, seen)
 
     def _features(

@@ -78,7 +78,7 @@ def causal_call(
     feature_map: str,
 ) -> CausalCall:
     """The state has the leading dimensions of the keys' side, queries those of all; the rest stays broadcast."""
-    (n, f), dv = k.shape[-2:], v.shape[-1]
+    n, f = k.shape[-2:]
     sides = {"k": k.shape[:-2], "v": v.shape[:-2]}
     key_mask = checked_mask(k, key_mask)
     if key_mask is not None:
@@ -122,4 +122,5 @@ def align(x: Tensor, ndim: int) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()

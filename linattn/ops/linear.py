@@ -1,7 +1,7 @@
-"""Linear attention: y_i = φ(q_i) S_i / (φ(q_i)·z_i) with S_i = Σ_j φ(k_j) v_jᵀ and z_i = Σ_j φ(k_j), over all keys j or,
-causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236, eq. 6–9.
+"""Linear attention: y_i = φ(q_i) S_i / (φ(q_i)·z_i) with S_i = Σ_j φ(k_j) v_jᵀ and z_i = Σ_j φ(k_j), over all keys j
+or, causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236, eq. 6–9.
 
-(S, z) is a state: queries can be asked of it, tokens can be added to it, and the same numbers come out whatever the cut."""
+(S, z) is a state: it can be asked, tokens can be added to it, and the same numbers come out whatever the cut."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -80,7 +80,7 @@ def summarize(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     feature_map: str = "identity",
 ) -> LinearState:
-    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder, say."""
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder."""
     k, _, v = checked(k, k, v, None, feature_map)
     with without_autocast(k):
         return LinearState(*sums.sum_keys(k, v, checked_mask(k, key_mask), feature_map))

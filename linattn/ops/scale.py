@@ -1,4 +1,4 @@
-"""Features too large for their dtype, as value · exp(log_scale): the sums are kept relative to the largest scale so far,
+"""Features too large for their dtype, as value · exp(log_scale): sums are kept relative to the largest scale so far,
 and what a larger one takes off them is a decay. No later key has a part in it, so nothing leaks from the future."""
 
 import torch
@@ -31,6 +31,8 @@ def running_scale(
     none = m == -torch.inf
     shown = m.masked_fill(none, 0)
     # the differences of rounded maxima, so that pieces of a sequence multiply to exactly what the whole does
-    decay = (step + shown[..., :-1] - shown[..., 1:]).clamp(max=0).masked_fill(none[..., :-1], 0)
+    decay = step + shown[..., :-1] - shown[..., 1:]
+    # rounding may leave it a little above zero, where a clamp would stop the gradient of log_decay
+    decay = (decay - decay.detach().clamp(min=0)).masked_fill(none[..., :-1], 0)
     # a copy, as a view would keep the whole sequence alive in a state of constant size
     return shown[..., 1:], decay, m[..., -1:].clone()

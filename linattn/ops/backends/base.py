@@ -50,6 +50,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where the denominator is: a query that resembles no key gets zeros, and adding a constant instead would bias
-    every output."""
-    return numerator / denominator.masked_fill(denominator == 0, torch.inf)
+    """Zero where the denominator is nothing: a query that resembles no key gets zeros, and adding a constant instead
+    would bias every output."""
+    return numerator / infinite_if_none(denominator)
+
+
+def infinite_if_none(denominator: Tensor) -> Tensor:
+    """Dividing by it gives zeros where the denominator is zero, or so near the end of its dtype's range that rounding
+    has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
+    info = torch.finfo(denominator.dtype)
+    return denominator.masked_fill(denominator.abs() < info.tiny / info.eps, torch.inf)

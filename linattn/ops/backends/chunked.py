@@ -1,12 +1,12 @@
 """Matrix products inside chunks of 64 tokens, a running state between them: the form for training and prefill, on any
 device. Blocks of the sequence small enough for the cache are loaded, mapped, multiplied and written once.
 
-With D_ij the decay from key j to query i, r_i that since the chunk began, w_j that until it ends and a that over it all,
+With D_ij the decay from key j to query i, r_i that since the chunk began, w_j that until it ends, a that over it all,
 
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
 
-The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What is
-saved for it is the inputs, y and one state for every segment of 512 tokens; the rest is computed again."""
+The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What
+is saved for it is the inputs, y and one state for every segment of 512 tokens; the rest is computed again."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends import reference
-from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide
+from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide, infinite_if_none
 from linattn.ops.backends.differentiable import Tensors, differentiable
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -27,7 +27,7 @@ Options = tuple[str | None, str, int, bool]
 
 
 class Decay(NamedTuple):
-    """The weights of a block's chunks: `inside` is D (… c C C), `since` r and `until` w (… c C 1), `whole` a (… c 1 1)."""
+    """Weights of a block's chunks: `inside` is D (… c C C), `since` r and `until` w (… c C 1), `whole` a (… c 1 1)."""
 
     inside: Tensor
     since: Tensor
@@ -97,7 +97,7 @@ def _chunks(x: Tensor, chunk: int, dim: int) -> Tensor:
 
 
 def _decay(log_decay: Tensor, visible: Tensor) -> Decay:
-    """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, which is counted."""
+    """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     fresh = log_decay == -torch.inf
     total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
@@ -151,7 +151,7 @@ def _dot(x: Tensor, z: Tensor) -> Tensor:
 
 
 def _scan(sums: Tensor, state: Tensor, block: Block, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """From the chunks' own sums (… c x y), overwritten, the states that enter each chunk and the one that leaves the last."""
+    """From the chunks' own sums (… c x y), overwritten: the states that enter each chunk; and that after the last."""
     order = range(sums.shape[-3])
     for i in reversed(order) if reverse else order:
         entering, part = state, sums.select(-3, i)
@@ -209,13 +209,11 @@ def _block_outputs(block: Block, S: Tensor, z: Tensor, normalize: str | None) ->
 
 
 def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor) -> Tensor:
-    """Infinite where no key is like the query, so that dividing by it gives zeros, as `divide` does."""
-    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in))
-    return total.masked_fill_(total == 0, torch.inf)
+    return infinite_if_none(A.sum(-1, keepdim=True).add_(_dot(q_in, z_in)))
 
 
 class _BlockGradients(NamedTuple):
-    """Of one block's features and values (… c C ·), of the logarithm of what its tokens weigh, and of the state before."""
+    """Of one block's features and values (… c C ·), of the logarithms of its tokens' weights, of the state before."""
 
     q: Tensor
     k: Tensor
@@ -228,7 +226,7 @@ class _BlockGradients(NamedTuple):
 def _block_gradients(
     block: Block, S: Tensor, z: Tensor, y: Tensor, dy: Tensor, dS: Tensor, dz: Tensor, normalize: str | None
 ) -> _BlockGradients:
-    """With y = N / d, dN = dy / d and dd = −dN·y; D's own gradient follows from q·dq and k·dk, so it is never formed."""
+    """With y = N / d, dN = dy / d and dd = −dN·y. D's own gradient follows from q·dq and k·dk."""
     S_in, z_in, _, _ = _states(block, S, z)
     q, k, v = block.q, block.k, block.v
 

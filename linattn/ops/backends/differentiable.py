@@ -20,7 +20,7 @@ def differentiable(
     """An operator `(options, *inputs) -> (*outputs, *saved)`.
 
     forward(inputs, options) may return, after its outputs, tensors to keep for backward(inputs, results, gradients,
-    options), which gives a gradient or None for each input. The definition serves second derivatives, which are rare."""
+    options), which gives a gradient or None for each input. The definition serves second derivatives: they are rare."""
 
     class Operator(Function):
         @staticmethod
@@ -77,7 +77,11 @@ def differentiable(
 
 
 def _second_derivative(
-    definition: Callable[[Tensors, Any], tuple[Tensor, ...]], tensors: Tensors, outputs: int, grads: Tensors, options: Any
+    definition: Callable[[Tensors, Any], tuple[Tensor, ...]],
+    tensors: Tensors,
+    outputs: int,
+    grads: Tensors,
+    options: Any,
 ) -> list[Tensor | None]:
     """Of the definition's gradient, with respect to the inputs and to the outputs' gradients."""
     wanted = [x is not None and x.is_floating_point() for x in tensors]
@@ -85,12 +89,11 @@ def _second_derivative(
         leaves = [x.detach().requires_grad_(w) if x is not None else None for x, w in zip(tensors, wanted, strict=True)]
         inputs, upstream = tuple(leaves[:-outputs]), leaves[-outputs:]
         xs = [x for x in inputs if x is not None and x.requires_grad]
-        first = torch.autograd.grad(
-            definition(inputs, options), xs, upstream, create_graph=True, materialize_grads=True  # type: ignore[arg-type]
-        )
+        results = definition(inputs, options)
+        first = torch.autograd.grad(results, xs, upstream, create_graph=True, materialize_grads=True)  # type: ignore
         targets = [x for x in leaves if x is not None and x.requires_grad]
         given = [g for g, x in zip(grads, inputs, strict=True) if x is not None and x.requires_grad]
-        second = iter(torch.autograd.grad(first, targets, given, materialize_grads=True))  # type: ignore[arg-type]
+        second = iter(torch.autograd.grad(first, targets, given, materialize_grads=True))  # type: ignore
     return [next(second) if w else None for w in wanted]
 
 
