@@ -42,7 +42,7 @@ def differentiable(
             return None, *Gradient.apply((ctx.options, ctx.inputs), *tensors, *grads)
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
             return _vmap(Operator, info.batch_size, in_dims, args)
 
     class Gradient(Function):
@@ -63,7 +63,7 @@ def differentiable(
             return None, *second[: ctx.inputs], *[None] * ctx.results, *second[ctx.inputs :]
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
             return _vmap(Gradient, info.batch_size, in_dims, args)
 
     def operator(options: Any, *inputs: Tensor | None) -> tuple[Tensor, ...]:
