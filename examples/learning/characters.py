@@ -1,0 +1,94 @@
+"""Characters of a text, in the setting that nanoGPT's readme gives for a CPU: 4 layers, 4 heads, 128 channels, a
+context of 64, batches of 12, 2,000 steps. https://github.com/karpathy/nanoGPT"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from examples.learning.task import IGNORED, Task, Training, loss_and_accuracy
+from linattn import LanguageModel, LanguageModelConfig
+
+LENGTH, BATCH = 64, 12
+# tinyshakespeare has so many different characters
+VOCABULARY = 65
+
+
+def split(path: Path) -> tuple[Tensor, Tensor]:
+    """The numbers of a text's characters, in their alphabetical order: the first nine tenths, and the rest."""
+    text = path.read_text(encoding="utf-8")
+    alphabet = sorted(set(text))
+    if len(alphabet) > VOCABULARY:
+        raise ValueError(f"the text may have {VOCABULARY} different characters, but {path} has {len(alphabet)}")
+    number = {character: i for i, character in enumerate(alphabet)}
+    tokens = torch.tensor([number[character] for character in text])
+    cut = int(0.9 * len(tokens))
+    return tokens[:cut], tokens[cut:]
+
+
+def windows(tokens: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (windows, length) that ask for every token but the first once; the last is filled up."""
+    count = -(-(len(tokens) - 1) // length)
+    missing = count * length - (len(tokens) - 1)
+    inputs, targets = tokens[:-1], tokens[1:]
+    inputs = torch.cat([inputs, inputs.new_zeros(missing)])
+    targets = torch.cat([targets, targets.new_full((missing,), IGNORED)])
+    return inputs.view(count, length), targets.view(count, length)
+
+
+class Characters:
+    """Windows at random places of the training text; measured on the whole validation text."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self, seed: int, path: Path | None):
+        if path is None:
+            raise ValueError("characters need a text: --data PATH")
+        self.rng = np.random.default_rng([seed, 1])
+        self.train, validation = split(path)
+        self.test = windows(validation)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        starts = torch.from_numpy(self.rng.integers(len(self.train) - LENGTH, size=(BATCH, 1)))
+        places = starts + torch.arange(LENGTH)
+        return self.train[places], self.train[places + 1]
+
+    def measure(self, model: LanguageModel) -> dict[str, float]:
+        loss, accuracy = loss_and_accuracy(model, *self.test)
+        return {"loss": loss, "accuracy": accuracy}
+
+
+def _model(attention: str, convolution: int = 0) -> LanguageModelConfig:
+    return LanguageModelConfig(
+        vocab_size=VOCABULARY,
+        dim=128,
+        depth=4,
+        num_heads=4,
+        attention=attention,
+        window=16,
+        convolution=convolution,
+        rotary=None,
+        positions="learned",
+        max_length=LENGTH,
+        feed_forward="gelu",
+        norm="layer",
+    )
+
+
+TASK = Task(
+    name="characters",
+    training=Training(steps=2_000, lr=1e-3, every=500),
+    metric="loss",
+    methods={
+        "softmax": _model("softmax"),
+        "elu": _model("elu"),
+        "elu_convolution": _model("elu", 4),
+        "local_elu": _model("local+elu"),
+        "local": _model("local"),
+        "softmax_convolution": _model("softmax", 4),
+        "retention": replace(_model("retention"), head_norm=True, gate=True),
+    },
+    prepare=Characters,
+)

@@ -1,0 +1,74 @@
+"""Runs tasks by methods and seeds, and adds a line of JSON for each to a file; what the file has is not run again.
+
+python -m examples.learning.run --task recall --method softmax elu --seed 0 1 --out learning.jsonl"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from examples.learning import characters, copying, recall
+from examples.learning.task import Task
+from examples.learning.training import train
+
+TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (recall, characters, copying)}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The runs in a file of JSON lines. A last line that was cut off counts as none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line, after cutting off what another run left of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(whole.rfind(b"\n") + 1)
+        file.truncate()
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def is_done(record: dict[str, Any], task: Task, method: str, seed: int) -> bool:
+    key = (record["task"], record["method"], record["seed"], record["steps"])
+    return key == (task.name, method, seed, task.training.steps)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    for seed in options.seed:
+        for name in options.task:
+            task = TASKS[name]
+            if options.steps is not None:
+                task = replace(task, training=replace(task.training, steps=options.steps))
+            for method in options.method or task.methods:
+                if method in task.methods:
+                    _run(task, method, seed, options)
+
+
+def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> None:
+    if any(is_done(record, task, method, seed) for record in read(options.out)):
+        return
+    label = f"{task.name} {method} seed {seed}"
+    record = train(task, method, seed, data=options.data, report=lambda point: print(label, point, flush=True))
+    append(options.out, record)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods = sorted({method for task in TASKS.values() for method in task.methods})
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
+    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    parser.add_argument("--data", type=Path, help="the text for characters, such as tinyshakespeare's input.txt")
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

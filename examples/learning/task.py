@@ -1,0 +1,78 @@
+"""What a task is to the runner: data, models and how long they train."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linattn import LanguageModel, LanguageModelConfig
+
+IGNORED = -100
+"""The target where nothing is asked."""
+
+# sequences that are evaluated at once
+CHUNK = 64
+
+
+class Data(Protocol):
+    """Batches to train on, and what the model is measured by."""
+
+    vocab_size: int
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, (batch, n) each."""
+        ...
+
+    def measure(self, model: LanguageModel) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """AdamW with a linear warm-up and a cosine down to a tenth of the learning rate."""
+
+    steps: int
+    lr: float
+    every: int
+    """Steps between measurements."""
+    solved: float = 2.0
+    """The accuracy at which training may end before its last step."""
+    warmup: int = 100
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str
+    training: Training
+    metric: str
+    """What of `Data.measure` the tables and curves show."""
+    methods: Mapping[str, LanguageModelConfig]
+    prepare: Callable[[int, Path | None], Data]
+    """Data from a seed, and a file if the task needs one."""
+
+
+def answers(model: LanguageModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and targets of the places where something is asked, (places, vocabulary) and (places); no other logits
+    are computed."""
+    asked = targets != IGNORED
+    return model.logits(model.hidden(tokens)[asked]), targets[asked]
+
+
+@torch.no_grad()
+def loss_and_accuracy(model: LanguageModel, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Means over all places where something is asked."""
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    for piece in zip(tokens.split(CHUNK), targets.split(CHUNK), strict=True):
+        logits, wanted = answers(model, *piece)
+        loss += F.cross_entropy(logits, wanted, reduction="sum").item()
+        right += int((logits.argmax(-1) == wanted).sum())
+        count += len(wanted)
+    model.train()
+    return loss / count, right / count

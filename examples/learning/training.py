@@ -1,0 +1,88 @@
+"""The training loop of all the examples: one thread, one optimizer, everything from one seed."""
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from examples.learning.task import Task, Training, answers
+from linattn import LanguageModel
+
+Report = Callable[[dict[str, float]], None]
+
+
+def learning_rate(step: int, training: Training) -> float:
+    """Of the step after `step` others."""
+    if step < training.warmup:
+        return training.lr * (step + 1) / training.warmup
+    done = (step - training.warmup) / max(1, training.steps - training.warmup)
+    return training.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def make_optimizer(model: LanguageModel, training: Training) -> torch.optim.AdamW:
+    """Only matrices decay, not norms and biases, as in nanoGPT."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": training.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, fused=True)
+
+
+def train(task: Task, method: str, seed: int, *, data: Path | None = None, report: Report = print) -> dict[str, Any]:
+    """One run, and all there is to say about it."""
+    torch.set_num_threads(1)
+    source, training = task.prepare(seed, data), task.training
+    torch.manual_seed(seed)
+    model = LanguageModel(task.methods[method])
+    started = time.perf_counter(), time.process_time()
+    curve = fit(model, source, training, report)
+    wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+    return {
+        "task": task.name,
+        "method": method,
+        "seed": seed,
+        "steps": training.steps,
+        task.metric: curve[-1][task.metric],
+        "curve": curve,
+        "cpu_seconds": round(cpu, 1),
+        "wall_seconds": round(wall, 1),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def fit(model: LanguageModel, source: Any, training: Training, report: Report) -> list[dict[str, float]]:
+    """Trains to the last step, or until the task is solved; returns the measurements on the way."""
+    optimizer, curve, losses = make_optimizer(model, training), [], []
+    model.train()
+    for step in range(training.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training)
+        losses.append(_step(model, source.batch(), optimizer, training.clip))
+        if (step + 1) % training.every and step + 1 < training.steps:
+            continue
+        measured = {"step": step + 1, "train_loss": sum(losses) / len(losses), **source.measure(model)}
+        curve.append({name: round(value, 6) for name, value in measured.items()})
+        losses.clear()
+        report(curve[-1])
+        if measured["accuracy"] >= training.solved:
+            break
+    return curve
+
+
+def _step(
+    model: LanguageModel, batch: tuple[torch.Tensor, torch.Tensor], optimizer: torch.optim.Optimizer, clip: float
+) -> float:
+    logits, wanted = answers(model, *batch)
+    loss = F.cross_entropy(logits, wanted)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()

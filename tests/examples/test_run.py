@@ -1,0 +1,94 @@
+"""The runner: a line a run, and no run twice."""
+
+import json
+
+import pytest
+import torch
+
+from examples.learning import run
+from examples.learning.task import IGNORED, Training, answers, loss_and_accuracy
+from examples.learning.training import learning_rate
+from linattn import LanguageModel
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("to be or not to be, " * 400)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_tests(monkeypatch):
+    """Measured on a few sequences."""
+    monkeypatch.setattr("examples.learning.recall.TEST", 10)
+    monkeypatch.setattr("examples.learning.recall.TRAIN", 300)
+    monkeypatch.setattr("examples.learning.copying.TEST", 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "method"), [(name, method) for name, task in run.TASKS.items() for method in task.methods]
+)
+def test_three_steps_of_everything(tmp_path, text, task, method):
+    threads = torch.get_num_threads()
+    out = tmp_path / "runs.jsonl"
+    run.main(["--task", task, "--method", method, "--steps", "3", "--data", str(text), "--out", str(out)])
+    torch.set_num_threads(threads)
+    (record,) = run.read(out)
+    assert (record["task"], record["method"], record["seed"], record["steps"]) == (task, method, 0, 3)
+    (point,) = record["curve"]
+    assert point["step"] == 3 and point[run.TASKS[task].metric] == record[run.TASKS[task].metric]
+    # three small steps away from the start, where everything is as likely as anything
+    start = torch.tensor(float(run.TASKS[task].methods[method].vocab_size)).log()
+    assert point["loss"] == pytest.approx(float(start), abs=0.4)
+
+
+def fake_train(calls):
+    def train(task, method, seed, *, data, report):
+        calls.append((task.name, method, seed))
+        return {"task": task.name, "method": method, "seed": seed, "steps": task.training.steps}
+
+    return train
+
+
+def test_what_the_file_has_is_not_run_again(tmp_path, monkeypatch):
+    calls, out = [], tmp_path / "new" / "runs.jsonl"
+    monkeypatch.setattr(run, "train", fake_train(calls))
+    arguments = ["--task", "copying", "--method", "softmax", "elu", "--out", str(out)]
+    run.main([*arguments, "--seed", "0"])
+    run.main([*arguments, "--seed", "0", "1"])
+    assert calls == [("copying", method, seed) for seed in (0, 1) for method in ("softmax", "elu")]
+    # another number of steps is another run
+    run.main([*arguments, "--seed", "0", "--steps", "7"])
+    assert len(calls) == 6 == len(run.read(out))
+
+
+def test_a_line_that_was_cut_off_counts_as_none_and_is_replaced(tmp_path, monkeypatch):
+    calls, out = [], tmp_path / "runs.jsonl"
+    monkeypatch.setattr(run, "train", fake_train(calls))
+    run.main(["--task", "copying", "--out", str(out)])
+    whole = out.read_text()
+    out.write_text(whole[:-20])
+    run.main(["--task", "copying", "--out", str(out)])
+    assert calls[-1] == calls[-2] and len(calls) == 3
+    assert out.read_text() == whole and len([json.loads(line) for line in whole.splitlines()]) == 2
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth():
+    training = Training(steps=1000, lr=2.0, every=1)
+    rates = [learning_rate(step, training) for step in range(1001)]
+    assert rates[0] == pytest.approx(0.02) and max(rates) == rates[99] == pytest.approx(2.0)
+    assert rates[1000] == pytest.approx(0.2) and rates[100:] == sorted(rates[100:], reverse=True)
+
+
+def test_loss_and_accuracy_count_what_is_asked_only():
+    data = run.TASKS["copying"].prepare(0, None)
+    model = LanguageModel(run.TASKS["copying"].methods["softmax"])
+    tokens, targets = data.test
+    logits, wanted = answers(model, tokens, targets)
+    everywhere = model(tokens)
+    torch.testing.assert_close(logits, everywhere[targets != IGNORED])
+    loss, accuracy = loss_and_accuracy(model, tokens, targets)
+    expected = torch.nn.functional.cross_entropy(everywhere.mT, targets, ignore_index=IGNORED)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert accuracy == pytest.approx(float((logits.argmax(-1) == wanted).float().mean()))
