@@ -110,8 +110,10 @@ class LanguageModelConfig:
         if "vocab_size" not in fields:
             raise ValueError("the configuration has no vocab_size")
         # JSON has lists only
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return LanguageModelConfig(**(dict(fields) | lists))
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        return LanguageModelConfig(**values)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
