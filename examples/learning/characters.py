@@ -81,6 +81,7 @@ TASK = Task(
     name="characters",
     training=Training(steps=2_000, lr=1e-3, every=500),
     metric="loss",
+    length=LENGTH,
     methods={
         "softmax": _model("softmax"),
         "elu": _model("elu"),

@@ -63,6 +63,7 @@ TASK = Task(
     name="copying",
     training=Training(steps=4_000, lr=1e-3, every=250, solved=0.999),
     metric="accuracy",
+    length=LENGTH,
     methods={"softmax": _model("softmax"), "elu": _model("elu")},
     prepare=Copying,
 )

@@ -77,6 +77,7 @@ TASK = Task(
     name="recall",
     training=Training(steps=2_000, lr=3e-3, every=200, solved=0.999),
     metric="accuracy",
+    length=LENGTH,
     methods={
         "softmax": _model("softmax"),
         "taylor2": replace(_model("taylor2"), head_dim=16),

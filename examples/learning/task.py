@@ -52,9 +52,16 @@ class Task:
     training: Training
     metric: str
     """What of `Data.measure` the tables and curves show."""
+    length: int
+    """Tokens of a sequence."""
     methods: Mapping[str, LanguageModelConfig]
     prepare: Callable[[int, Path | None], Data]
     """Data from a seed, and a file if the task needs one."""
+
+
+def label(method: str) -> str:
+    """What pictures and tables call it."""
+    return method.replace("_", " + ")
 
 
 def answers(model: LanguageModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,107 @@
+"""Tables and curves of the runs in a file of JSON lines: tables go into a page of Markdown between
+`<!-- table recall -->` and `<!-- end -->`, curves beside it.
+
+    python -m examples.learning.report docs/learning.jsonl docs/learning.md"""
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.learning.run import TASKS, read
+from examples.learning.task import Task, label
+from linattn import LanguageModel, map_state
+
+Run = dict[str, Any]
+
+# steps whose figures have a column of their own, besides the last
+MOMENTS = {"recall": (), "characters": (), "copying": (2_000, 2_750)}
+
+
+def state_size(task: Task, method: str) -> int:
+    """Numbers that generation keeps for a sequence, after one of the task's length."""
+    model, sizes = LanguageModel(task.methods[method]).eval(), []
+    with torch.no_grad():
+        _, state = model.extend(torch.zeros(1, task.length, dtype=torch.long))
+    map_state(lambda part: sizes.append(part.numel()) or part, state)
+    return sum(sizes)
+
+
+def table(task: Task, runs: Sequence[Run]) -> str:
+    """A row for each method, in the task's order; two seeds side by side."""
+    runs = [run for run in runs if run["task"] == task.name]
+    seeds = sorted({run["seed"] for run in runs})
+    moments = [f"at {step:,}" for step in MOMENTS[task.name]]
+    head = ["method", *(f"seed {seed}{comma(moment)}" for moment in (*moments, "") for seed in seeds)]
+    lines = [[*head, "steps", "CPU s", "weights", "state"]]
+    for method in task.methods:
+        by_seed = {run["seed"]: run for run in runs if run["method"] == method}
+        if by_seed:
+            lines.append([label(method), *_figures(task, by_seed, seeds), *_costs(task, method, by_seed)])
+    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+
+
+def comma(text: str) -> str:
+    return f", {text}" if text else ""
+
+
+def _figures(task: Task, by_seed: dict[int, Run], seeds: Iterable[int]) -> list[str]:
+    return [
+        show(task, at(by_seed.get(seed), task.metric, step)) for step in (*MOMENTS[task.name], None) for seed in seeds
+    ]
+
+
+def at(run: Run | None, metric: str, step: int | None) -> float | None:
+    """The figure at a step (None: the last). A run that had solved the task before keeps what it had."""
+    if run is None:
+        return None
+    points = [point for point in run["curve"] if step is None or point["step"] <= step]
+    return points[-1][metric]
+
+
+def show(task: Task, figure: float | None) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure:.1f} %" if task.metric == "accuracy" else f"{figure:.3f}"
+
+
+def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
+    steps, seconds = ([run[name] for run in by_seed.values()] for name in ("curve", "cpu_seconds"))
+    return [
+        " / ".join(f"{curve[-1]['step']:,}" for curve in steps),
+        " / ".join(f"{second:.0f}" for second in seconds),
+        f"{next(iter(by_seed.values()))['parameters']:,}",
+        f"{state_size(task, method):,}",
+    ]
+
+
+def with_tables(page: str, runs: Sequence[Run]) -> str:
+    """The page with each table between its marks, in the place of what was there."""
+    for name, task in TASKS.items():
+        marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not marks.search(page):
+            raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
+        page = marks.sub(lambda found, task=task: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
+    return page
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="the file of JSON lines")
+    parser.add_argument("page", type=Path, help="the page of Markdown; curves become PAGE-TASK.svg")
+    options = parser.parse_args(arguments)
+    runs = read(options.runs)
+    options.page.write_text(with_tables(options.page.read_text(), runs))
+    # matplotlib is imported where something is drawn
+    from examples.learning.curves import draw
+
+    for name, task in TASKS.items():
+        draw(task, runs, options.page.with_name(f"{options.page.stem}-{name}.svg"))
+
+
+if __name__ == "__main__":
+    main()

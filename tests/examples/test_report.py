@@ -1,0 +1,70 @@
+"""Tables and curves say what the runs say."""
+
+import pytest
+
+from examples.learning import report, run
+from examples.learning.curves import draw
+
+PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in run.TASKS)
+
+
+def fake(task, method, seed, figures):
+    """A run that was measured so often as there are figures."""
+    every = run.TASKS[task].training.every
+    points = [{"step": every * (i + 1), "loss": x, "accuracy": x} for i, x in enumerate(figures)]
+    return {"task": task, "method": method, "seed": seed, "curve": points, "cpu_seconds": 12.3, "parameters": 4567}
+
+
+RUNS = [
+    fake("copying", "elu", 1, [0.1] * 7 + [0.2] * 4 + [0.3]),
+    fake("copying", "elu", 0, [0.9987]),
+    fake("characters", "softmax", 0, [2.5, 1.8884]),
+]
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_a_row_shows_both_seeds_at_each_moment_and_in_the_end():
+    head, _, row = cells(report.table(run.TASKS["copying"], RUNS))
+    assert head[:7] == [
+        "method",
+        *(f"seed {s}, at {m}" for m in ("2,000", "2,750") for s in (0, 1)),
+        "seed 0",
+        "seed 1",
+    ]
+    # what was solved before stays solved
+    assert row[:7] == ["elu", "99.9 %", "20.0 %", "99.9 %", "20.0 %", "99.9 %", "30.0 %"]
+    assert row[7:10] == ["3,000 / 250", "12 / 12", "4,567"]
+
+
+def test_nats_have_three_digits():
+    assert cells(report.table(run.TASKS["characters"], RUNS))[2][:3] == ["softmax", "1.888", "1,000"]
+
+
+def test_tables_take_their_places_again_and_again():
+    page = report.with_tables(PAGE, RUNS)
+    assert report.with_tables(page, RUNS) == page
+    assert "old" not in page and page.count("| 1.888 |") == 1 and page.count("before") == page.count("after") == 3
+
+
+def test_a_page_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="table copying"):
+        report.with_tables(PAGE.replace("copying", "else"), RUNS)
+
+
+def test_the_state_of_linear_attention_is_constant_and_that_of_softmax_grows():
+    task = run.TASKS["recall"]
+    # S and z; two inputs of the gated convolution
+    assert report.state_size(task, "elu") == 64 * 64 + 64 + 2 * 64
+    assert report.state_size(task, "softmax") == 2 * task.length * 64 + 2 * 64
+
+
+@pytest.mark.parametrize("task", run.TASKS)
+def test_curves_name_their_methods(tmp_path, task):
+    path = tmp_path / "curves.svg"
+    draw(run.TASKS[task], [*RUNS, fake("recall", "favor", 0, [0.01])], path)
+    shown = path.read_text()
+    assert "steps" in shown and "</svg>" in shown
+    assert (">elu<" in shown) == (task == "copying") and (">softmax<" in shown) == (task == "characters")
