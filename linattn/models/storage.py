@@ -53,7 +53,7 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
     fields = _read_json(path)
     if fields.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path} is not of a linattn model: its model_type is {fields.get('model_type')!r}")
-    _check_version(fields.get("linattn_version"), path)
+    check_version(fields.get("linattn_version"), path)
     if not isinstance(fields.get("language_model"), dict):
         raise ValueError(f"{path} has no language_model, the model's configuration")
     try:
@@ -85,7 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _check_version(version: Any, path: Path) -> None:
+def check_version(version: Any, path: Path) -> None:
     """A model is read by the version that wrote it and by later ones."""
     from linattn import __version__
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from linattn import __version__
 from linattn.models import LanguageModelConfig
-from linattn.models.storage import MODEL_TYPE, _check_version
+from linattn.models.storage import MODEL_TYPE, check_version
 
 
 # jaxtyping's hook for tests takes this for a plain dataclass, whose constructor would have these fields and no others
@@ -31,7 +31,7 @@ class LinattnConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.linattn_version is not None:
-            _check_version(self.linattn_version, Path("config.json"))
+            check_version(self.linattn_version, Path("config.json"))
         self.linattn_version = __version__
         if self.language_model is None:
             raise ValueError("LinattnConfig needs language_model: a LanguageModelConfig or its fields as a dict")

@@ -176,6 +176,8 @@ def test_what_needs_keys_and_values_is_refused():
         model.generate(tokens, **GREEDY, prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="stateful"):
         model.generate(tokens, **GREEDY, assistant_model=make("elu"))
+    with pytest.raises(ValueError, match="cannot be an assistant"):
+        model.generate(tokens, **GREEDY, is_assistant=True)
     with pytest.raises(NotImplementedError, match="continuous batching"):
         model.generate_batch([[1, 2, 3]])
     with pytest.raises(TypeError, match="position_ids"):

@@ -95,6 +95,8 @@ def test_hidden_states_are_what_each_block_takes_and_the_last_norm_gives(use_cac
     assert_close(output.hidden_states[1], model.model.blocks[0](output.hidden_states[0]))
     assert_close(model.model.logits(output.hidden_states[-1]), output.logits)
     assert model(tokens).hidden_states is None
+    model.config.output_hidden_states = True
+    assert_close(model(tokens, use_cache=use_cache).hidden_states, output.hidden_states)
 
 
 def test_embeddings_may_come_instead_of_tokens():
