@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.linear import Decay, LinearAttention
+from linattn.attention.decay import Decay
+from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
     LinformerAttention,

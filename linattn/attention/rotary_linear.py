@@ -29,7 +29,7 @@ class RotaryLinearAttention(InnerAttention):
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
-        if isinstance(feature_map, ExponentialFeatureMap):
+        if isinstance(feature_map, ExponentialFeatureMap) or feature_map.normalize == "keys":
             raise ValueError(
                 f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "
                 "plain features would not share: turn queries and keys before such a map"

@@ -1,7 +1,5 @@
 """Checks what the callers of linear attention pass, and aligns leading dimensions, so that backends need not."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -117,10 +115,3 @@ def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | Non
 
 def align(x: Tensor, ndim: int) -> Tensor:
     return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast would turn products of float32 sums into half-precision ones."""
-    device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()

@@ -6,8 +6,9 @@ or, causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https:/
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.arguments import broadcast, causal_call, checked, checked_mask, shape, without_autocast
+from linattn.ops.arguments import broadcast, causal_call, checked, checked_mask, shape
 from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sums
+from linattn.ops.backends.base import without_autocast
 from linattn.ops.blindspot import run_in_blocks
 from linattn.ops.state import LinearState
 

@@ -1,6 +1,7 @@
 """What a backend is, and the one description of a call that all of them take."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -60,3 +61,10 @@ def infinite_if_none(denominator: Tensor) -> Tensor:
     has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
     info = torch.finfo(denominator.dtype)
     return denominator.masked_fill(denominator.abs() < info.tiny / info.eps, torch.inf)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast would turn products of float32 sums into half-precision ones."""
+    device = x.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()

@@ -268,6 +268,9 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
     """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
     (y, S_end, z_end, *saved), (dy, dS_end, dz_end) = results, grads
     assert dy is not None and dS_end is not None and dz_end is not None
+    if saved[0].shape[-3] == 0:
+        # inside vmap a tensor does not tell that a gradient will be asked for
+        saved = _forward(call, save=True)[3:]
     dq, dk, dv, dS_start, dz_start = (torch.empty_like(x) for x in call[:5])
     dlog_weight = None if call.log_decay is None else torch.empty_like(call.log_decay, dtype=dS_end.dtype)
     for rows in _row_slices(call):

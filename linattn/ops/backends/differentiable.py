@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from linattn.ops.backends.base import without_autocast
+
 Tensors = tuple[Tensor | None, ...]
 
 
@@ -37,9 +39,10 @@ def differentiable(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             tensors, grads = ctx.saved_tensors, grads[:outputs]
             # torch.compile cannot trace an operator inside a backward, and asks for no second derivative
-            if torch.compiler.is_compiling():
-                return None, *backward(tensors[: ctx.inputs], tensors[ctx.inputs :], grads, ctx.options)
-            return None, *Gradient.apply((ctx.options, ctx.inputs), *tensors, *grads)
+            with without_autocast(grads[0]):
+                if torch.compiler.is_compiling():
+                    return None, *backward(tensors[: ctx.inputs], tensors[ctx.inputs :], grads, ctx.options)
+                return None, *Gradient.apply((ctx.options, ctx.inputs), *tensors, *grads)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -1,0 +1,111 @@
+"""The operator under torch's transforms: vmap, forward-mode differentiation, autocast, checkpointing, export, meta."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from linattn.ops import causal_linear_attention, linear_attention
+from tests.laws import tokens
+
+OPTIONS = {"feature_map": "elu_plus_one"}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, **OPTIONS)[0]
+
+
+def over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return linear_attention(q, k, v, **OPTIONS)
+
+
+def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, log_decay=-k[..., 0].exp(), normalize="keys", **OPTIONS)[0]
+
+
+every_operator = pytest.mark.parametrize("operator", [causal, over_all, decaying])
+
+
+@every_operator
+def test_vmap_is_a_loop(operator: Callable[..., Tensor]) -> None:
+    q, k, v = tokens(70)
+    looped = torch.stack([operator(q[i], k[0], v[i]) for i in range(2)])
+    assert_close(torch.func.vmap(operator, in_dims=(0, None, 0))(q, k[0], v), looped)
+
+
+@every_operator
+def test_vmap_of_gradients_is_a_loop(operator: Callable[..., Tensor]) -> None:
+    q, k, v = tokens(70)
+    gradient = torch.func.grad(lambda *x: operator(*x).square().sum(), argnums=(0, 1, 2))
+    together = torch.func.vmap(gradient, in_dims=(0, None, 0))(q, k[0], v)
+    apart = zip(*(gradient(q[i], k[0], v[i]) for i in range(2)), strict=True)
+    assert_close(together, tuple(torch.stack(g) for g in apart))
+
+
+@every_operator
+def test_gradient_of_vmap_is_the_gradient(operator: Callable[..., Tensor]) -> None:
+    inputs = [x.requires_grad_() for x in tokens(70)]
+    mapped = torch.func.vmap(operator)(*inputs).square().sum()
+    assert_close(torch.autograd.grad(mapped, inputs), torch.autograd.grad(operator(*inputs).square().sum(), inputs))
+
+
+@every_operator
+def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor]) -> None:
+    q, k, v = tokens(70)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(operator, (q, k, v), (q, k, v))
+
+
+def test_forward_mode_of_the_definition() -> None:
+    def operator(*x: Tensor) -> Tensor:
+        return causal_linear_attention(*x, backend="reference", **OPTIONS)[0]
+
+    inputs, step = tokens(9), 1e-6
+    _, tangent = torch.func.jvp(operator, inputs, inputs)
+    moved = (operator(*(x * (1 + step) for x in inputs)) - operator(*(x * (1 - step) for x in inputs))) / (2 * step)
+    assert_close(tangent, moved, rtol=1e-6, atol=1e-8)
+
+
+@every_operator
+@pytest.mark.parametrize("n", [1, 300])
+def test_autocast_does_not_round_the_sums(operator: Callable[..., Tensor], n: int) -> None:
+    q, k, v = (x.float().requires_grad_() for x in tokens(n))
+    plain = operator(q, k, v)
+    gradients = torch.autograd.grad(plain.sum(), (q, k, v))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = operator(q, k, v)
+    assert_close(y, plain)
+    assert_close(torch.autograd.grad(y.sum(), (q, k, v)), gradients)
+
+
+@every_operator
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(operator: Callable[..., Tensor], reentrant: bool) -> None:
+    inputs = [x.requires_grad_() for x in tokens(70)]
+    y = checkpoint(operator, *inputs, use_reentrant=reentrant)
+    gradients = torch.autograd.grad(operator(*inputs).square().sum(), inputs)
+    y.square().sum().backward()
+    assert_close([x.grad for x in inputs], list(gradients))
+
+
+@every_operator
+@pytest.mark.parametrize("n", [1, 70, 600])
+def test_exports(operator: Callable[..., Tensor], n: int) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return operator(q, k, v)
+
+    exported = torch.export.export(Module(), tokens(n))
+    others = tokens(n)
+    assert_close(exported.module()(*others), operator(*others))
+
+
+@every_operator
+def test_meta_tensors_have_shapes(operator: Callable[..., Tensor]) -> None:
+    q, k, v = (x.to("meta").requires_grad_() for x in tokens(70))
+    y = operator(q, k, v)
+    assert y.shape == (2, 3, 70, 3) and y.device.type == "meta"
+    assert [g.shape for g in torch.autograd.grad(y.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
