@@ -18,6 +18,7 @@ from linattn.attention.linformer import (
     StridedConvolution,
 )
 from linattn.attention.local import LocalAttention
+from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.feature_maps import FEATURE_MAPS
@@ -51,6 +52,10 @@ def _unnormalized(x: Heads) -> InnerAttention:
     return LinearAttention(identity, causal=x.causal, normalize=None)
 
 
+def _roformer(x: Heads) -> InnerAttention:
+    return RotaryLinearAttention(FEATURE_MAPS["elu"](x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
+
+
 def _retention(x: Heads) -> InnerAttention:
     if not x.causal:
         raise ValueError("retention fades with the distance to the past, so it is causal only, but causal is False")
@@ -73,6 +78,7 @@ ATTENTIONS: dict[str, Builder] = {
     **{name: _linear(name) for name in FEATURE_MAPS},
     "linear_unnormalized": _unnormalized,
     "retention": _retention,
+    "roformer": _roformer,
     "softmax": lambda x: SoftmaxAttention(causal=x.causal),
     "local": lambda x: LocalAttention(x.window, causal=x.causal),
     "local_bucketed": lambda x: LocalAttention(x.window, causal=x.causal, bucketed=True),

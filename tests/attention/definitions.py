@@ -13,11 +13,13 @@ from linattn.attention import (
     LinformerAttention,
     LocalAttention,
     MeanPooling,
+    RotaryLinearAttention,
     SequenceProjection,
     SoftmaxAttention,
     SplitHeads,
     StridedConvolution,
 )
+from linattn.ops.rotary import rotate
 
 
 def define(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -96,6 +98,18 @@ def _(inner: LinearAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         total = similarity.sum(-1, keepdim=True)
         y = torch.where(total == 0, 0, y / torch.where(total == 0, 1, total))
     return y.flatten(1, 2)
+
+
+@definition.register
+def _(inner: RotaryLinearAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group, weight = q.shape[1] // k.shape[1], torch.ones(q.shape[-2], k.shape[-2], dtype=q.dtype)
+    if inner.causal:
+        weight = weight.tril()
+    q, k, v = inner.feature_map.query(q), inner.feature_map.key(k).repeat_interleave(group, 1), v
+    places = torch.arange(q.shape[-2])
+    turned = rotate(q, places, base=inner.base) @ rotate(k, places, base=inner.base).mT
+    total = (weight * (q @ k.mT)).sum(-1, keepdim=True)
+    return (weight * turned) @ v.repeat_interleave(group, 1) / total
 
 
 @definition.register
