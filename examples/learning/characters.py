@@ -41,8 +41,6 @@ def windows(tokens: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
 class Characters:
     """Windows at random places of the training text; measured on the whole validation text."""
 
-    vocab_size = VOCABULARY
-
     def __init__(self, seed: int, path: Path | None):
         if path is None:
             raise ValueError("characters need a text: --data PATH")

@@ -30,8 +30,6 @@ def generate(rng: np.random.Generator, count: int, *, length: int = LENGTH) -> t
 class Copying:
     """New sequences in every batch, and 1,000 to measure by."""
 
-    vocab_size = SYMBOLS + 1
-
     def __init__(self, seed: int, path: Path | None = None):
         self.rng = np.random.default_rng([seed, 1])
         self.test = generate(np.random.default_rng([seed, 2]), TEST)

@@ -40,8 +40,6 @@ def _choose(rng: np.random.Generator, log_weights: np.ndarray, count: int, picks
 class Recall:
     """20,000 sequences, shuffled anew in each epoch, and 1,000 others to measure by."""
 
-    vocab_size = VOCABULARY
-
     def __init__(self, seed: int, path: Path | None = None):
         self.rng = np.random.default_rng([seed, 1])
         self.tokens, self.targets = generate(self.rng, TRAIN)

@@ -21,8 +21,6 @@ CHUNK = 64
 class Data(Protocol):
     """Batches to train on, and what the model is measured by."""
 
-    vocab_size: int
-
     def batch(self) -> tuple[Tensor, Tensor]:
         """Tokens and targets, (batch, n) each."""
         ...

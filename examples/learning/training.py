@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from examples.learning.task import Task, Training, answers
+from examples.learning.task import Data, Task, Training, answers
 from linattn import LanguageModel
 
 Report = Callable[[dict[str, float]], None]
@@ -57,7 +57,7 @@ def train(task: Task, method: str, seed: int, *, data: Path | None = None, repor
     }
 
 
-def fit(model: LanguageModel, source: Any, training: Training, report: Report) -> list[dict[str, float]]:
+def fit(model: LanguageModel, source: Data, training: Training, report: Report) -> list[dict[str, float]]:
     """Trains to the last step, or until the task is solved; returns the measurements on the way."""
     optimizer, curve, losses = make_optimizer(model, training), [], []
     model.train()
