@@ -22,6 +22,7 @@ from linattn.attention import (
     map_state,
     named_attention,
 )
+from linattn.diagnostics import SoftmaxComparison, compare_with_softmax
 from linattn.feature_maps import (
     FEATURE_MAPS,
     EfficientFeatureMap,
@@ -85,6 +86,7 @@ __all__ = [
     "SequenceProjection",
     "ShortConvolution",
     "SoftmaxAttention",
+    "SoftmaxComparison",
     "SplitHeads",
     "StridedConvolution",
     "T2RFeatureMap",
@@ -93,6 +95,7 @@ __all__ = [
     "ask",
     "attend",
     "causal_linear_attention",
+    "compare_with_softmax",
     "generate",
     "linear_attention",
     "map_state",
