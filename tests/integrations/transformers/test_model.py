@@ -60,7 +60,7 @@ def test_masks_that_cannot_be_honoured_are_refused():
         model(tokens, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"but is torch\.float32"):
         model(tokens, attention_mask=torch.zeros(2, 8))
-    with pytest.raises(ValueError, match="but has a 2"):
+    with pytest.raises(ValueError, match="but goes from 1 to 2"):
         model(tokens, attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]] * 2))
     past = model(tokens).past_key_values
     with pytest.raises(ValueError, match=r"must be \(2, 9\) for 1 tokens after 8 in the cache, but is \(2, 1\)"):

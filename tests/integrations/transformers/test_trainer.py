@@ -43,6 +43,12 @@ def test_it_learns(name, tmp_path):
     assert run.evaluate(dataset(8))["eval_loss"] < 0.5 * history[0]
 
 
+def test_it_learns_in_mixed_precision(tmp_path):
+    run = trainer(make("retention", torch.float32), tmp_path, max_steps=20, learning_rate=1e-2, bf16=True)
+    run.train()
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+
+
 @pytest.mark.parametrize("name", ["local+elu", "favor", "retention"])
 def test_a_run_that_is_resumed_is_the_run_without_a_break(name, tmp_path):
     # dropout, so that the random state must come back as well
