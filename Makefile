@@ -10,8 +10,8 @@ BIN := .venv/bin
 endif
 INSTALLED := .venv/installed
 PYTEST := $(BIN)/python -m pytest
-# CI's own options, such as --durations=20
-PYTEST_OPTIONS ?=
+# a process for each core, up to four, as each loads torch; a file's tests stay together, for the runs that they share
+PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile
 
 .PHONY: demo test lint types laws compiled clean
 
