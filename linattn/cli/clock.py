@@ -42,7 +42,8 @@ class Clock(TrainerCallback, ExportableState):
         return (1 + math.cos(math.pi * (progress - self.warmup) / (1 - self.warmup))) / 2
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        saved: Any = (state.stateful_callbacks or {})[type(self).__name__]
+        callbacks: Any = state.stateful_callbacks
+        saved = callbacks[type(self).__name__]
         self.before = self.seconds = saved["attributes"]["seconds"]
         self.started = time.monotonic()
 

@@ -109,11 +109,11 @@ def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) 
     digest, num_bytes, num_tokens = hashlib.sha256(), 0, 0
     with open(path, "wb") as out:
         for extent in extents:
-            out.write(np.array([vocabulary.separator], vocabulary.dtype))
+            out.write(np.array([vocabulary.separator], vocabulary.dtype).tobytes())
             num_tokens += 1
             for piece in _pieces(extent):
                 tokens = vocabulary.encode(piece)
-                out.write(tokens)
+                out.write(tokens.tobytes())
                 digest.update(piece)
                 num_bytes, num_tokens = num_bytes + len(piece), num_tokens + len(tokens)
     return Part(len(extents), num_bytes, num_tokens, digest.hexdigest())

@@ -6,15 +6,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from linattn.cli.errors import explained
 from linattn.cli.run_folder import load_model, open_run
 from linattn.cli.values import FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SHARE, WHOLE
 from linattn.cli.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from linattn.models import LanguageModel
+from linattn.models import LanguageModel
+from linattn.models.generation import Sampling, stream
 
 SUMMARY = "write text with a run"
 
@@ -39,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
-
     described = open_run(arguments.folder)
     vocabulary = described.vocabulary()
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
@@ -58,10 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _new_tokens(
-    model: "LanguageModel", tokens: list[int], vocabulary: Vocabulary, arguments: argparse.Namespace
+    model: LanguageModel, tokens: list[int], vocabulary: Vocabulary, arguments: argparse.Namespace
 ) -> Iterator[int]:
-    from linattn.models.generation import Sampling, stream
-
     sampling = Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,

@@ -4,14 +4,14 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from linattn.attention.base import map_state
 from linattn.cli.run_folder import Run, load_model, open_run, read_log
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from linattn.models import LanguageModel
+from linattn.models import LanguageModel
 
 SUMMARY = "say what a run is"
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    facts = {"run": str(run.folder)}
+    facts: dict[str, Any] = {"run": str(run.folder)}
     facts |= {
         name: run.description[name] for name in ("created", "finished", "paths", "data", "tokenizer", "vocabulary")
     }
@@ -54,16 +54,14 @@ def _progress(run: Run) -> dict[str, Any]:
     return last
 
 
-def _model(model: "LanguageModel") -> dict[str, Any]:
+def _model(model: LanguageModel) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"parameters": parameters, "configuration": model.config.to_dict()} | _state_size(model)
 
 
-def _state_size(model: "LanguageModel") -> dict[str, float]:
+def _state_size(model: LanguageModel) -> dict[str, int | float]:
     """Bytes that a sequence needs while it is read or written, measured when every window is full; and how many more
     each further token needs: none, unless softmax attends to all the past."""
-    import torch
-
     full = model.config.max_length or 2 * model.config.window
     state, sizes = None, []
     with torch.inference_mode():
@@ -76,11 +74,9 @@ def _state_size(model: "LanguageModel") -> dict[str, float]:
 
 
 def _num_bytes(state: Any) -> int:
-    from linattn.attention.base import map_state
-
     sizes: list[int] = []
 
-    def count(tensor: "Tensor") -> "Tensor":
+    def count(tensor: Tensor) -> Tensor:
         sizes.append(tensor.nbytes)
         return tensor
 

@@ -88,7 +88,9 @@ class TrainOptions:
     weight_decay: float = training(0.1, NOT_NEGATIVE, "AdamW's, for matrices")
     clip: float = training(1.0, NOT_NEGATIVE, "largest norm of the gradient (0: any)")
     precision: str = training(
-        "auto", one_of("auto", "float32", "bfloat16"), "auto: bfloat16 on a GPU that has it, float32 elsewhere"
+        "auto",
+        one_of("auto", "float32", "bfloat16"),
+        "of the matrix products; auto: bfloat16 where the GPU or CPU has it",
     )
     checkpointing: bool = training(False, FLAG, "recompute activations in the backward pass, to save memory")
     seed: int = training(0, NATURAL, "of the weights, of the order of the data and of dropout")

@@ -40,13 +40,11 @@ class Reports(TrainerCallback):
         if self.bar is not None:
             self.bar.update(self.clock.progress(state.global_step) - self.bar.n)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        record = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
-        record["seconds"] = round(self.clock.seconds, 3)
+        step, logs = state.global_step, kwargs["logs"]
+        record = {"step": step, "tokens": step * self.tokens_per_step, "seconds": round(self.clock.seconds, 3)}
         if "loss" in logs:
             self._write(record | self._training(state, logs))
         elif "eval_loss" in logs:

@@ -13,14 +13,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.cli.whole import copy_whole, remove_whole, rename_whole, write_whole
-
-if TYPE_CHECKING:
-    from linattn.models import LanguageModel
+from linattn.models import LanguageModel
 
 FORMAT = 1
 FIELDS = ("created", "finished", "paths", "options", "tokenizer", "vocabulary", "data", "processes", "versions")
@@ -97,9 +95,7 @@ def open_run(folder: Path) -> Run:
     return Run(folder, description)
 
 
-def load_model(run: Run) -> "LanguageModel":
-    from linattn.models import LanguageModel
-
+def load_model(run: Run) -> LanguageModel:
     if not (run.folder / MODEL[0]).exists():
         raise CommandError(f"{run.folder} has no weights yet: its first checkpoint is still to come")
     with explained(f"{run.folder} is corrupt", ValueError):

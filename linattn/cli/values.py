@@ -49,10 +49,13 @@ def one_of(*choices: str) -> Mapping[str, Any]:
     return {"choices": choices}
 
 
-NATURAL = {"type": whole_from(0), "metavar": "N"}
-WHOLE = {"type": whole_from(1), "metavar": "N"}
-POSITIVE = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
-NOT_NEGATIVE = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
-PART = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}
-FLAG = {"action": "store_true"}
-SHARE = {"type": number_where(lambda x: 0 < x <= 1, "a number above 0 and at most 1"), "metavar": "X"}
+NATURAL: Mapping[str, Any] = {"type": whole_from(0), "metavar": "N"}
+WHOLE: Mapping[str, Any] = {"type": whole_from(1), "metavar": "N"}
+POSITIVE: Mapping[str, Any] = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
+NOT_NEGATIVE: Mapping[str, Any] = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
+PART: Mapping[str, Any] = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}
+FLAG: Mapping[str, Any] = {"action": "store_true"}
+SHARE: Mapping[str, Any] = {
+    "type": number_where(lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "metavar": "X",
+}

@@ -8,6 +8,8 @@ import pytest
 from linattn.cli.main import main
 
 TINY = (
+    "--precision",
+    "float32",
     "--dim",
     "16",
     "--depth",

@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_of_data_leaves_nothing(here, capsys, small_files):
 
 @pytest.mark.parametrize("dim", ["64", "96"])
 def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim):
-    """Of 64, the optimizer's state does not fit, which torch writes; of 96, not even the weights, which safetensors writes."""
+    """Of 64 the optimizer's state does not fit, which torch writes; of 96 the weights, which safetensors writes."""
     small_files(250_000)
     capsys.readouterr()
     assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--dim", dim]) == 2

@@ -154,6 +154,14 @@ def test_a_gpu_is_left_alone(monkeypatch, tmp_path):
     assert not training_arguments(TrainOptions(), tmp_path).use_cpu
 
 
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", None])
+def test_bfloat16_is_for_machines_that_have_it(monkeypatch, tmp_path, capability):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {capability: True, "avx2": True})
+    assert training_arguments(TrainOptions(cpu=True), tmp_path).bf16 == (capability is not None)
+    assert training_arguments(TrainOptions(cpu=True, precision="bfloat16"), tmp_path).bf16
+    assert not training_arguments(TrainOptions(cpu=True, precision="float32"), tmp_path).bf16
+
+
 def test_reports_come_as_often_as_asked(text, tmp_path):
     options = ("--steps", "6", "--log-every", "3", "--evaluate-every", "2", "--save-every", "1", "--keep", "3")
     train(text, tmp_path / "run", *options)

@@ -1,0 +1,167 @@
+"""The training of a run: model, data and Trainer put together, by every process; the first one writes."""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import transformers
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, TrainingArguments
+
+from linattn.cli.clock import Clock
+from linattn.cli.corpus import open_tokens
+from linattn.cli.curve import draw_curve
+from linattn.cli.errors import CommandError, Interrupted, explained, one_line
+from linattn.cli.options import TrainOptions
+from linattn.cli.prepare import create_run
+from linattn.cli.reports import Reports
+from linattn.cli.run_folder import DESCRIPTION, Run, last_checkpoint, open_run, read_log, rewind_log
+from linattn.cli.trainer import RunTrainer, make_trainer, training_arguments
+from linattn.cli.vocabulary import Vocabulary
+from linattn.cli.whole import write_whole
+from linattn.cli.windows import TrainingWindows, ValidationWindows
+from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
+from linattn.models import LanguageModelConfig
+
+
+def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary) -> None:
+    """Whatever can be wrong is found before the run's folder is made."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model = _make_model(options, vocabulary)
+    with explained("this cannot be run here", ValueError, ImportError):
+        args = training_arguments(options, arguments.out)
+
+    def begin() -> None:
+        if not arguments.resume:
+            create_run(arguments.out, arguments.data, options, vocabulary, processes=args.world_size)
+
+    _first_process_only(args, begin)
+    _train(open_run(arguments.out), model, options, args)
+
+
+def _make_model(options: TrainOptions, vocabulary: Vocabulary) -> PreTrainedModel:
+    transformers.set_seed(options.seed)
+    with explained("no such model", ValueError):
+        attention = tuple(options.attention)
+        config = LanguageModelConfig(
+            vocab_size=vocabulary.size,
+            dim=options.dim,
+            depth=options.depth,
+            num_heads=options.heads,
+            num_key_heads=options.key_heads,
+            head_dim=options.head_dim,
+            attention=attention[0] if len(attention) == 1 else attention,
+            window=options.window,
+            rotary=options.rotary,
+            positions="learned" if options.learned_positions else None,
+            max_length=options.context if options.learned_positions else None,
+            convolution=options.convolution,
+            head_norm=options.head_norm,
+            gate=options.gate,
+            feed_forward=options.feed_forward,
+            mlp_ratio=options.mlp_ratio,
+            norm=options.norm,
+            tie_embeddings=not options.untied,
+            dropout=options.dropout,
+        )
+        separator = vocabulary.separator
+        return LinattnForCausalLM(LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator))
+
+
+def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> None:
+    """The others wait, and end with it when it fails."""
+    failure: list[str | None] = [None]
+    if args.process_index == 0:
+        try:
+            action()
+        except (CommandError, OSError) as error:
+            failure = [one_line(error)]
+    if args.world_size > 1:
+        broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise CommandError(failure[0]) if args.process_index == 0 else SystemExit(2)
+
+
+def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
+    trainer, clock = _make_trainer(run, model, options, args)
+    checkpoint = last_checkpoint(run)
+    first = trainer.is_world_process_zero()
+    if first:
+        step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+        rewind_log(run.log, step)
+        _say(run, model, options, args, step)
+    try:
+        with clock.minds_interrupts():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.accelerator.wait_for_everyone()
+        if first:
+            _finish(run, interrupted=clock.must_stop)
+    finally:
+        if first:
+            shutil.rmtree(str(args.output_dir), ignore_errors=True)
+    if clock.must_stop:
+        step = trainer.state.global_step
+        raise Interrupted(
+            f"interrupted after step {step:,}, which is saved; linattn train --resume --out {run.folder} goes on"
+        )
+
+
+def _make_trainer(
+    run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments
+) -> tuple[RunTrainer, Clock]:
+    if args.world_size != run.description["processes"]:
+        raise CommandError(
+            f"the run began with {run.description['processes']} processes, so it cannot go on with {args.world_size}"
+        )
+    seconds = None if options.minutes is None else 60 * options.minutes
+    clock = Clock(steps=options.limit(), limit=seconds, warmup=options.warmup)
+    tokens_per_step = _sequences(options, args) * (options.context - 1)
+    reports = Reports(run.log, clock, tokens_per_byte=run.tokens_per_byte, tokens_per_step=tokens_per_step)
+    trainer = make_trainer(run, model, _datasets(run, options, args), args, callbacks=[clock, reports])
+    trainer.clock, trainer.keep = clock, options.keep
+    return trainer, clock
+
+
+def _sequences(options: TrainOptions, args: TrainingArguments) -> int:
+    """Of one update."""
+    return options.batch * options.accumulate * args.world_size
+
+
+def _datasets(run: Run, options: TrainOptions, args: TrainingArguments) -> dict[str, Dataset]:
+    dtype = run.vocabulary().dtype
+    tokens = {
+        name: open_tokens(run.data, name, dtype, part["tokens"]) for name, part in run.description["data"].items()
+    }
+    length = options.limit() * _sequences(options, args)
+    return {
+        "training": TrainingWindows(tokens["training"], options.context, seed=options.seed, length=length),
+        "validation": ValidationWindows(
+            tokens["validation"], options.context, most=math.ceil(options.evaluate_tokens / options.context)
+        ),
+    }
+
+
+def _say(run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments, step: int) -> None:
+    data = {name: f"{part['bytes'] / 1e6:.2f} MB for {name}" for name, part in run.description["data"].items()}
+    facts = [
+        f"{run.folder}: {model.num_parameters():,} parameters",
+        *data.values(),
+        f"{_sequences(options, args) * options.context:,} tokens a step",
+        f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes",
+        *([f"from step {step:,}"] if step else []),
+    ]
+    print(", ".join(facts), file=sys.stderr)
+
+
+def _finish(run: Run, *, interrupted: bool) -> None:
+    draw_curve(read_log(run.log), run.curve)
+    if not interrupted:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_whole(run.folder / DESCRIPTION, json.dumps(run.description | {"finished": now}, indent=2) + "\n")
+        print(f"{run.folder} is complete: linattn generate {run.folder} --prompt … writes with it", file=sys.stderr)
