@@ -218,7 +218,7 @@ class _BlockGradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    log_weight: Tensor
+    log_weight: Tensor | None
     S: Tensor
     z: Tensor
 
@@ -248,8 +248,6 @@ def _block_gradients(
         from_state.add_(dd * z_in.mT)
     _weigh(G, block)
     dq = (G @ k).add_(_since(from_state, block))
-    # an output that is normalised does not change when its query grows, so there q·dq is zero
-    log_weight = 0 if normalize else (q * dq).sum(-1, keepdim=True).sum_to_size(*S_in.shape[:-2], q.shape[-2], 1)
     dz_sums = torch.zeros_like(z_in) if dd is None else of_keys((q_in * dd).sum(-2).unsqueeze(-1))
     dk = of_keys(G.mT @ q)
     if normalize == "keys":
@@ -261,7 +259,13 @@ def _block_gradients(
     dz_out, dz = _scan(dz_sums, dz, block, reverse=True)
     dk.add_(_until((v @ dS_out.mT).add_(dz_out.mT), block))
     dv = of_keys(A.mT @ dy).add_(_until(k @ dS_out, block))
-    return _BlockGradients(dq, dk, dv, (log_weight - (k * dk).sum(-1, keepdim=True)), dS, dz)
+    log_weight = None
+    if block.decay is not None:
+        log_weight = -(k * dk).sum(-1, keepdim=True)
+        # an output that is normalised does not change when its query grows, so there q·dq is zero
+        if normalize is None:
+            log_weight = log_weight + of_keys((q * dq).sum(-1, keepdim=True))
+    return _BlockGradients(dq, dk, dv, log_weight, dS, dz)
 
 
 def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> Tensors:
@@ -285,7 +289,7 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
             _write(dq, tile, _through_map(part.q, block.q, call.q, call, tile), None)
             _write(dk, tile, _through_map(part.k, block.k, call.k, call, tile), call.key_mask)
             _write(dv, tile, part.v, call.key_mask)
-            if dlog_weight is not None:
+            if dlog_weight is not None and part.log_weight is not None:
                 _write(dlog_weight.unsqueeze(-1), tile, part.log_weight, None)
         _rows(dS_start, rows).copy_(dS)
         _rows(dz_start, rows).copy_(dz.squeeze(-1))
