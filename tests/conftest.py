@@ -9,6 +9,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # a test never asks a hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import jaxtyping
 import pytest
 import torch
 
@@ -23,3 +24,9 @@ def seed(request: pytest.FixtureRequest) -> int:
     number = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(number)
     return number
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users run it: annotations are not checked, so that a wrong call meets our own errors."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

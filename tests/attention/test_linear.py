@@ -190,6 +190,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         LinearAttention(ElementwiseFeatureMap("elu_plus_one"), **options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_rotary_features_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="before such a map"):
         RotaryLinearAttention(FavorFeatureMap(CHANNELS))

@@ -415,6 +415,7 @@ def test_training_saves_no_more_than_inputs_output_and_a_state_a_segment() -> No
         ({"q": torch.zeros(2, 3, 10, 5, dtype=torch.int64), "k": torch.zeros(10, 5, dtype=torch.int64)}, None),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str | None) -> None:
     inputs = dict(zip("qkv", tokens(10, dtype=torch.float32), strict=True)) | change
     if message is None:
@@ -440,6 +441,7 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: 
         ({"scale": 1.0}, TypeError, "scale"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         causal_linear_attention(*tokens(10, dtype=torch.float32), **options)

@@ -137,6 +137,7 @@ def test_inputs_are_not_modified() -> None:
     laws.inputs_are_not_modified(attention(feature_map="elu_plus_one"), *tokens(70), laws.masks(70)["holes"])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_came() -> None:
     q, k, v = tokens(10, dtype=torch.float32)
     with pytest.raises(ValueError, match="backend must be chunked or reference"):
