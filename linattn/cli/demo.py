@@ -20,20 +20,20 @@ EXCLUDED = (
     "dist-packages",
     "config-*",
 )
-MODEL = ("--dim", "256", "--depth", "4", "--heads", "4", "--attention", "local:2+elu:2", "--convolution", "4")
-TRAINING = ("--minutes", "2", "--context", "256", "--batch", "16", "--lr", "3e-3")
-PROMPT = "def "
+# small, so that two cores make many updates of it
+MODEL = "--dim 128 --depth 4 --heads 4 --attention local:2+elu:2 --window 64 --convolution 4"
+TRAINING = "--minutes 2 --context 256 --batch 8 --lr 4e-3 --evaluate-tokens 65536"
+PROMPT = 'def read_config(path):\n    """'
 
 
 def run() -> int:
     library = sysconfig.get_paths()["stdlib"]
     data = [library, "--include=*.py", *(f"--exclude={name}" for name in EXCLUDED)]
-    status = main(["train", *data, "--out", RUN, "--replace", *MODEL, *TRAINING])
-    if status:
+    if status := main(["train", *data, "--out", RUN, "--replace", *MODEL.split(), *TRAINING.split()]):
         return status
     validated = [record for record in read_log(open_run(Path(RUN)).log) if "validation_bits_per_byte" in record]
     print(f"\nvalidation: {validated[-1]['validation_bits_per_byte']:.3f} bits per byte\n", flush=True)
-    return main(["generate", RUN, "--prompt", PROMPT, "--max-new-tokens", "600", "--seed", "0"])
+    return main(["generate", RUN, "--prompt", PROMPT, "--max-new-tokens", "600", "--temperature", "0.6", "--seed", "0"])
 
 
 if __name__ == "__main__":
