@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[parsed.command].run(parsed)
     except CommandError as error:
         return _fail(parsed.command, str(error))
+    except ModuleNotFoundError as error:
+        return _missing(parsed.command, error)
     except OSError as error:
         return _gone() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
     except Interrupted as error:
@@ -48,6 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(command: str, message: str, status: int = 2) -> int:
     print(f"linattn {command}: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    """A package that comes with the extra; one of our own modules would be our mistake."""
+    if error.name is None or error.name.partition(".")[0] == "linattn":
+        raise error
+    return _fail(command, f"this needs {error.name}, which pip install 'linattn[cli]' brings")
 
 
 def _gone() -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,11 @@ def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim)
     assert not Path("run/model.safetensors").exists()
     # with room again, the run goes on
     assert main(["train", "--resume", "--out", "run"]) == 0
+
+
+def test_a_missing_package_is_told(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [name for name in sys.modules if name.startswith("linattn.cli.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "pip install 'linattn[cli]'" in fails(capsys, "train", str(here / "text"), "--out", str(here / "run"))
+    assert not (here / "run").exists()
