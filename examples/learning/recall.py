@@ -78,7 +78,7 @@ TASK = Task(
     length=LENGTH,
     methods={
         "softmax": _model("softmax"),
-        "taylor2": replace(_model("taylor2"), head_dim=16),
+        "taylor2": replace(_model("taylor2"), key_dim=16),
         "elu": _model("elu"),
         "relu": _model("relu"),
         "favor": _model("favor"),

@@ -57,6 +57,7 @@ class TrainOptions:
         None, WHOLE, "fewer heads for keys and values, shared by groups of heads (default: as many)"
     )
     head_dim: int | None = model(None, WHOLE, "width of a head (default: dim / heads)")
+    key_dim: int | None = model(None, WHOLE, "width of a head's queries and keys (default: that of its values)")
     attention: tuple[str, ...] = model(
         ("local+elu",),
         {"type": listed, "metavar": "METHOD"},

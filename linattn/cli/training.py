@@ -56,6 +56,7 @@ def _make_model(options: TrainOptions, vocabulary: Vocabulary) -> PreTrainedMode
             num_heads=options.heads,
             num_key_heads=options.key_heads,
             head_dim=options.head_dim,
+            key_dim=options.key_dim,
             attention=attention[0] if len(attention) == 1 else attention,
             window=options.window,
             rotary=options.rotary,

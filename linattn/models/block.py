@@ -52,6 +52,7 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
         config.inner_attention(layer),
         num_key_heads=config.num_key_heads,
         head_dim=config.channels,
+        key_dim=config.key_dim,
         rotary=config.rotary,
         convolution=config.convolution,
         head_norm=config.head_norm,

@@ -31,6 +31,8 @@ class LanguageModelConfig:
     """Fewer than num_heads: consecutive query heads share a key head. None: as many."""
     head_dim: int | None = None
     """None: dim / num_heads."""
+    key_dim: int | None = None
+    """Channels of a head's q and k: few for a map with many features, such as "taylor2". None: head_dim, as v has."""
     window: int = 128
     """Tokens that a local head sees, its own among them."""
     rotary: float | None = 10000.0
@@ -68,8 +70,13 @@ class LanguageModelConfig:
 
     @property
     def channels(self) -> int:
-        """Channels of a head."""
+        """Channels of a head's values and output."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of a head's queries and keys."""
+        return self.channels if self.key_dim is None else self.key_dim
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -91,7 +98,7 @@ class LanguageModelConfig:
         return named_attention(
             self.layers[layer],
             num_heads=self.num_heads,
-            head_dim=self.channels,
+            head_dim=self.key_channels,
             num_key_heads=self.num_key_heads,
             causal=True,
             window=self.window,
@@ -132,7 +139,7 @@ class LanguageModelConfig:
 def _check_types(config: LanguageModelConfig) -> None:
     for name in ("vocab_size", "dim", "depth", "num_heads", "window"):
         _require_integer(name, getattr(config, name), 1)
-    for name in ("num_key_heads", "head_dim", "max_length"):
+    for name in ("num_key_heads", "head_dim", "key_dim", "max_length"):
         if getattr(config, name) is not None:
             _require_integer(name, getattr(config, name), 1)
     _require_integer("convolution", config.convolution, 0)

@@ -28,7 +28,8 @@ class MultiheadAttention(nn.Module):
     Options of the modern family: `rotary`, a base, turns q and k by their positions before the inner attention;
     `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an
     RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
-    (both as in RetNet, https://arxiv.org/abs/2307.08621). Dropout acts on the output."""
+    (both as in RetNet, https://arxiv.org/abs/2307.08621). `key_dim` gives q and k other channels than v, which has
+    `head_dim` a head: few for maps with many features, as in Based. Dropout acts on the output."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class MultiheadAttention(nn.Module):
         *,
         num_key_heads: int | None = None,
         head_dim: int | None = None,
+        key_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = False,
         rotary: float | None = None,
@@ -49,13 +51,14 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
+        self.key_dim = self.head_dim if key_dim is None else key_dim
         self.rotary = rotary
-        width, key_width = num_heads * self.head_dim, key_heads * self.head_dim
+        width = num_heads * self.head_dim
         source = dim if context_dim is None else context_dim
         self.inner = inner
-        self.q_proj = nn.Linear(dim, width, bias=bias)
-        self.k_proj = nn.Linear(source, key_width, bias=bias)
-        self.v_proj = nn.Linear(source, key_width, bias=bias)
+        self.q_proj = nn.Linear(dim, num_heads * self.key_dim, bias=bias)
+        self.k_proj = nn.Linear(source, key_heads * self.key_dim, bias=bias)
+        self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias)
         self.convolution = ShortConvolution(dim, convolution) if convolution else None
@@ -77,7 +80,7 @@ class MultiheadAttention(nn.Module):
             q, k, v, _, _ = self._project(x, None, key_mask)
         else:
             self._check_cross_attention()
-            q, k, v = self._split(self.q_proj(x)), self._split(self.k_proj(context)), self._split(self.v_proj(context))
+            q, k, v = self._heads(x, context)
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
 
     def extend(
@@ -101,15 +104,17 @@ class MultiheadAttention(nn.Module):
         mixed, convolution, position = x, None, None
         if self.convolution is not None:
             mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
-        q, k, v = (self._split(project(mixed)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._heads(mixed, mixed)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
             q, k = (rotate(part, positions.unsqueeze(1), base=self.rotary) for part in (q, k))
         return q, k, v, convolution, position
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k = (part.unflatten(-1, (-1, self.key_dim)) for part in (self.q_proj(x), self.k_proj(context)))
+        v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:

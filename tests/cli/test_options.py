@@ -22,6 +22,7 @@ CONFIGURED = {
     "heads": ("4", 4),
     "key_heads": ("1", 1),
     "head_dim": ("4", 4),
+    "key_dim": ("6", 6),
     "attention": ("softmax", "softmax"),
     "window": ("3", 3),
     "rotary": ("none", None),

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "feed_forward": "gelu",
         "norm": "layer",
     },
+    "narrow keys": {"attention": "taylor2", "key_dim": 2, "num_key_heads": 2},
     "untied": {"attention": "elu", "tie_embeddings": False, "head_dim": 6, "convolution": 2},
 }
 MODELS = {name: {"attention": name} for name in NAMES} | OPTIONS

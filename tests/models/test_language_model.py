@@ -193,6 +193,7 @@ def test_which_attentions_are_not_causal():
         ("mlp_ratio", 2.0),
         ("norm", "layer"),
         ("head_dim", 2),
+        ("key_dim", 2),
         ("num_key_heads", 2),
         ("tie_embeddings", False),
     ],

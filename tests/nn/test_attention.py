@@ -12,6 +12,7 @@ OPTIONS = {
     "plain": {},
     "grouped keys": {"num_key_heads": 2},
     "own head width": {"head_dim": 10, "bias": True},
+    "narrow keys": {"key_dim": 4, "num_key_heads": 2},
     "rotary": {"rotary": 100.0},
     "convolution": {"convolution": 4},
     "norm and gate": {"head_norm": True, "gate": True},
@@ -22,7 +23,7 @@ every_inner = pytest.mark.parametrize("name", ["softmax", "elu", "local+elu"])
 
 
 def attention(name: str = "elu", *, causal: bool = True, **options) -> MultiheadAttention:
-    head_dim = options.get("head_dim") or DIM // HEADS
+    head_dim = options.get("key_dim") or options.get("head_dim") or DIM // HEADS
     key_heads = options.get("num_key_heads")
     inner = named_attention(
         name, num_heads=HEADS, head_dim=head_dim, num_key_heads=key_heads, causal=causal, window=5, max_length=100
@@ -226,3 +227,11 @@ def test_cross_attention_is_not_causal_and_has_no_neighbours():
 def test_what_is_not_causal_cannot_be_extended():
     with pytest.raises(NotImplementedError, match="not causal"):
         attention("softmax", causal=False).extend(some_inputs())
+
+
+def test_keys_may_have_other_channels_than_values():
+    module = attention("taylor2", key_dim=4)
+    assert module.q_proj.out_features == module.k_proj.out_features == 4 * HEADS
+    assert module.v_proj.out_features == module.o_proj.in_features == DIM
+    context = MultiheadAttention(DIM, HEADS, named_attention("elu", num_heads=HEADS, head_dim=4), key_dim=4)
+    assert context(torch.randn(2, 7, DIM), torch.randn(2, 9, DIM)).shape == (2, 7, DIM)
