@@ -26,9 +26,9 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/√width, as torch's depthwise convolution."""
-        bound = self.weight.shape[0] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        """Uniform in ±1, so that neighbours weigh as much as the token itself: twice what torch gives a convolution of
+        width 4, and characters are learnt faster with it, while with small weights half of the gain is lost."""
+        nn.init.uniform_(self.weight, -1, 1)
         nn.init.zeros_(self.bias)
 
     def forward(
