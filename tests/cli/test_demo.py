@@ -18,5 +18,3 @@ def test_it_trains_reports_and_writes(tmp_path, monkeypatch, capsys):
     # the library of any Python has some megabytes of sources, and no compiled files among them
     assert 3e6 < data["training"]["bytes"] + data["validation"]["bytes"] < 3e7
     assert main(["generate", "runs/demo", "--max-new-tokens", "3"]) == 0
-    # again, over the old one
-    assert demo.run() == 0
