@@ -30,7 +30,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """AdamW with a linear warm-up and a cosine down to a tenth of the learning rate."""
+    """AdamW with a linear warm-up, and a cosine down to a tenth of the learning rate."""
 
     steps: int
     lr: float
@@ -39,6 +39,8 @@ class Training:
     solved: float = 2.0
     """The accuracy at which training may end before its last step."""
     warmup: int = 100
+    drop: int | None = None
+    """Instead of the cosine: the learning rate stays what it is, and is a tenth from this step on."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     clip: float = 1.0

@@ -20,6 +20,8 @@ def learning_rate(step: int, training: Training) -> float:
     """Of the step after `step` others."""
     if step < training.warmup:
         return training.lr * (step + 1) / training.warmup
+    if training.drop is not None:
+        return training.lr if step < training.drop else 0.1 * training.lr
     done = (step - training.warmup) / max(1, training.steps - training.warmup)
     return training.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 

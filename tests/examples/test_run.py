@@ -81,6 +81,12 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth():
     assert rates[1000] == pytest.approx(0.2) and rates[100:] == sorted(rates[100:], reverse=True)
 
 
+def test_the_learning_rate_may_drop_instead():
+    training = Training(steps=1000, lr=2.0, every=1, drop=600)
+    rates = [learning_rate(step, training) for step in (99, 100, 599, 600, 999)]
+    assert rates == pytest.approx([2, 2, 2, 0.2, 0.2])
+
+
 def test_loss_and_accuracy_count_what_is_asked_only():
     data = run.TASKS["copying"].prepare(0, None)
     model = LanguageModel(run.TASKS["copying"].methods["softmax"])
