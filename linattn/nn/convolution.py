@@ -27,7 +27,7 @@ class ShortConvolution(nn.Module):
 
     def reset_parameters(self) -> None:
         """Uniform in ±1, so that neighbours weigh as much as the token itself: twice what torch gives a convolution of
-        width 4, and characters are learnt faster with it, while with small weights half of the gain is lost."""
+        width 4. Characters are learnt faster with it; small weights lose most of what the convolution gains."""
         nn.init.uniform_(self.weight, -1, 1)
         nn.init.zeros_(self.bias)
 
