@@ -1,7 +1,6 @@
 """Characters of a text, in the setting that nanoGPT's readme gives for a CPU: 4 layers, 4 heads, 128 channels, a
 context of 64, batches of 12, 2,000 steps. https://github.com/karpathy/nanoGPT"""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,14 +57,14 @@ class Characters:
         return {"loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, convolution: int = 0) -> LanguageModelConfig:
+def _model(attention: str, *, convolution: int = 0, window: int = 16) -> LanguageModelConfig:
     return LanguageModelConfig(
         vocab_size=VOCABULARY,
         dim=128,
         depth=4,
         num_heads=4,
         attention=attention,
-        window=16,
+        window=window,
         convolution=convolution,
         rotary=None,
         positions="learned",
@@ -83,11 +82,12 @@ TASK = Task(
     methods={
         "softmax": _model("softmax"),
         "elu": _model("elu"),
-        "elu_convolution": _model("elu", 4),
+        "softmax_convolution": _model("softmax", convolution=4),
+        "elu_convolution": _model("elu", convolution=4),
         "local_elu": _model("local+elu"),
         "local": _model("local"),
-        "softmax_convolution": _model("softmax", 4),
-        "retention": replace(_model("retention"), head_norm=True, gate=True),
+        "local32_elu": _model("local+elu", window=32),
+        "local32": _model("local", window=32),
     },
     prepare=Characters,
 )

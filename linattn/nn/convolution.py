@@ -12,14 +12,15 @@ from linattn.ops.compaction import compact, last_tokens, pack, unpack
 
 @final
 class ShortConvolution(nn.Module):
-    """y_i = x_i + b + Σ_{j < width} w_j ⊙ x_{i-j}: depthwise and causal, with a residual.
+    """y_i = x_i + b + Σ_{j < width} w_j ⊙ x_{i-j}: depthwise and causal, with a residual (x_i) or without.
 
     A missing token is skipped: the neighbours of a token are the present ones before it."""
 
-    def __init__(self, dim: int, width: int):
+    def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
         if width < 1:
             raise ValueError(f"a convolution is at least 1 wide, but width is {width}")
+        self.residual = residual
         # weight[0] belongs to the oldest token, weight[-1] to the token itself
         self.weight = nn.Parameter(torch.empty(width, dim))
         self.bias = nn.Parameter(torch.empty(dim))
@@ -47,16 +48,15 @@ class ShortConvolution(nn.Module):
         if state is None:
             state = x.new_zeros(x.shape[0], self.weight.shape[0] - 1, x.shape[2])
         if key_mask is None:
-            return x + self._filter(torch.cat([state, x], dim=1)), last_tokens(state, x)
+            return self._filter(state, x), last_tokens(state, x)
         where = compact(key_mask)
         packed = pack(x, where)
-        y = unpack(self._filter(torch.cat([state, packed], dim=1)), where, key_mask)
-        return x + y, last_tokens(state, packed, where.total)
+        return unpack(self._filter(state, packed), where, key_mask), last_tokens(state, packed, where.total)
 
-    def _filter(self, inputs: Tensor) -> Tensor:
+    def _filter(self, past: Tensor, x: Tensor) -> Tensor:
         # a sum of shifted products: faster than a depthwise convolution on a CPU, for one token as for thousands
-        n = inputs.shape[1] - self.weight.shape[0] + 1
-        y = self.bias.expand(*inputs.shape[:1], n, -1)
+        inputs, n = torch.cat([past, x], dim=1), x.shape[1]
+        y = x + self.bias if self.residual else self.bias.expand_as(x)
         for offset, weight in enumerate(self.weight):
             y = y + weight * inputs[:, offset : offset + n]
         return y
@@ -64,13 +64,14 @@ class ShortConvolution(nn.Module):
 
 @final
 class GatedConvolution(nn.Module):
-    """(W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
+    """(1 + W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
 
-    Zoology's BaseConv. Arora et al., https://arxiv.org/abs/2312.04927"""
+    Zoology's BaseConv, but the gate starts open: a product with random numbers would hide the neighbours at first, and
+    recall is learnt some 200 steps later then. Arora et al., https://arxiv.org/abs/2312.04927"""
 
     def __init__(self, dim: int, width: int, *, dropout: float = 0.0):
         super().__init__()
-        self.convolution = ShortConvolution(dim, width)
+        self.convolution = ShortConvolution(dim, width, residual=False)
         self.g_proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -87,4 +88,4 @@ class GatedConvolution(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
         y, state = self.convolution.extend(x, state, key_mask=key_mask)
-        return self.dropout(self.g_proj(x) * y), state
+        return self.dropout((1 + self.g_proj(x)) * y), state

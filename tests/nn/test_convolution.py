@@ -16,18 +16,22 @@ def some_inputs(n: int, b: int = 2) -> torch.Tensor:
 
 @widths
 @pytest.mark.parametrize("n", [1, 3, 65])
-def test_is_torchs_depthwise_convolution_with_a_residual(width, n):
+def test_is_torchs_depthwise_convolution_with_a_residual_or_without(width, n):
     module, x = ShortConvolution(6, width).double(), some_inputs(n)
     torch.nn.init.normal_(module.bias)
     kernel = module.weight.mT.unsqueeze(1)
     expected = F.conv1d(F.pad(x.mT, (width - 1, 0)), kernel, module.bias, groups=6).mT
     assert_close(module(x), x + expected)
+    module.residual = False
+    assert_close(module(x), expected)
 
 
 @widths
 def test_the_gated_one_multiplies_by_a_projection(width):
     module, x = GatedConvolution(6, width).double(), some_inputs(9)
-    assert_close(module(x), module.convolution(x) * F.linear(x, module.g_proj.weight, module.g_proj.bias))
+    gate = 1 + F.linear(x, module.g_proj.weight, module.g_proj.bias)
+    assert not module.convolution.residual
+    assert_close(module(x), module.convolution(x) * gate)
 
 
 @widths
