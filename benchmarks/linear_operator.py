@@ -133,6 +133,9 @@ def main() -> None:
         print(peak_above_inputs(options.peak))
         return
     n = options.tokens
+    # in a process of its own, as peak memory never goes down; and first, as a process begins with its parent's
+    command = [sys.executable, __file__, "--threads", str(options.threads), "--peak", "65536"]
+    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     contenders = {
         "64³ products": (products(), 100),
         "linear forward, features given": (forward(linear("identity"), n), 1),
@@ -143,9 +146,6 @@ def main() -> None:
         "linear step, elu + 1": (step("elu_plus_one"), 1000),
     }
     rows = report(measure(contenders, options.repeats), n)
-    # in a process of its own, as peak memory never goes down
-    command = [sys.executable, __file__, "--threads", str(options.threads), "--peak", "65536"]
-    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"peak memory of a forward at n=65536 above inputs and output: {100 * peak:.1f} % of q, k and v")
     if options.json:
         record = {"threads": options.threads, "tokens": n, "torch": torch.__version__, "rows": rows, "peak": peak}

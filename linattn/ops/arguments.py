@@ -95,7 +95,7 @@ def causal_call(
         log_decay = None if log_decay is None else torch.where(key_mask, log_decay, 0)
     if log_decay is not None:
         log_decay = align(log_decay, len(lead) + 1)
-    q, k, v = q.expand(*lead, n, f), align(k, len(lead) + 2), align(v, len(lead) + 2)
+    q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
     return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, 1)
 
 
@@ -110,7 +110,11 @@ def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | Non
         )
     if state.S.dtype != dtype or state.z.dtype != dtype:
         raise ValueError(f"the state must be {dtype} for these inputs, but is {state.S.dtype} and {state.z.dtype}")
-    return state.S.expand(*lead, f, dv), state.z.expand(*lead, f)
+    return expand(state.S, (*lead, f, dv)), expand(state.z, (*lead, f))
+
+
+def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x if x.shape == shape else x.expand(shape)
 
 
 def align(x: Tensor, ndim: int) -> Tensor:

@@ -50,6 +50,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_NONE = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+
+
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Zero where the denominator is nothing: a query that resembles no key gets zeros, and adding a constant instead
     would bias every output."""
@@ -59,8 +62,7 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 def infinite_if_none(denominator: Tensor) -> Tensor:
     """Dividing by it gives zeros where the denominator is zero, or so near the end of its dtype's range that rounding
     has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
-    info = torch.finfo(denominator.dtype)
-    return denominator.masked_fill(denominator.abs() < info.tiny / info.eps, torch.inf)
+    return denominator.masked_fill(denominator.abs() < _NONE[denominator.dtype], torch.inf)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

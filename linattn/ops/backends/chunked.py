@@ -21,6 +21,7 @@ from linattn.ops.elementwise import ELEMENTWISE
 CHUNK, SEGMENT = 64, 512
 # tokens times heads in one block: at 64 channels, a megabyte for each of q, k and v in float32
 BLOCK = 4096
+_LARGER = 24 * 2**20
 
 # normalize, feature_map, blindspot, and whether states are saved for a gradient
 Options = tuple[str | None, str, int, bool]
@@ -239,7 +240,9 @@ def _block_gradients(
         q = divide(q, total)
     A, q_in = _weigh(q @ k.mT, block), _since(q, block)
     dd = None
-    if normalize == "output":
+    if normalize != "output":
+        dy = dy.contiguous()
+    else:
         dy = dy / _denominator(A, q_in, z_in)
         dd = -(dy * y).sum(-1, keepdim=True)
     G, from_state = dy @ v.mT, dy @ S_in.mT
@@ -283,7 +286,7 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
             S, z = (_rows(x, rows).select(-3, i) for x in saved)
             block = _load(call, tile)
             chunk = block.q.shape[-2]
-            y_block, dy_block = (_chunks(tile.of(x, -2).to(S.dtype), chunk, -2).contiguous() for x in (y, dy))
+            y_block, dy_block = (_chunks(tile.of(x, -2).to(S.dtype), chunk, -2) for x in (y, dy))
             part = _block_gradients(block, S, z, y_block, dy_block, dS, dz, call.normalize)
             dS, dz = part.S, part.z
             _write(dq, tile, _through_map(part.q, block.q, call.q, call, tile), None)
@@ -353,6 +356,9 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
         y, S, z = run(call._replace(**one_row))
         return y.squeeze(0), S.squeeze(0), z.squeeze(0)
+    if call.q.shape[-2] > SEGMENT:
+        # glibc hands freed blocks back to the system, and has them faulted in again, unless it has seen larger ones go
+        torch.UntypedStorage(_LARGER)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     y, S, z, *_ = _operator((*options, save), *inputs)
