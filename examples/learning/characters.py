@@ -57,14 +57,14 @@ class Characters:
         return {"loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, *, convolution: int = 0, window: int = 16) -> LanguageModelConfig:
+def _model(attention: str, *, convolution: int = 0) -> LanguageModelConfig:
     return LanguageModelConfig(
         vocab_size=VOCABULARY,
         dim=128,
         depth=4,
         num_heads=4,
         attention=attention,
-        window=window,
+        window=16,
         convolution=convolution,
         rotary=None,
         positions="learned",
@@ -84,10 +84,9 @@ TASK = Task(
         "elu": _model("elu"),
         "softmax_convolution": _model("softmax", convolution=4),
         "elu_convolution": _model("elu", convolution=4),
-        "local_elu": _model("local+elu"),
+        "local3_elu1": _model("local:3+elu:1"),
+        "local2_elu2": _model("local:2+elu:2"),
         "local": _model("local"),
-        "local32_elu": _model("local+elu", window=32),
-        "local32": _model("local", window=32),
     },
     prepare=Characters,
 )
