@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -185,20 +184,21 @@ def test_a_run_without_weights_says_so(run, capsys):
 @pytest.fixture
 def small_files():
     """A disk that is full after so many bytes of a file, as far as a process can tell."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource = pytest.importorskip("resource", reason="Windows has no limits on files")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit(num_bytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    def limit(num_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1]))
 
     yield limit
-    limit(soft)
+    limit(None)
 
 
 def test_a_disk_that_is_full_of_data_leaves_nothing(here, capsys, small_files):
     before = snapshot(here)
     small_files(5000)
     line = fails(capsys, "train", "text", "--out", "runs/new", *TINY, *SHORT)
-    small_files(resource.RLIM_INFINITY)
+    small_files(None)
     assert "File too large" in line
     assert snapshot(here) == before
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim)
     small_files(250_000)
     capsys.readouterr()
     assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--dim", dim]) == 2
-    small_files(resource.RLIM_INFINITY)
+    small_files(None)
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("linattn train: run/checkpoints/checkpoint-4 could not be written: ")
     assert os.listdir("run/checkpoints") == []
