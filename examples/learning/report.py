@@ -38,11 +38,15 @@ def table(task: Task, runs: Sequence[Run]) -> str:
     head = ["method", *(f"seed {seed}{comma(moment)}" for moment in (*moments, "") for seed in seeds)]
     lines = [[*head, "steps", "CPU s", "weights", "state"]]
     for method in task.methods:
-        by_seed = {run["seed"]: run for run in runs if run["method"] == method}
+        by_seed = {run["seed"]: run for run in sorted(runs, key=_seed) if run["method"] == method}
         if by_seed:
             lines.append([label(method), *_figures(task, by_seed, seeds), *_costs(task, method, by_seed)])
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _seed(run: Run) -> int:
+    return run["seed"]
 
 
 def comma(text: str) -> str:

@@ -36,7 +36,7 @@ def test_a_row_shows_both_seeds_at_each_moment_and_in_the_end():
     ]
     # what was solved before stays solved
     assert row[:7] == ["elu", "99.9 %", "20.0 %", "99.9 %", "20.0 %", "99.9 %", "30.0 %"]
-    assert row[7:10] == ["3,000 / 250", "12 / 12", "4,567"]
+    assert row[7:10] == ["250 / 3,000", "12 / 12", "4,567"]
 
 
 def test_nats_have_three_digits():
