@@ -21,10 +21,13 @@ def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The first seed with full lines and markers, the second dashed; text stays text in the SVG."""
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 11})
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    runs = [run for run in runs if run["task"] == task.name]
-    styles = dict(zip(task.methods, zip(COLOURS, MARKERS, strict=True), strict=False))
-    for run in runs:
-        _line(axes, task, run, *styles[run["method"]])
+    for method, colour, marker in zip(task.methods, COLOURS, MARKERS, strict=False):
+        mine = [run for run in runs if (run["task"], run["method"]) == (task.name, method)]
+        for run in mine:
+            _line(axes, task, run, colour, marker)
+        if mine:
+            # outside the picture: what the legend shows
+            axes.plot([], [], color=colour, marker=marker, markersize=6, linewidth=1.8, label=label(method))
     _label(axes, task)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, metadata={"Date": None})
@@ -32,16 +35,14 @@ def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _line(axes: Any, task: Task, run: dict[str, Any], colour: str, marker: str) -> None:
-    first = run["seed"] == 0
     axes.plot(
         [point["step"] for point in run["curve"]],
         [point[task.metric] * (100 if task.metric == "accuracy" else 1) for point in run["curve"]],
         color=colour,
         linestyle=SEEDS[run["seed"] % len(SEEDS)],
-        marker=marker if first else None,
+        marker=marker if run["seed"] == 0 else None,
         markersize=6,
         linewidth=1.8,
-        label=label(run["method"]) if first else None,
     )
 
 
