@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
-from linattn.ops.backends.base import divide
+from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import rotate
 from linattn.ops.state import LinearState
@@ -46,10 +46,11 @@ class RotaryLinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
-        (q, k, v, key_mask), places = self._features(q, k, v, key_mask), _places(k, key_mask, 0)
+        dtype, places = v.dtype, _places(k, key_mask, 0)
+        q, k, v, key_mask = self._features(q, k, v, key_mask)
         numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
         denominator = linear_attention(q, k, torch.ones_like(v[..., :1]), key_mask=key_mask, normalize=None)
-        return divide(numerator, denominator).flatten(1, 2)
+        return divide(numerator, denominator).to(dtype).flatten(1, 2)
 
     def extend(
         self,
@@ -63,7 +64,7 @@ class RotaryLinearAttention(InnerAttention):
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
         seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
-        places = _places(k, key_mask, seen)
+        dtype, places = v.dtype, _places(k, key_mask, seen)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         past = (None, None) if state is None else state[:2]
         y, numerator = causal_linear_attention(
@@ -73,7 +74,7 @@ class RotaryLinearAttention(InnerAttention):
             q, k, torch.ones_like(v[..., :1]), past[1], key_mask=key_mask, normalize=None
         )
         seen = torch.cat([seen, places + 1], -1)[..., -1:].clone()
-        return divide(y, total).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, seen)
+        return divide(y, total).to(dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, seen)
 
     def _features(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
@@ -83,7 +84,9 @@ class RotaryLinearAttention(InnerAttention):
             raise ValueError(
                 f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
             )
-        q, k, hk = self.feature_map.query(q), self.feature_map.key(k), k.shape[1]
+        # the quotient of two rounded outputs would be rounded twice
+        dtype, hk = accumulator(v.dtype), k.shape[1]
+        q, k, v = self.feature_map.query(q).to(dtype), self.feature_map.key(k).to(dtype), v.to(dtype)
         return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2), None if key_mask is None else key_mask.unsqueeze(2)
 
     def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def losses(run: Trainer) -> list[float]:
 
 @pytest.mark.parametrize("name", ["local+elu", "favor"])
 def test_it_learns(name, tmp_path):
-    run = trainer(make(name, torch.float32), tmp_path, max_steps=40, learning_rate=1e-2)
+    run = trainer(make(name, torch.float32), tmp_path, max_steps=80, learning_rate=1e-2)
     run.train()
     history = losses(run)
     assert history[-1] < 0.5 * history[0]
