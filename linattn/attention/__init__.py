@@ -15,6 +15,7 @@ from linattn.attention.named import ATTENTIONS, attend, named_attention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.attention.weights import attention_weights
 
 __all__ = [
     "ATTENTIONS",
@@ -31,6 +32,7 @@ __all__ = [
     "SplitHeads",
     "StridedConvolution",
     "attend",
+    "attention_weights",
     "map_state",
     "named_attention",
 ]

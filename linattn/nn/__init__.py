@@ -1,16 +1,31 @@
 """What people put into their own models."""
 
 from linattn.nn.attention import AttentionState, MultiheadAttention
+from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
-from linattn.nn.feed_forward import FeedForward, GatedFeedForward
+from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
 from linattn.nn.head_norm import HeadNorm
+from linattn.nn.norms import ScaleNorm
+from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
+from linattn.nn.residual import ResidualSequence, ReversibleSequence
+from linattn.nn.token_shift import TokenShift
 
 __all__ = [
     "AttentionState",
+    "AxialPositions",
+    "Branch",
+    "BranchState",
+    "Chunked",
     "FeedForward",
     "GatedConvolution",
     "GatedFeedForward",
     "HeadNorm",
+    "LearnedPositions",
     "MultiheadAttention",
+    "ResidualSequence",
+    "ReversibleSequence",
+    "ScaleNorm",
     "ShortConvolution",
+    "SinusoidalPositions",
+    "TokenShift",
 ]

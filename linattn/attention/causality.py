@@ -1,0 +1,43 @@
+"""The causal form of an attention that was made for all keys, for modules that learn with each call which one it is."""
+
+from copy import copy
+from functools import singledispatch
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.linear import LinearAttention
+from linattn.attention.local import LocalAttention
+from linattn.attention.rotary_linear import RotaryLinearAttention
+from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.split_heads import SplitHeads
+
+
+@singledispatch
+def causal_form(inner: InnerAttention) -> InnerAttention | None:
+    """The same attention over j ≤ i, with the very same weights; None where there is none, as for Linformer.
+
+    It is a second view of one module: only the first is to be registered, moved and saved. A new kind of attention
+    registers its own with `causal_form.register`."""
+    return inner if inner.causal else None
+
+
+@causal_form.register(LinearAttention)
+@causal_form.register(RotaryLinearAttention)
+@causal_form.register(SoftmaxAttention)
+def _(inner: LinearAttention | RotaryLinearAttention | SoftmaxAttention) -> InnerAttention:
+    form = copy(inner)
+    form.causal = True
+    return form
+
+
+@causal_form.register
+def _(inner: LocalAttention) -> InnerAttention:
+    form = copy(inner)
+    form.window, form.causal = inner.window._replace(causal=True), True
+    return form
+
+
+@causal_form.register
+def _(inner: SplitHeads) -> InnerAttention | None:
+    forms = [causal_form(part) for part in inner.parts]
+    known = [(count, form) for count, form in zip(inner.heads, forms, strict=True) if form is not None]
+    return SplitHeads(*known) if len(known) == len(forms) else None

@@ -1,0 +1,97 @@
+"""The Linformer with torch's signature: `nn.MultiheadAttention` over projected keys and values.
+Wang et al., https://arxiv.org/abs/2006.04768"""
+
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
+from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.weights import attention_weights
+from linattn.nn.torch_multihead import TorchMultiheadAttention
+
+PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
+
+
+@final
+class LinearMultiheadAttention(TorchMultiheadAttention):
+    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k` (or to
+    `seq_len`, if that is less).
+
+    `param_sharing` is the paper's: "none" has an E and an F for each head, "headwise" one E and one F for all heads,
+    "key-value" E = F, and "layerwise" takes that one E from `projection`, the same object in every layer:
+
+        first = LinearMultiheadAttention(512, 8, seq_len=1024, param_sharing="layerwise")
+        second = LinearMultiheadAttention(512, 8, param_sharing="layerwise", projection=first.projection)
+
+    The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k): linear in memory, and
+    rows sum to one; dropout is not in them. `attention_weights(layer.inner, q, k)` has the n × m matrix."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        seq_len: int = 512,
+        proj_k: int = 128,
+        param_sharing: str = "none",
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        projection: SequenceProjection | None = None,
+        return_weights: bool = True,
+    ):
+        # the keys that add_bias_kv and add_zero_attn add have columns of their own, the first
+        longest = seq_len + int(add_bias_kv) + int(add_zero_attn)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+            inner=_linformer(longest, min(proj_k, longest), num_heads, param_sharing, projection),
+            return_weights=return_weights,
+        )
+
+    @property
+    def projection(self) -> SequenceProjection:
+        """That of the keys: with "key-value" and "layerwise", of the values too."""
+        assert isinstance(self.inner, LinformerAttention)
+        return self.inner.key_projection
+
+    def _weights(
+        self, inner: InnerAttention, q: Tensor, k: Tensor, key_mask: Tensor | None, keep: Tensor | None
+    ) -> Float[Tensor, "b h n r"]:
+        k, present = self.projection(k, key_mask=key_mask)
+        return attention_weights(SoftmaxAttention(), q, k, key_mask=present)
+
+
+def _linformer(
+    max_length: int, projected: int, num_heads: int, sharing: str, projection: SequenceProjection | None
+) -> LinformerAttention:
+    if sharing not in PARAM_SHARING:
+        raise ValueError(f"param_sharing must be one of {', '.join(PARAM_SHARING)}, but is {sharing!r}")
+    if projection is not None:
+        if sharing != "layerwise":
+            raise ValueError(f'projection is what layers share, with param_sharing="layerwise", but it is {sharing!r}')
+        return LinformerAttention(projection)
+    heads = num_heads if sharing == "none" else None
+    first = LearnedProjection(max_length, projected, num_key_heads=heads)
+    if sharing in ("key-value", "layerwise"):
+        return LinformerAttention(first)
+    return LinformerAttention(first, LearnedProjection(max_length, projected, num_key_heads=heads))

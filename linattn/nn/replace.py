@@ -1,0 +1,78 @@
+"""Efficient attention in models that there are already: it takes the place and the weights of torch's."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.named import named_attention
+from linattn.nn.torch_multihead import TorchMultiheadAttention
+
+Make = Callable[[nn.MultiheadAttention], InnerAttention]
+
+
+def replace_attention(
+    model: nn.Module,
+    attention: str | Make,
+    *,
+    where: Callable[[str, nn.MultiheadAttention], bool] = lambda name, module: True,
+    window: int = 128,
+    max_length: int | None = None,
+    return_weights: bool = True,
+) -> dict[str, nn.MultiheadAttention]:
+    """Puts a `TorchMultiheadAttention` in the place of each `nn.MultiheadAttention` in the model, of those that `where`
+    chooses by name and module; returns what was there, by name.
+
+    `attention` is a name as for `named_attention`, or makes an inner attention for a module: a function that gives each
+    the same object lets the layers share it. The new modules hold the very same Parameters, so optimizers keep theirs,
+    and `model.set_submodule(name, old)` undoes it. What the inner attention adds to learn is new.
+
+    Modules of other classes that derive from torch's are left alone, except ours."""
+    places = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if (type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention))
+        and where(name, module)
+    ]
+    if not places:
+        raise ValueError(f"there is no nn.MultiheadAttention to replace in this {type(model).__name__}")
+    if any(not name for name, _ in places):
+        raise ValueError("the model is itself the attention: make it from its parts, with with_inner(attention, inner)")
+    make = _by_name(attention, window, max_length) if isinstance(attention, str) else attention
+    # a module that is in two places stays one
+    new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
+    for name, module in places:
+        model.set_submodule(name, new[module])
+    return dict(places)
+
+
+def with_inner(
+    attention: nn.MultiheadAttention, inner: InnerAttention, *, return_weights: bool = True
+) -> TorchMultiheadAttention:
+    """The same projections, by the very same Parameters, around another inner attention."""
+    with torch.device("meta"):
+        new = TorchMultiheadAttention(
+            attention.embed_dim,
+            attention.num_heads,
+            attention.dropout,
+            attention.in_proj_bias is not None,
+            attention.bias_k is not None,
+            attention.add_zero_attn,
+            attention.kdim,
+            attention.vdim,
+            attention.batch_first,
+            inner=inner,
+            return_weights=return_weights,
+        )
+    for name, weight in attention.named_parameters(recurse=False):
+        setattr(new, name, weight)
+    new.out_proj = attention.out_proj
+    new.inner.to(device=attention.out_proj.weight.device, dtype=attention.out_proj.weight.dtype)
+    return new.train(attention.training)
+
+
+def _by_name(spec: str, window: int, max_length: int | None) -> Make:
+    return lambda module: named_attention(
+        spec, num_heads=module.num_heads, head_dim=module.head_dim, window=window, max_length=max_length
+    )

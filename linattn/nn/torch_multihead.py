@@ -1,0 +1,211 @@
+"""torch's `nn.MultiheadAttention` around any inner attention: the same arguments, masks, shapes and weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.causality import causal_form
+from linattn.attention.local import LocalAttention
+from linattn.attention.named import named_attention
+from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.weights import attention_weights
+from linattn.nn import nested
+from linattn.nn.torch_masks import TorchMasks, read_masks
+from linattn.nn.torch_softmax import torch_softmax
+
+_Heads = Float[Tensor, "b h n d"]
+
+
+class TorchMultiheadAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention(…)` with `inner` in the place of softmax: an inner attention, or a name of `ATTENTIONS`.
+
+    A state_dict of `nn.MultiheadAttention` loads strictly; what `inner` itself has to learn stays as it is then.
+
+    - An `inner` that was made causal is so in every call. One that was not follows the call: `is_causal=True`, with or
+      without the mask itself, or an `attn_mask` that is the causal mask. A mask that hides the same keys from all
+      queries is understood too; any other, and one that adds to scores, is for softmax alone.
+    - `need_weights=True`, torch's default, returns the n × m matrix that the method stands for, exactly, at quadratic
+      cost. `return_weights=False` never does, for models that do not look at the weights but do not say so either.
+    - `dropout` drops weights, as torch does, but without a matrix none can be dropped alone: in training, a dropped key
+      is dropped for all queries of its head.
+    - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        inner: InnerAttention | str,
+        return_weights: bool = True,
+    ):
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, but they are {num_heads} and {embed_dim}")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        if isinstance(inner, str):
+            inner = named_attention(inner, num_heads=num_heads, head_dim=self.head_dim)
+        self.inner = inner.to(device=device, dtype=dtype)
+        self.return_weights = return_weights
+        self._extra_keys = int(add_bias_kv) + int(add_zero_attn)
+        if self._extra_keys and any(isinstance(part, LocalAttention) for part in inner.modules()):
+            raise ValueError("add_bias_kv and add_zero_attn add keys that all queries see: no window has them")
+        # in a tuple, so that its weights, which are those of `inner`, are not registered twice
+        self._causal_form = (causal_form(self.inner),)
+
+    def _reset_parameters(self) -> None:
+        # torch's initialisation, to the bit: there, this attribute says that the projections are packed
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # but nn.TransformerEncoderLayer takes it for leave to compute softmax attention itself, from our weights
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's, of batches, single sequences and nested tensors; masks are True, or −inf, where they hide."""
+        self._check(query, key, value)
+        if query.is_nested:
+            q, k, v, key_padding_mask = nested.pad(query, key, value, key_padding_mask)
+        else:
+            q, k, v = _each(self._batch_in_front, query, key, value)
+            if query.ndim == 2 and key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        shape = (len(q), self.num_heads, q.shape[1], k.shape[1])
+        if self.inner.causal and shape[2] != shape[3]:
+            raise ValueError(f"causal attention needs a query for every key, but there are {shape[2]} and {shape[3]}")
+        masks = TorchMasks.checked(key_padding_mask, attn_mask, is_causal, shape)
+        y, weights = self._attend(*self._heads(q, k, v), masks, need_weights and self.return_weights)
+        y = self.out_proj(y.transpose(1, 2).flatten(2))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights.squeeze(0) if query.ndim == 2 else weights
+        return nested.like(query, y) if query.is_nested else self._as_given(y, query), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        parts = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        for name, (x, width) in parts.items():
+            if x.is_nested != query.is_nested or x.ndim != query.ndim or x.ndim not in (2, 3):
+                raise ValueError("query, key and value must be alike: all (n, d), all (n, b, d), or all nested")
+            if x.size(-1) != width:
+                raise ValueError(f"{name} must have {width} channels, but has {x.size(-1)}")
+        if query.is_nested or query.ndim == 2:
+            return
+        if key.shape[:2] != value.shape[:2] or query.size(self._batch_dim) != key.size(self._batch_dim):
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
+            layout = "(batch, tokens, channels)" if self.batch_first else "(tokens, batch, channels)"
+            raise ValueError(f"every key needs a value, and all as many batches, {layout}, but they are {shapes}")
+
+    @property
+    def _batch_dim(self) -> int:
+        return 0 if self.batch_first else 1
+
+    def _batch_in_front(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0) if x.ndim == 2 else x.transpose(0, self._batch_dim)
+
+    def _as_given(self, y: Tensor, query: Tensor) -> Tensor:
+        return y.squeeze(0) if query.ndim == 2 else y.transpose(0, self._batch_dim)
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Heads, _Heads, _Heads]:
+        if self.in_proj_weight is not None and q is k and k is v:
+            parts = F.linear(q, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            packed, separate = self.in_proj_weight, (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = separate if packed is None else packed.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            parts = [F.linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        return q, k, v
+
+    def _attend(
+        self, q: _Heads, k: _Heads, v: _Heads, masks: TorchMasks, need_weights: bool
+    ) -> tuple[_Heads, Float[Tensor, "b h n m"] | None]:
+        inner, dropout, extra = self.inner, self.dropout if self.training else 0.0, self._extra_keys
+        if extra:
+            # in front, where each query sees them in causal attention too; torch has them at the end
+            k, v = (torch.cat([self._extra(x, bias), x], -2) for x, bias in ((k, self.bias_k), (v, self.bias_v)))
+        if isinstance(inner, SoftmaxAttention):
+            k, v = (x.roll(-extra, -2) if extra else x for x in (k, v))
+            return torch_softmax(q, k, v, masks, causal=inner.causal, dropout=dropout, need_weights=need_weights)
+        key_mask, causal = read_masks(masks)
+        inner = self._causal() if causal else inner
+        if key_mask is not None and extra:
+            key_mask = F.pad(key_mask, (extra, 0), value=True)
+        # queries and keys of the same tokens stay in step
+        skipped = extra if q.shape[-2] + extra == k.shape[-2] else 0
+        q = F.pad(q, (0, 0, skipped, 0)) if skipped else q
+        keep = F.dropout(v.new_ones(*v.shape[:-1], 1), dropout) if dropout else None
+        y = inner(q, k, v if keep is None else v * keep, key_mask=key_mask)[..., skipped:, :]
+        if not need_weights:
+            return y, None
+        return y, self._weights(inner, q, k, key_mask, keep)[..., skipped:, :]
+
+    def _weights(
+        self, inner: InnerAttention, q: _Heads, k: _Heads, key_mask: Tensor | None, keep: Tensor | None
+    ) -> Float[Tensor, "b h n m"]:
+        """The columns in torch's order; `keep` holds what dropout multiplied the values by."""
+        weights = attention_weights(inner, q, k, key_mask=key_mask)
+        return (weights if keep is None else weights * keep.mT).roll(-self._extra_keys, -1)
+
+    def _causal(self) -> InnerAttention:
+        form = self._causal_form[0]
+        if form is None:
+            raise ValueError(
+                f"{type(self.inner).__name__} cannot be made causal by a call: Linformer never can, as it mixes the whole "
+                "sequence into every key; others are made with causal=True"
+            )
+        return form
+
+    def _extra(self, x: _Heads, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
+        """The learned key or value of `add_bias_kv`, the zeros of `add_zero_attn`."""
+        parts = [] if bias is None else [bias.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)]
+        if self.add_zero_attn:
+            parts.append(x.new_zeros(1, x.shape[1], 1, x.shape[3]))
+        return torch.cat(parts, -2).to(x.dtype).expand(x.shape[0], -1, -1, -1)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What nn.MultiheadAttention saved has nothing of the inner attention's, which then stays as it is."""
+        own = self.inner.state_dict(prefix=f"{prefix}inner.")
+        if not any(name in state_dict for name in own):
+            state_dict.update(own)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _each(function: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each; what is one tensor stays one."""
+    first = function(q)
+    second = first if k is q else function(k)
+    return first, second, second if v is k else function(v)

@@ -1,0 +1,47 @@
+"""Softmax attention with all that `nn.MultiheadAttention` may ask of it: masks that add to scores, dropped weights, and
+the weights themselves."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from linattn.nn.torch_masks import TorchMasks, score_bias
+
+
+def torch_softmax(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b h m d"],
+    v: Float[Tensor, "b h m dv"],
+    masks: TorchMasks,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    need_weights: bool = False,
+) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h n m"] | None]:
+    """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
+
+    The keys may be more than the masks know of: those after them are seen by all queries. `causal` adds the order to
+    whatever the masks say; as torch does, the call's own `is_causal` only names what is in its mask."""
+    n, m = q.shape[-2], k.shape[-2]
+    ordered = causal or masks.causal
+    if ordered and n == m and masks.key_padding is None and not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
+    bias = score_bias(masks, q.dtype)
+    if causal or (masks.causal and masks.attn is None):
+        order = q.new_full((n, n), -torch.inf).triu(1)
+        bias = order if bias is None else bias + order
+    nothing = None
+    if bias is not None:
+        bias = F.pad(bias, (0, m - bias.shape[-1]))
+        # a softmax over nothing has gradients that are not numbers: over all keys instead, and then thrown away
+        nothing = (bias == -torch.inf).all(-1, keepdim=True)
+        bias = bias.masked_fill(nothing, 0)
+    if not need_weights:
+        y, weights = F.scaled_dot_product_attention(q, k, v, bias, dropout), None
+    else:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        weights = F.dropout((scores if bias is None else scores + bias).softmax(-1), dropout)
+        weights = weights if nothing is None else torch.where(nothing, 0, weights)
+        y = weights @ v
+    return y if nothing is None else torch.where(nothing, 0, y), weights
