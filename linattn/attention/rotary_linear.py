@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.rotary import count_places
 from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.linear import causal_linear_attention, linear_attention
@@ -46,7 +47,7 @@ class RotaryLinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
-        dtype, places = v.dtype, _places(k, key_mask, 0)
+        dtype, places = v.dtype, count_places(k, key_mask, 0)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
         denominator = linear_attention(q, k, torch.ones_like(v[..., :1]), key_mask=key_mask, normalize=None)
@@ -64,7 +65,7 @@ class RotaryLinearAttention(InnerAttention):
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
         seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
-        dtype, places = v.dtype, _places(k, key_mask, seen)
+        dtype, places = v.dtype, count_places(k, key_mask, seen)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         past = (None, None) if state is None else state[:2]
         y, numerator = causal_linear_attention(
@@ -94,9 +95,3 @@ class RotaryLinearAttention(InnerAttention):
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, base={self.base}"
-
-
-def _places(k: Tensor, key_mask: Tensor | None, seen: Tensor | int) -> Int[Tensor, "b hk n"]:
-    """The position of each token: how many are present before it."""
-    present = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-    return (present.expand(k.shape[:-1]).cumsum(-1) - 1 + seen).clamp(min=0)

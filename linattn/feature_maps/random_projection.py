@@ -37,13 +37,7 @@ class RandomProjection(nn.Module):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new rows, in place; on the CPU, so that the same seed gives the same on every device and rank."""
         num_rows, head_dim = self.rows.shape
-        rows = torch.randn(num_rows, head_dim, dtype=torch.float64, device="cpu", generator=generator)
-        length = rows.norm(dim=-1, keepdim=True) if self.scaling == 0 else math.sqrt(head_dim)
-        if self.orthogonal:
-            rows = orthonormal_rows(num_rows, head_dim, generator) * length
-        elif self.scaling == 1:
-            rows = rows / rows.norm(dim=-1, keepdim=True) * length
-        self.rows.copy_(rows)
+        self.rows.copy_(draw_rows(num_rows, head_dim, self.orthogonal, self.scaling, generator))
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
         """In float32 or better, under autocast too: what is projected will be exponentiated."""
@@ -58,6 +52,16 @@ class RandomProjection(nn.Module):
     def extra_repr(self) -> str:
         num_rows, head_dim = self.rows.shape
         return f"{head_dim}, {num_rows}, orthogonal={self.orthogonal}, scaling={self.scaling}"
+
+
+def draw_rows(
+    num_rows: int, head_dim: int, orthogonal: bool, scaling: int, generator: torch.Generator | None = None
+) -> Float[Tensor, "r d"]:
+    rows = torch.randn(num_rows, head_dim, dtype=torch.float64, device="cpu", generator=generator)
+    length = rows.norm(dim=-1, keepdim=True) if scaling == 0 else math.sqrt(head_dim)
+    if orthogonal:
+        return orthonormal_rows(num_rows, head_dim, generator) * length
+    return rows if scaling == 0 else rows / rows.norm(dim=-1, keepdim=True) * length
 
 
 def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None = None) -> Float[Tensor, "r d"]:

@@ -1,0 +1,148 @@
+"""FAVOR+ with a floor under its features, as the published code has it: 1e-4, more than most features.
+Choromanski et al., https://arxiv.org/abs/2009.14794, and the code that came with the paper"""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention, group_queries
+from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
+from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.linear import ask, causal_linear_attention, summarize
+from linattn.ops.scale import running_scale
+from linattn.ops.state import LinearState
+
+
+class FlooredFavorState(NamedTuple):
+    """Sums over the keys so far, of features relative to exp(largest) and of the floor alone: both of [v, 1]."""
+
+    features: LinearState
+    floor: Float[Tensor, "b hk c"]
+    largest: Float[Tensor, "b hk 1"]
+
+
+class _Keys(NamedTuple):
+    """Ωu − ‖u‖²/2 and the largest of Ωu for each key, −inf where it is missing; and [v, 1], zeros there."""
+
+    exponent: Float[Tensor, "b hk m f"]
+    largest: Float[Tensor, "b hk m"]
+    values: Float[Tensor, "b hk m c"]
+
+
+@final
+class FlooredFavorAttention(InnerAttention):
+    """y_i = Σ_j s_ij v_j / Σ_j s_ij with s_ij = (φ(q_i) + ε e^{a_i})·(φ(k_j) + ε e^{b_i}), φ(x) = exp(Ωu − ‖u‖²/2),
+    u = x/d^¼, a_i the largest number in Ωu of the query, and b_i the largest of all keys that the query sees.
+
+    Causal, that is those up to its own: each output is what the prefix alone would give. The published code takes the
+    largest of all keys, later ones too. The gradient is that of the formula, which has a part through a and b."""
+
+    def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
+        super().__init__()
+        if not epsilon > 0:
+            raise ValueError(f"epsilon must be positive (without a floor it is LinearAttention), but is {epsilon}")
+        self.feature_map, self.epsilon, self.causal = feature_map, epsilon, causal
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        if self.causal:
+            return self.extend(q, k, v, key_mask=key_mask)[0]
+        return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> FlooredFavorState:
+        keys = self._keys(k, v, key_mask)
+        largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
+        features = (keys.exponent - _shown(largest).detach().unsqueeze(-1)).exp()
+        sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
+        return FlooredFavorState(sums, keys.values.sum(-2), largest)
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
+        features = self._queries(q, summary.floor.shape[1])
+        y = ask(features, summary.features, normalize=None)
+        return self._with_floor(y, features, summary.floor.unsqueeze(-2), summary.largest).to(q.dtype)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: FlooredFavorState | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], FlooredFavorState]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
+        if state is None:
+            start, past, floor = _no_key(k), None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)
+        else:
+            past, floor, start = state
+        top, log_decay, _ = running_scale(keys.largest, None, start.detach())
+        largest = torch.cat([start, keys.largest], -1).cummax(-1).values
+        y, sums = causal_linear_attention(
+            features,
+            (keys.exponent - top.unsqueeze(-1)).exp().unsqueeze(2),
+            keys.values.unsqueeze(2),
+            past,
+            log_decay=log_decay.unsqueeze(2),
+            normalize=None,
+        )
+        floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
+        y = self._with_floor(y, features, floors[..., 1:, :], largest[..., 1:])
+        # copies, as views would keep the whole sequence alive in a state of constant size
+        state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
+        return y.to(v.dtype), state
+
+    def _queries(self, q: Tensor, num_key_heads: int) -> Float[Tensor, "b hk g n f"]:
+        exponent, largest = self._exponents(q)
+        # the largest has a part in the gradient, as the floor is relative to it
+        features = (exponent - largest.unsqueeze(-1)).exp() + self.epsilon
+        return group_queries(features, num_key_heads)
+
+    def _keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> _Keys:
+        v = v.to(accumulator(v.dtype))
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        if key_mask is None:
+            return _Keys(*self._exponents(k), values)
+        missing = ~key_mask.unsqueeze(-1)
+        exponent, largest = self._exponents(k.masked_fill(missing, 0))
+        exponent, largest = exponent.masked_fill(missing, -torch.inf), largest.masked_fill(~key_mask, -torch.inf)
+        return _Keys(exponent, largest, values.masked_fill(missing, 0))
+
+    def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        projected = self.feature_map.projection(x)
+        return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
+
+    def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, largest: Tensor) -> Tensor:
+        """`y` has the sums of [v, 1] relative to exp(largest), and of this no gradient; the floor brings it."""
+        largest = _shown(largest)
+        weight = self.epsilon * features.sum(-1) * (largest - largest.detach()).exp().unsqueeze(2)
+        y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
+        return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"epsilon={self.epsilon}, causal={self.causal}"
+
+
+def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:
+    return torch.full((*k.shape[:2], 1), -torch.inf, dtype=accumulator(k.dtype), device=k.device)
+
+
+def _shown(largest: Tensor) -> Tensor:
+    """Zero where there is no key."""
+    return largest.masked_fill(largest == -torch.inf, 0)
+

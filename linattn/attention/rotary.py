@@ -1,0 +1,79 @@
+"""Rotary positions before any inner attention, for some of the heads of a mixture only; for all heads alike
+`MultiheadAttention` has an option. Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 34"""
+
+from typing import Any, NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention
+from linattn.ops.compaction import per_query_head
+from linattn.ops.rotary import rotate
+
+
+class RotaryState(NamedTuple):
+    """The inner attention's own state, and the number of tokens seen."""
+
+    inner: Any
+    position: Int[Tensor, "b hk 1"]
+
+
+@final
+class RotaryAttention(InnerAttention):
+    """inner(R_i q_i, R_j k_j, v_j): queries and keys of the same tokens, turned by their positions.
+
+    q·k then knows only how far apart the two are, and softmax sees nothing else. A feature map sees channels: with one,
+    the output depends on where the sequence begins. Masked tokens have no position."""
+
+    def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
+        super().__init__()
+        self.inner, self.base, self.causal = inner, base, inner.causal
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        q, k = self._turned(q, k, count_places(k, key_mask, 0))
+        return self.inner(q, k, v, key_mask=key_mask)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: RotaryState | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], RotaryState]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
+        places = count_places(k, key_mask, seen)
+        q, k = self._turned(q, k, places)
+        y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask)
+        arrived = k.shape[-2] if key_mask is None else key_mask.sum(-1, keepdim=True)
+        return y, RotaryState(inner, seen + arrived)
+
+    def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError(
+                f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+            )
+        of_queries = per_query_head(places, q.shape[1])
+        return rotate(q, of_queries, base=self.base), rotate(k, places, base=self.base)
+
+    def extra_repr(self) -> str:
+        return f"base={self.base}"
+
+
+def count_places(
+    k: Float[Tensor, "b hk n d"], key_mask: Bool[Tensor, "#b #hk n"] | None, seen: Int[Tensor, "b hk 1"] | int
+) -> Int[Tensor, "b hk n"]:
+    """The position of each token: how many are present before it."""
+    present = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return (present.expand(k.shape[:-1]).cumsum(-1) - 1 + seen).clamp(min=0)

@@ -1,0 +1,101 @@
+"""performer-pytorch's attention on split heads, out of our feature maps."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.attention import InnerAttention, LinearAttention
+from linattn.attention.floored_favor import FlooredFavorAttention
+from linattn.feature_maps import (
+    EfficientFeatureMap,
+    FavorFeatureMap,
+    GeneralizedFeatureMap,
+    RandomProjection,
+    redraw_features_,
+)
+from linattn.feature_maps.random_projection import default_num_features
+
+
+@final
+class FastAttention(InnerAttention):
+    """FAVOR+; or, `generalized_attention`, kernel_fn(Ωu) + kernel_epsilon; or, `no_projection`, Efficient Attention.
+
+    `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
+    with 0 there is none. `kernel_fn` acts with `generalized_attention` only, as there."""
+
+    def __init__(
+        self,
+        dim_heads: int,
+        nb_features: int | None = None,
+        ortho_scaling: int = 0,
+        causal: bool = False,
+        generalized_attention: bool = False,
+        kernel_fn: Callable[[Tensor], Tensor] = torch.relu,
+        no_projection: bool = False,
+        *,
+        softmax_epsilon: float = 1e-4,
+        kernel_epsilon: float = 1e-3,
+    ):
+        super().__init__()
+        if no_projection and generalized_attention:
+            raise ValueError("generalized_attention projects, so it cannot be had with no_projection: choose one")
+        self.dim_heads, self.causal = dim_heads, causal
+        if no_projection:
+            # the causal form normalises outputs as performer-pytorch does; not causal, keys are a softmax over tokens
+            normalize = "output" if causal else "keys"
+            self.inner = LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize)
+        elif generalized_attention:
+            rows = default_num_features(dim_heads) if nb_features is None else nb_features
+            projection = RandomProjection(dim_heads, rows, scaling=ortho_scaling)
+            feature_map = GeneralizedFeatureMap(kernel_fn, epsilon=kernel_epsilon, projection=projection)
+            self.inner = LinearAttention(feature_map, causal=causal)
+        else:
+            favor = FavorFeatureMap(dim_heads, nb_features, scaling=ortho_scaling)
+            self.inner = _favor(favor, softmax_epsilon, causal)
+
+    @property
+    def projection_matrix(self) -> Float[Tensor, "f d"] | None:
+        """The random rows Ω, None without a projection."""
+        return next((part.rows for part in self.modules() if isinstance(part, RandomProjection)), None)
+
+    @property
+    def nb_features(self) -> int:
+        return self.dim_heads if self.projection_matrix is None else len(self.projection_matrix)
+
+    def redraw_projection_matrix(self, device: torch.device | str | None = None) -> None:
+        """Draws new rows, in place. A `device` must be the one where they are: they are drawn on the CPU anyway, so
+        that every device has the same."""
+        rows = self.projection_matrix
+        if device is not None and rows is not None and torch.device(device).type != rows.device.type:
+            raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
+        redraw_features_(self)
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        return self.inner(q, k, v, key_mask=key_mask)
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: Any = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], Any]:
+        return self.inner.extend(q, k, v, state, key_mask=key_mask)
+
+
+def _favor(feature_map: FavorFeatureMap, epsilon: float, causal: bool) -> InnerAttention:
+    if epsilon == 0:
+        return LinearAttention(feature_map, causal=causal)
+    return FlooredFavorAttention(feature_map, epsilon=epsilon, causal=causal)

@@ -1,0 +1,110 @@
+"""The functions of performer-pytorch: random features as tensors, and attention on features."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linattn.feature_maps import RandomProjection
+from linattn.feature_maps.favor import half_squared_norm
+from linattn.ops import linear
+from linattn.ops.backends.base import accumulator
+from linattn.ops.state import LinearState
+
+Device = torch.device | str | None
+
+
+def softmax_kernel(
+    data: Float[Tensor, "*b n d"],
+    *,
+    projection_matrix: Float[Tensor, "f d"],
+    is_query: bool,
+    normalize_data: bool = True,
+    eps: float = 1e-4,
+    device: Device = None,
+) -> Float[Tensor, "*b n f"]:
+    """(exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself), on `device` (None: where data is).
+
+    The maximum is the query's own, but one for all keys: features of keys that are padding, or that a causal query must
+    not see, take part in it. `FastAttention` has no such maximum."""
+    data = data.to(device=device)
+    projected = _projected(data, projection_matrix, normalize_data)
+    half = half_squared_norm(data) * (1 if normalize_data else data.shape[-1] ** 0.5)
+    largest = projected.amax(-1 if is_query else (-1, -2), keepdim=True)
+    features = (projected - half.unsqueeze(-1) - largest).exp() + eps
+    return (features * projection_matrix.shape[0] ** -0.5).to(data.dtype)
+
+
+def generalized_kernel(
+    data: Float[Tensor, "*b n d"],
+    *,
+    projection_matrix: Float[Tensor, "f d"] | None,
+    kernel_fn: Callable[[Tensor], Tensor] = torch.relu,
+    kernel_epsilon: float = 0.001,
+    normalize_data: bool = True,
+    device: Device = None,
+) -> Float[Tensor, "*b n f"]:
+    """kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself); without a matrix kernel_fn(u) + epsilon."""
+    data = data.to(device=device)
+    return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
+
+
+def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "d d"]:
+    """A rotation or reflection, drawn uniformly."""
+    return gaussian_orthogonal_random_matrix(cols, cols, scaling=1, device=device) / cols**0.5
+
+
+def gaussian_orthogonal_random_matrix(
+    nb_rows: int, nb_columns: int, scaling: int = 0, device: Device = None
+) -> Float[Tensor, "f d"]:
+    """Rows that are orthogonal by blocks, as long as Gaussian vectors (scaling 0) or √d (1); see `RandomProjection`."""
+    return RandomProjection(nb_columns, nb_rows, scaling=scaling).rows.to(device=device)
+
+
+def linear_attention(
+    q: Float[Tensor, "*b n f"], k: Float[Tensor, "*b m f"], v: Float[Tensor, "*b m dv"]
+) -> Float[Tensor, "*b n dv"]:
+    """Each query attends to all keys; q and k are features."""
+    return linear.linear_attention(q, k, v)
+
+
+def causal_linear_attention(
+    q: Float[Tensor, "*b n f"], k: Float[Tensor, "*b n f"], v: Float[Tensor, "*b n dv"], eps: float = 0.0
+) -> Float[Tensor, "*b n dv"]:
+    """Each query attends to the keys up to its own, in linear memory on any device.
+
+    `eps` is a key before the first one, whose features are eps and whose value is zero: it draws every output towards
+    zero, the more the smaller the features are."""
+    return linear.causal_linear_attention(q, k, v, _first_key(k, v, eps))[0]
+
+
+def causal_linear_attention_noncuda(
+    q: Float[Tensor, "*b n f"],
+    k: Float[Tensor, "*b n f"],
+    v: Float[Tensor, "*b n dv"],
+    chunk_size: int = 128,
+    eps: float = 0.0,
+) -> Float[Tensor, "*b n dv"]:
+    """The same `chunk_size` tokens at a time, each piece going on from the state that the one before left: the
+    recurrent network that linear attention is. Memory beside the output is that of one piece."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be a number of tokens, at least 1, but is {chunk_size}")
+    state, ys = _first_key(k, v, eps), []
+    for q1, k1, v1 in zip(*(x.split(chunk_size, dim=-2) for x in (q, k, v)), strict=True):
+        y, state = linear.causal_linear_attention(q1, k1, v1, state)
+        ys.append(y)
+    return torch.cat(ys, -2)
+
+
+def _projected(data: Tensor, projection_matrix: Tensor | None, normalize_data: bool) -> Tensor:
+    data = data.to(accumulator(data.dtype))
+    u = data * data.shape[-1] ** -0.25 if normalize_data else data
+    return u if projection_matrix is None else u @ projection_matrix.to(u).mT
+
+
+def _first_key(k: Tensor, v: Tensor, eps: float) -> LinearState | None:
+    if eps == 0:
+        return None
+    z = torch.full((*k.shape[:-2], k.shape[-1]), eps, dtype=accumulator(k.dtype), device=k.device)
+    return LinearState(z.new_zeros(*z.shape, v.shape[-1]), z)

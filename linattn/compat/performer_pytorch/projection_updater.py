@@ -1,0 +1,103 @@
+"""When random features are drawn anew: after so many training steps, alike on every rank, never in evaluation."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linattn.feature_maps import RandomProjection
+from linattn.feature_maps.random_projection import draw_rows
+
+
+@final
+class ProjectionUpdater(nn.Module):
+    """Draws the random features in `instance` anew; each drawing serves `feature_redraw_interval` training steps.
+
+    A step is a call of `redraw_projections` in training: `Performer` calls it at the start of each training forward.
+    Evaluation does not count, nor does what a checkpoint runs again in the backward pass, which sees the features that
+    the forward saw if the backward comes before the next drawing. The next drawing follows from `seed` alone. So ranks
+    that begin alike stay alike, without a broadcast, and a loaded model goes on as the saved one would have."""
+
+    calls_since_last_redraw: Tensor
+    seed: Tensor
+    fixed: Tensor
+
+    def __init__(self, instance: nn.Module, feature_redraw_interval: int | None):
+        super().__init__()
+        if feature_redraw_interval is not None and feature_redraw_interval < 1:
+            raise ValueError(f"feature_redraw_interval must be at least 1, or None, but is {feature_redraw_interval}")
+        self.feature_redraw_interval = feature_redraw_interval
+        # in a tuple it is no submodule: the model that holds both would save every weight twice
+        self._instance = (instance,)
+        self.register_buffer("calls_since_last_redraw", torch.empty((), dtype=torch.int64))
+        self.register_buffer("seed", torch.empty((), dtype=torch.int64))
+        self.register_buffer("fixed", torch.empty((), dtype=torch.bool))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.calls_since_last_redraw.zero_()
+        self.fixed.zero_()
+        self.seed.copy_(_new_seed(None))
+
+    @property
+    def instance(self) -> nn.Module:
+        return self._instance[0]
+
+    def fix_projections_(self) -> None:
+        """The features stay as they are, for good: the decision is saved with the model."""
+        self.fixed.fill_(True)
+
+    def redraw_projections(self) -> None:
+        """Counts a training step, and draws anew if the features have served their number of steps."""
+        if self.feature_redraw_interval is None or not (self.training and self.instance.training):
+            return
+        parts = [part for part in self.instance.modules() if isinstance(part, RandomProjection)]
+        if not parts:
+            return
+        rows, kinds = [part.rows for part in parts], [2 * part.scaling + part.orthogonal for part in parts]
+        # opaque to the compiler, which would break its graph where the counter decides
+        step = torch.ops.linattn.count_step if torch.compiler.is_compiling() else count_step
+        step(rows, kinds, self.calls_since_last_redraw, self.seed, self.fixed, self.feature_redraw_interval)
+
+    def extra_repr(self) -> str:
+        return f"feature_redraw_interval={self.feature_redraw_interval}"
+
+
+@torch.no_grad()
+def count_step(
+    rows: Sequence[Float[Tensor, "r d"]],
+    kinds: Sequence[int],
+    calls: Int[Tensor, ""],
+    seed: Int[Tensor, ""],
+    fixed: Bool[Tensor, ""],
+    interval: int,
+) -> None:
+    """A kind is 2 · scaling + orthogonal. In place: buffers stay where optimisers and graphs know them."""
+    if _in_backward() or fixed:
+        return
+    if calls >= interval:
+        generator = torch.Generator().manual_seed(int(seed))
+        for part, kind in zip(rows, kinds, strict=True):
+            part.copy_(draw_rows(part.shape[0], part.shape[1], bool(kind % 2), kind // 2, generator))
+        seed.copy_(_new_seed(generator))
+        calls.zero_()
+    calls += 1
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread: forwards in it are a checkpoint's recomputations."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _new_seed(generator: torch.Generator | None) -> Int[Tensor, ""]:
+    return torch.randint(2**62, (), generator=generator, device="cpu")
+
+
+@torch.library.custom_op("linattn::count_step", mutates_args=("rows", "calls", "seed"))
+def _count_step(
+    rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int
+) -> None:
+    count_step(rows, kinds, calls, seed, fixed, interval)
