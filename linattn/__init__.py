@@ -19,6 +19,7 @@ from linattn.attention import (
     SplitHeads,
     StridedConvolution,
     attend,
+    attention_weights,
     map_state,
     named_attention,
 )
@@ -47,8 +48,12 @@ from linattn.nn import (
     GatedConvolution,
     GatedFeedForward,
     HeadNorm,
+    LinearMultiheadAttention,
     MultiheadAttention,
     ShortConvolution,
+    TorchMultiheadAttention,
+    replace_attention,
+    with_inner,
 )
 from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
 
@@ -74,6 +79,7 @@ __all__ = [
     "LanguageModelConfig",
     "LearnedProjection",
     "LinearAttention",
+    "LinearMultiheadAttention",
     "LinearState",
     "LinformerAttention",
     "LocalAttention",
@@ -91,9 +97,11 @@ __all__ = [
     "StridedConvolution",
     "T2RFeatureMap",
     "TaylorFeatureMap",
+    "TorchMultiheadAttention",
     "TrigonometricFavorFeatureMap",
     "ask",
     "attend",
+    "attention_weights",
     "causal_linear_attention",
     "compare_with_softmax",
     "generate",
@@ -101,6 +109,8 @@ __all__ = [
     "map_state",
     "named_attention",
     "redraw_features_",
+    "replace_attention",
     "stream",
     "summarize",
+    "with_inner",
 ]

@@ -5,10 +5,13 @@ from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
 from linattn.nn.head_norm import HeadNorm
+from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
+from linattn.nn.replace import replace_attention, with_inner
 from linattn.nn.residual import ResidualSequence, ReversibleSequence
 from linattn.nn.token_shift import TokenShift
+from linattn.nn.torch_multihead import TorchMultiheadAttention
 
 __all__ = [
     "AttentionState",
@@ -21,6 +24,7 @@ __all__ = [
     "GatedFeedForward",
     "HeadNorm",
     "LearnedPositions",
+    "LinearMultiheadAttention",
     "MultiheadAttention",
     "ResidualSequence",
     "ReversibleSequence",
@@ -28,4 +32,7 @@ __all__ = [
     "ShortConvolution",
     "SinusoidalPositions",
     "TokenShift",
+    "TorchMultiheadAttention",
+    "replace_attention",
+    "with_inner",
 ]

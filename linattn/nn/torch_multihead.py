@@ -173,8 +173,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         form = self._causal_form[0]
         if form is None:
             raise ValueError(
-                f"{type(self.inner).__name__} cannot be made causal by a call: Linformer never can, as it mixes the whole "
-                "sequence into every key; others are made with causal=True"
+                f"{type(self.inner).__name__} cannot be made causal by a call: Linformer never can, as it mixes "
+                "the whole sequence into every key; others are made with causal=True"
             )
         return form
 
