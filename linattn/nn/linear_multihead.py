@@ -4,13 +4,8 @@ Wang et al., https://arxiv.org/abs/2006.04768"""
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from linattn.attention.base import InnerAttention
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
-from linattn.attention.softmax import SoftmaxAttention
-from linattn.attention.weights import attention_weights
 from linattn.nn.torch_multihead import TorchMultiheadAttention
 
 PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
@@ -27,8 +22,8 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         first = LinearMultiheadAttention(512, 8, seq_len=1024, param_sharing="layerwise")
         second = LinearMultiheadAttention(512, 8, param_sharing="layerwise", projection=first.projection)
 
-    The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k): linear in memory, and
-    rows sum to one; dropout is not in them. `attention_weights(layer.inner, q, k)` has the n × m matrix."""
+    The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k), linear in memory. Note
+    that nn.TransformerEncoder copies its layer, the shared projection too: set `layer.self_attn` afterwards."""
 
     def __init__(
         self,
@@ -73,12 +68,6 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         """That of the keys: with "key-value" and "layerwise", of the values too."""
         assert isinstance(self.inner, LinformerAttention)
         return self.inner.key_projection
-
-    def _weights(
-        self, inner: InnerAttention, q: Tensor, k: Tensor, key_mask: Tensor | None, keep: Tensor | None
-    ) -> Float[Tensor, "b h n r"]:
-        k, present = self.projection(k, key_mask=key_mask)
-        return attention_weights(SoftmaxAttention(), q, k, key_mask=present)
 
 
 def _linformer(

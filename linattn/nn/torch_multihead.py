@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
 from linattn.attention.causality import causal_form
+from linattn.attention.linformer import LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.named import named_attention
 from linattn.attention.softmax import SoftmaxAttention
-from linattn.attention.weights import attention_weights
+from linattn.attention.weights import attention_weights, projected_weights
 from linattn.nn import nested
 from linattn.nn.torch_masks import TorchMasks, read_masks
 from linattn.nn.torch_softmax import torch_softmax
 
-_Heads = Float[Tensor, "b h n d"]
+_Queries = Float[Tensor, "b h n d"]
+_Keys = Float[Tensor, "b h m d"]
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
@@ -30,7 +32,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
       without the mask itself, or an `attn_mask` that is the causal mask. A mask that hides the same keys from all
       queries is understood too; any other, and one that adds to scores, is for softmax alone.
     - `need_weights=True`, torch's default, returns the n × m matrix that the method stands for, exactly, at quadratic
-      cost. `return_weights=False` never does, for models that do not look at the weights but do not say so either.
+      cost (Linformer's is over its r projected keys, n × r, without dropout). `return_weights=False` never does, for
+      models that do not look at the weights but do not say so either.
     - `dropout` drops weights, as torch does, but without a matrix none can be dropped alone: in training, a dropped key
       is dropped for all queries of its head.
     - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
@@ -128,7 +131,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     def _as_given(self, y: Tensor, query: Tensor) -> Tensor:
         return y.squeeze(0) if query.ndim == 2 else y.transpose(0, self._batch_dim)
 
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Heads, _Heads, _Heads]:
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Queries, _Keys, _Keys]:
         if self.in_proj_weight is not None and q is k and k is v:
             parts = F.linear(q, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
@@ -140,8 +143,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _attend(
-        self, q: _Heads, k: _Heads, v: _Heads, masks: TorchMasks, need_weights: bool
-    ) -> tuple[_Heads, Float[Tensor, "b h n m"] | None]:
+        self, q: _Queries, k: _Keys, v: _Keys, masks: TorchMasks, need_weights: bool
+    ) -> tuple[_Queries, Float[Tensor, "b h n columns"] | None]:
         inner, dropout, extra = self.inner, self.dropout if self.training else 0.0, self._extra_keys
         if extra:
             # in front, where each query sees them in causal attention too; torch has them at the end
@@ -163,9 +166,11 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return y, self._weights(inner, q, k, key_mask, keep)[..., skipped:, :]
 
     def _weights(
-        self, inner: InnerAttention, q: _Heads, k: _Heads, key_mask: Tensor | None, keep: Tensor | None
-    ) -> Float[Tensor, "b h n m"]:
+        self, inner: InnerAttention, q: _Queries, k: _Keys, key_mask: Tensor | None, keep: Tensor | None
+    ) -> Float[Tensor, "b h n columns"]:
         """The columns in torch's order; `keep` holds what dropout multiplied the values by."""
+        if isinstance(inner, LinformerAttention):
+            return projected_weights(inner, q, k, key_mask=key_mask)
         weights = attention_weights(inner, q, k, key_mask=key_mask)
         return (weights if keep is None else weights * keep.mT).roll(-self._extra_keys, -1)
 
@@ -178,7 +183,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             )
         return form
 
-    def _extra(self, x: _Heads, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
+    def _extra(self, x: _Keys, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
         """The learned key or value of `add_bias_kv`, the zeros of `add_zero_attn`."""
         parts = [] if bias is None else [bias.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)]
         if self.add_zero_attn:
