@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -35,6 +35,39 @@ class InnerAttention(nn.Module, ABC):
     ) -> tuple[Float[Tensor, "b h n dv"], Any]:
         """The next tokens of sequences whose past is summed up in `state` (None: no past)."""
         raise NotImplementedError(f"{type(self).__name__} is not causal here, so it cannot be extended token by token")
+
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Any:
+        """All that `ask` needs of the keys and values, once and for all: an encoder's output for its decoder.
+
+        `ask(q, summarize(k, v))` is `forward(q, k, v)`. Here it is the keys and values themselves; what can do with
+        less overrides both."""
+        self.check_not_causal()
+        return KeysAndValues(k, v, None if key_mask is None else key_mask.expand(k.shape[0], -1, -1))
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
+        """The outputs of queries, any number of them at a time."""
+        return self(q, summary.k, summary.v, key_mask=summary.key_mask)
+
+    def check_not_causal(self) -> None:
+        if self.causal:
+            raise ValueError(
+                f"{type(self).__name__} is causal here, so each query has keys of its own: what cannot be summed up "
+                "for all of them is extended"
+            )
+
+
+class KeysAndValues(NamedTuple):
+    """The summary of an attention that needs all of them."""
+
+    k: Float[Tensor, "b hk m d"]
+    v: Float[Tensor, "b hk m dv"]
+    key_mask: Bool[Tensor, " b #hk m"] | None
 
 
 def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tensor, "b hk g n d"]:

@@ -4,13 +4,14 @@ Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236"""
 from typing import NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
-from linattn.ops.linear import causal_linear_attention, linear_attention
+from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
 
@@ -20,16 +21,6 @@ class LinearAttentionState(NamedTuple):
 
     sums: LinearState
     log_scale: Float[Tensor, "b hk 1"] | None
-
-
-class _Features(NamedTuple):
-    """φ = value · exp(scale) of queries (b hk g n f) and keys (b hk 1 m f); or x, and the operator's name for φ."""
-
-    q: Tensor
-    q_scale: Tensor | None
-    k: Tensor
-    k_scale: Tensor | None
-    name: str
 
 
 @final
@@ -69,17 +60,31 @@ class LinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
-        x, key_mask, top = self._features(q, k), _for_groups(key_mask), None
-        features = x.k
-        if x.k_scale is not None and k.shape[-2] > 0:
-            k_scale = _of_present(x.k_scale, key_mask)
-            top = k_scale.detach().amax(-1, keepdim=True)
+        return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> LinearAttentionState:
+        """S and z, of constant size."""
+        self.check_not_causal()
+        (features, k_scale, name), key_mask, top = self._keys(k), _for_groups(key_mask), None
+        if k_scale is not None:
+            k_scale = _of_present(k_scale, key_mask)
+            # −inf where there is no key, of a length of zero too
+            top = F.pad(k_scale.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
             top = top.masked_fill(top == -torch.inf, 0)
-            features = _scaled(x.k, k_scale - top)
-        y = linear_attention(
-            x.q, features, v.unsqueeze(2), key_mask=key_mask, normalize=self.normalize, feature_map=x.name
-        )
-        return self._unscaled(y, x.q_scale, top).flatten(1, 2).to(v.dtype)
+            features = _scaled(features, k_scale - top)
+        sums = summarize(features, v.unsqueeze(2), key_mask=key_mask, feature_map=name)
+        return LinearAttentionState(sums, top)
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
+        features, q_scale, name = self._queries(q, summary.sums.z.shape[1])
+        y = ask(features, summary.sums, normalize=self.normalize, feature_map=name)
+        return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
         self,
@@ -92,38 +97,45 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        x, key_mask = self._features(q, k), _for_groups(key_mask)
+        q_features, q_scale, name = self._queries(q, k.shape[1])
+        features, k_scale, _ = self._keys(k)
+        key_mask, top, log_scale = _for_groups(key_mask), None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
-        features, top, log_scale = x.k, None, None
-        if x.k_scale is not None:
-            k_scale = _of_present(x.k_scale, key_mask)
+        if k_scale is not None:
+            k_scale = _of_present(k_scale, key_mask)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale
             top, log_decay, log_scale = running_scale(k_scale, log_decay, start)
-            features = _scaled(x.k, k_scale - top)
+            features = _scaled(features, k_scale - top)
         y, sums = causal_linear_attention(
-            x.q,
+            q_features,
             features,
             v.unsqueeze(2),
             None if state is None else state.sums,
             log_decay=log_decay,
             key_mask=key_mask,
             normalize=self.normalize,
-            feature_map=x.name,
+            feature_map=name,
             blindspot=self.blindspot,
         )
-        return self._unscaled(y, x.q_scale, top).flatten(1, 2).to(v.dtype), LinearAttentionState(sums, log_scale)
+        return self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype), LinearAttentionState(sums, log_scale)
 
-    def _features(self, q: Tensor, k: Tensor) -> _Features:
-        """Maps while heads are split once (maps may have weights for each head), then groups queries by key head."""
-        hk, name = k.shape[1], self.feature_map.elementwise
-        if name is not None:
-            return _Features(group_queries(q, hk), None, k.unsqueeze(2), None, name)
-        (q, q_scale), (k, k_scale) = self.feature_map.scaled_query(q), self.feature_map.scaled_key(k)
-        q_scale = None if q_scale is None else q_scale.unflatten(1, (hk, -1))
-        k_scale = None if k_scale is None else k_scale.unsqueeze(2)
-        return _Features(group_queries(q, hk), q_scale, k.unsqueeze(2), k_scale, "identity")
+    def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
+        """Features (b hk g n f), their scale, and the operator's name for φ. Maps are applied while heads are split
+        once, as they may have weights for each head; then queries are grouped by key head."""
+        if self.feature_map.elementwise is not None:
+            return group_queries(q, num_key_heads), None, self.feature_map.elementwise
+        q, scale = self.feature_map.scaled_query(q)
+        scale = None if scale is None else scale.unflatten(1, (num_key_heads, -1))
+        return group_queries(q, num_key_heads), scale, "identity"
+
+    def _keys(self, k: Tensor) -> tuple[Tensor, Tensor | None, str]:
+        """Features (b hk 1 m f) likewise."""
+        if self.feature_map.elementwise is not None:
+            return k.unsqueeze(2), None, self.feature_map.elementwise
+        k, scale = self.feature_map.scaled_key(k)
+        return k.unsqueeze(2), None if scale is None else scale.unsqueeze(2), "identity"
 
     def _unscaled(self, y: Tensor, q_scale: Tensor | None, top: Tensor | None) -> Tensor:
         """What was left out of features does not matter to a normalised output; any other is multiplied by it."""

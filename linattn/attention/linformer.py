@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.ops.linformer import pool_sequence, project_sequence
 from linattn.ops.softmax import softmax_attention
 
@@ -119,6 +119,16 @@ class LinformerAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        return self.ask(q, self.summarize(k, v, key_mask=key_mask))
+
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> KeysAndValues:
+        """The projected keys and values, r of each."""
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
         if m > longest:
             raise ValueError(f"made for at most {longest} keys, but there are {m}: k is {tuple(k.shape)}")
@@ -126,4 +136,7 @@ class LinformerAttention(InnerAttention):
         v, present_values = self.value_projection(v, key_mask=key_mask)
         if k.shape[-2] != v.shape[-2]:
             raise ValueError(f"keys are projected to {k.shape[-2]} and values to {v.shape[-2]}: the two must agree")
-        return softmax_attention(q, k, v, key_mask=present_values if present is None else present)
+        return KeysAndValues(k, v, present_values if present is None else present)
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: KeysAndValues) -> Float[Tensor, "b h n dv"]:
+        return softmax_attention(q, summary.k, summary.v, key_mask=summary.key_mask)

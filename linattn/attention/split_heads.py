@@ -1,6 +1,6 @@
 """Mixtures, as in the readmes of the packages: some heads attend one way, the rest another."""
 
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -56,11 +56,33 @@ class SplitHeads(InnerAttention):
         )
         return torch.cat(ys, 1), states
 
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> tuple[Any, ...]:
+        """The tuple of the parts' summaries."""
+        self.check_not_causal()
+        pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
+        return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
+        pieces = zip(self.parts, self._split_queries(q), summary, strict=True)
+        return torch.cat([cast(InnerAttention, part).ask(piece, kept) for part, piece, kept in pieces], 1)
+
     def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
         """Queries, keys, values and masks, each for all parts."""
+        return self._split_queries(q), *self._split_keys(k, v, key_mask)
+
+    def _split_queries(self, q: Tensor) -> tuple[Tensor, ...]:
+        if q.shape[1] != sum(self.heads):
+            raise ValueError(f"made for {self.heads}, together {sum(self.heads)} heads, but q is {tuple(q.shape)}")
+        return q.split(self.heads, 1)
+
+    def _split_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
         total, hk = sum(self.heads), k.shape[1]
-        if q.shape[1] != total:
-            raise ValueError(f"made for {self.heads}, together {total} heads, but q is {tuple(q.shape)}")
         if any(count * hk % total for count in self.heads):
             raise ValueError(
                 f"key heads must split in the same proportion as the query heads, {self.heads}, "
@@ -71,7 +93,7 @@ class SplitHeads(InnerAttention):
             masks: Any = (key_mask,) * len(self.heads)
         else:
             masks = key_mask.split(key_heads, 1)
-        return q.split(self.heads, 1), k.split(key_heads, 1), v.split(key_heads, 1), masks
+        return k.split(key_heads, 1), v.split(key_heads, 1), masks
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"

@@ -80,8 +80,18 @@ class MultiheadAttention(nn.Module):
             q, k, v, _, _ = self._project(x, None, key_mask)
         else:
             self._check_cross_attention()
-            q, k, v = self._heads(x, context)
+            q, (k, v) = self._queries(x), self._keys(context)
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
+
+    def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: Bool[Tensor, "b m"] | None = None) -> Any:
+        """All that cross attention needs of the context, for `ask`: of linear attention, the sums over its tokens."""
+        self._check_cross_attention()
+        return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
+
+    def ask(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
+        """What `forward` gives with the summed-up context, for any tokens at a time."""
+        self._check_cross_attention()
+        return self._merge(x, self.inner.ask(self._queries(x), summary))
 
     def extend(
         self,
@@ -104,17 +114,20 @@ class MultiheadAttention(nn.Module):
         mixed, convolution, position = x, None, None
         if self.convolution is not None:
             mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
-        q, k, v = self._heads(mixed, mixed)
+        q, (k, v) = self._queries(mixed), self._keys(mixed)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
             q, k = (rotate(part, positions.unsqueeze(1), base=self.rotary) for part in (q, k))
         return q, k, v, convolution, position
 
-    def _heads(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
-        q, k = (part.unflatten(-1, (-1, self.key_dim)) for part in (self.q_proj(x), self.k_proj(context)))
+    # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
+    def _queries(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        k = self.k_proj(context).unflatten(-1, (-1, self.key_dim))
         v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:

@@ -1,36 +1,91 @@
 """The part of a block that acts on each token alone."""
 
+from collections.abc import Callable
 from typing import final
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Activation = Callable[[Tensor], Tensor]
 
 
 @final
 class FeedForward(nn.Module):
-    """W₂ gelu(W₁ x + b₁) + b₂, as in GPT-2."""
+    """W₂ a(W₁ x + b₁) + b₂ with a = gelu, as in GPT-2, or any other.
 
-    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0):
+    `dropout` acts on the output, `hidden_dropout` on the hidden units."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: Activation = F.gelu,
+        bias: bool = True,
+        dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+    ):
         super().__init__()
-        self.up_proj = nn.Linear(dim, hidden_dim)
-        self.down_proj = nn.Linear(hidden_dim, dim)
-        self.dropout = nn.Dropout(dropout)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
+        self.activation = activation
+        self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return self.dropout(self.down_proj(F.gelu(self.up_proj(x))))
+        hidden = self.hidden_dropout(self.activation(self.up_proj(x)))
+        return self.dropout(self.down_proj(hidden))
 
 
 @final
 class GatedFeedForward(nn.Module):
-    """W₃ (silu(W₁ x) ⊙ W₂ x), called SwiGLU. Shazeer, https://arxiv.org/abs/2002.05202"""
+    """W₃ (a(W₁ x) ⊙ W₂ x), the GLU variants: a = silu is SwiGLU, gelu GEGLU, relu ReGLU, sigmoid GLU itself.
+    Shazeer, https://arxiv.org/abs/2002.05202"""
 
-    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0):
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: Activation = F.silu,
+        bias: bool = False,
+        dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+    ):
         super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.gate_proj = nn.Linear(dim, hidden_dim, bias=bias)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
+        self.activation = activation
+        self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return self.dropout(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        hidden = self.hidden_dropout(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.dropout(self.down_proj(hidden))
+
+
+@final
+class Chunked(nn.Module):
+    """A module that acts on each token alone, applied to `chunks` pieces of the sequence, one after the other.
+
+    The numbers are the same; the hidden units of one piece at a time are in memory, also in the backward pass, which
+    computes them again. Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451, section 3."""
+
+    def __init__(self, module: nn.Module, chunks: int):
+        super().__init__()
+        if chunks < 1:
+            raise ValueError(f"there must be at least one chunk, but chunks is {chunks}")
+        self.module, self.chunks = module, chunks
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        if self.chunks == 1:
+            return self.module(x)
+        pieces = x.chunk(self.chunks, -2)
+        if not torch.is_grad_enabled():
+            return torch.cat([self.module(piece) for piece in pieces], -2)
+        return torch.cat([checkpoint(self.module, piece, use_reentrant=False) for piece in pieces], -2)
+
+    def extra_repr(self) -> str:
+        return f"chunks={self.chunks}"

@@ -1,0 +1,91 @@
+"""What one layer adds to the residual stream, whatever kind of layer it is."""
+
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.nn.attention import MultiheadAttention
+from linattn.nn.token_shift import TokenShift
+
+
+class BranchState(NamedTuple):
+    """The last inputs of the token shift, and the module's own state: of cross attention, the context's summary."""
+
+    shift: Float[Tensor, "b w d"] | None
+    module: Any
+
+
+@final
+class Branch(nn.Module):
+    """g · module(shift(norm(x))): each part but the module may be missing.
+
+    The module is self attention or anything with its `forward(x, *, key_mask)` and `extend`, cross attention (a
+    `MultiheadAttention` with a `context_dim`), or acts on each token alone, as a feed-forward. With `rezero`, g is a
+    learned number that starts near zero. Bachlechner et al., https://arxiv.org/abs/2003.04887"""
+
+    def __init__(
+        self, module: nn.Module, *, norm: nn.Module | None = None, shift: TokenShift | None = None, rezero: bool = False
+    ):
+        super().__init__()
+        self.module, self.norm, self.shift = module, norm, shift
+        self.g = nn.Parameter(torch.empty(())) if rezero else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.g is not None:
+            # not quite the paper's zero, so that the module learns from the first step
+            nn.init.constant_(self.g, 1e-3)
+
+    @property
+    def is_cross_attention(self) -> bool:
+        return isinstance(self.module, MultiheadAttention) and self.module.is_cross_attention
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d"],
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        context: Float[Tensor, "b m c"] | None = None,
+        context_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        x = x if self.norm is None else self.norm(x)
+        x = x if self.shift is None else self.shift(x, key_mask=key_mask)
+        if self.is_cross_attention:
+            y = self.module(x, _given(context), key_mask=context_mask)
+        elif hasattr(self.module, "extend"):
+            y = self.module(x, key_mask=key_mask)
+        else:
+            y = self.module(x)
+        return y if self.g is None else self.g * y
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: BranchState | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        context: Float[Tensor, "b m c"] | None = None,
+        context_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], BranchState]:
+        """The next tokens. The context is summed up the first time, and needed only then."""
+        shifted, kept = None, None if state is None else state.module
+        x = x if self.norm is None else self.norm(x)
+        if self.shift is not None:
+            x, shifted = self.shift.extend(x, state and state.shift, key_mask=key_mask)
+        module = cast(Any, self.module)
+        if self.is_cross_attention:
+            kept = module.summarize(_given(context), key_mask=context_mask) if kept is None else kept
+            y = module.ask(x, kept)
+        elif hasattr(module, "extend"):
+            y, kept = module.extend(x, kept, key_mask=key_mask)
+        else:
+            y = module(x)
+        return y if self.g is None else self.g * y, BranchState(shifted, kept)
+
+
+def _given(context: Tensor | None) -> Tensor:
+    if context is None:
+        raise ValueError("cross attention needs its context, but none was given")
+    return context

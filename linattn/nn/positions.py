@@ -1,0 +1,96 @@
+"""Vectors for positions, to be added to embeddings. Positions count present tokens only (`count_positions`).
+Vaswani et al., https://arxiv.org/abs/1706.03762 (sinusoidal); Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451
+(axial)"""
+
+import math
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+
+
+@final
+class LearnedPositions(nn.Module):
+    """A learned vector for each of `max_length` positions."""
+
+    def __init__(self, max_length: int, dim: int):
+        super().__init__()
+        _check_lengths((max_length,))
+        self.max_length = max_length
+        self.weight = nn.Parameter(torch.empty(max_length, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+    def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        return _rows(self.weight, positions)
+
+    def extra_repr(self) -> str:
+        return f"{self.max_length}, {self.weight.shape[1]}"
+
+
+@final
+class SinusoidalPositions(nn.Module):
+    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim): the two halves of the channels, as the packages have them, not
+    neighbours, as the paper. No weights, and no longest length."""
+
+    max_length = None
+
+    def __init__(self, dim: int, *, base: float = 10000.0):
+        super().__init__()
+        self.dim, self.base = dim, base
+
+    def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        channel = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact)
+        angles = (positions.unsqueeze(-1) * self.base ** (-channel / self.dim)).remainder(2 * math.pi)
+        table = torch.cat([angles.sin(), angles.cos()], -1)[..., : self.dim]
+        return table.to(torch.get_default_dtype())
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}"
+
+
+@final
+class AxialPositions(nn.Module):
+    """The position as a place in a grid of the given shape, row by row; the vector is the sum of a learned vector for
+    each axis: (64, 128) has 8,192 positions with 192 vectors."""
+
+    def __init__(self, dim: int, shape: tuple[int, ...]):
+        super().__init__()
+        _check_lengths(shape)
+        self.shape, self.max_length = tuple(shape), math.prod(shape)
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(length, dim)) for length in shape)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # the sum has the variance of one table's rows
+        for weight in self.weights:
+            nn.init.normal_(weight, std=INIT_STD / math.sqrt(len(self.shape)))
+
+    def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        parts, rest = [], positions
+        for length, weight in zip(self.shape[:0:-1], list(self.weights)[:0:-1], strict=True):
+            parts.append(weight[rest % length])
+            rest = rest // length
+        return sum(parts, _rows(self.weights[0], rest, self.max_length))
+
+    def extra_repr(self) -> str:
+        return f"{self.weights[0].shape[1]}, {self.shape}"
+
+
+def _rows(table: Tensor, positions: Tensor, max_length: int | None = None) -> Tensor:
+    try:
+        return nn.functional.embedding(positions, table)
+    except IndexError as error:
+        limit = len(table) if max_length is None else max_length
+        raise ValueError(f"positions must be in [0, {limit}): the sequence is longer than what was made") from error
+
+
+def _check_lengths(lengths: tuple[int, ...]) -> None:
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"there must be at least one position on every axis, but the lengths are {lengths}")

@@ -1,0 +1,142 @@
+"""Backpropagation without stored activations: the inputs of each step are computed from its outputs.
+Gomez et al., RevNet, https://arxiv.org/abs/1707.04585, algorithm 1"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+class Call(NamedTuple):
+    """What every branch is called with."""
+
+    key_mask: Tensor | None
+    context: Tensor | None
+    context_mask: Tensor | None
+
+
+def run_reversibly(branches: Sequence[nn.Module], x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """(a, b) ← (b, a + branch(b)) for one branch after the other, from a = b = x.
+
+    Weights and context are inputs of the one autograd function, so that gradients flow to them where x needs none,
+    reach `torch.autograd.grad` and DDP's hooks, and go through what made the context only once."""
+    if not branches:
+        return x, x
+    weights = tuple(dict.fromkeys(weight for branch in branches for weight in _weights(branch)))
+    return _Reversal.apply(branches, call.key_mask, call.context_mask, call.context, x, *weights)
+
+
+class _Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branches: Sequence[nn.Module],
+        key_mask: Tensor | None,
+        context_mask: Tensor | None,
+        context: Tensor | None,
+        x: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        places = {weight: place for place, weight in enumerate(weights)}
+        ctx.branches = [(branch, [places[weight] for weight in _weights(branch)]) for branch in branches]
+        ctx.autocast, ctx.randomness = _Autocast.now(x), []
+        call, first, second = Call(key_mask, context, context_mask), x, x
+        for branch in branches:
+            ctx.randomness.append(_Randomness.now(x))
+            with ctx.autocast.again():
+                first, second = second, first + branch(second, **call._asdict())
+        ctx.save_for_backward(first, second, *call, *weights)
+        return first, second
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        first, second, key_mask, context, context_mask, *weights = ctx.saved_tensors
+        if context is not None:
+            context = context.detach().requires_grad_(ctx.needs_input_grad[3])
+        call = Call(key_mask, context, context_mask)
+        d_first, d_second = grads
+        d_context, d_weights = None, cast(list[Tensor | None], [None] * len(weights))
+        for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
+            first = first.detach().requires_grad_()
+            with torch.enable_grad(), ctx.autocast.again(), randomness.again():
+                delta = branch(first, **call._asdict())
+            d_input, d_call, d_own = _gradients(delta, d_second, first, context, _weights(branch))
+            first, second = second - delta.detach(), first
+            d_first, d_second = d_second, d_first if d_input is None else d_first + d_input
+            d_context = _plus(d_context, d_call)
+            for place, gradient in zip(places, d_own, strict=True):
+                d_weights[place] = _plus(d_weights[place], gradient)
+        return None, None, None, d_context, d_first + d_second, *d_weights
+
+
+def _weights(branch: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in branch.parameters() if weight.requires_grad]
+
+
+def _gradients(
+    delta: Tensor, d_delta: Tensor, x: Tensor, context: Tensor | None, weights: list[nn.Parameter]
+) -> tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]:
+    wanted = context is not None and context.requires_grad
+    inputs = [x, *([context] if wanted else []), *weights]
+    d_x, *rest = torch.autograd.grad(delta, inputs, d_delta.to(delta.dtype), allow_unused=True)
+    return (d_x, rest[0], rest[1:]) if wanted else (d_x, None, rest)
+
+
+def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total + gradient
+
+
+class _Autocast(NamedTuple):
+    """The autocast regions that a forward ran in."""
+
+    regions: tuple[tuple[str, torch.dtype], ...]
+
+    @staticmethod
+    def now(x: Tensor) -> "_Autocast":
+        devices = {"cpu", x.device.type}
+        on = [device for device in devices if torch.amp.is_autocast_available(device)]
+        on = [device for device in on if torch.is_autocast_enabled(device)]
+        return _Autocast(tuple((device, torch.get_autocast_dtype(device)) for device in on))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Without the cache of converted weights: what the forward puts there knows of no gradient."""
+        if not self.regions:
+            yield
+            return
+        (device, dtype), *rest = self.regions
+        with torch.autocast(device, dtype, cache_enabled=False), _Autocast(tuple(rest)).again():
+            yield
+
+
+class _Randomness(NamedTuple):
+    """The states of the generators before a branch, so that its dropout can be drawn again."""
+
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    kind: str
+
+    @staticmethod
+    def now(x: Tensor) -> "_Randomness":
+        return _Randomness(torch.get_rng_state(), *get_device_states(x), x.device.type)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with self._kept():
+            torch.set_rng_state(self.cpu)
+            if self.devices:
+                set_device_states(self.devices, self.states, device_type=self.kind)
+            yield
+
+    def _kept(self) -> AbstractContextManager[None]:
+        if not self.devices:
+            return torch.random.fork_rng(devices=[])
+        return torch.random.fork_rng(self.devices, device_type=self.kind)

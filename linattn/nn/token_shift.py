@@ -1,0 +1,63 @@
+"""Part of each token's channels come from its neighbour, which costs nothing and helps most on short ranges.
+Peng et al., RWKV, https://arxiv.org/abs/2305.13048, section 3.1, after the token shift of BlinkDL's code."""
+
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.ops.compaction import compact, last_tokens, pack, unpack
+
+
+@final
+class TokenShift(nn.Module):
+    """y_i = [x_{i−o₁} of the first channels, x_{i−o₂} of the next, …]: with offsets (1, 0), the first half of the
+    channels is the token before's; with (1, 0, −1), a third each of the one before, itself and the one after.
+
+    The channels that are left when they do not divide stay where they are. A missing token is skipped: the neighbour
+    is the next present one, and zeros where there is none."""
+
+    def __init__(self, offsets: tuple[int, ...]):
+        super().__init__()
+        if not offsets:
+            raise ValueError("a token shift needs at least one offset, as (1, 0), but there is none")
+        self.offsets = tuple(offsets)
+        self.past, self.future = max(0, *self.offsets), max(0, *(-offset for offset in self.offsets))
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        return self._run(x, None, key_mask)[0]
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: Float[Tensor, "b w d"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
+        """The state is the last present inputs of each row, as many as the largest offset."""
+        if self.future:
+            raise NotImplementedError(f"offsets {self.offsets} look ahead, so tokens cannot be added one by one")
+        return self._run(x, state, key_mask)
+
+    def _run(self, x: Tensor, state: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if state is None:
+            state = x.new_zeros(x.shape[0], self.past, x.shape[2])
+        if key_mask is None:
+            return self._shift(state, x), last_tokens(state, x)
+        where = compact(key_mask)
+        packed = pack(x, where)
+        return unpack(self._shift(state, packed), where, key_mask), last_tokens(state, packed, where.total)
+
+    def _shift(self, past: Tensor, x: Tensor) -> Tensor:
+        n, width = x.shape[1], x.shape[2] // len(self.offsets)
+        inputs = torch.cat([past, x, x.new_zeros(x.shape[0], self.future, x.shape[2])], 1)
+        places = [*self.offsets, 0]
+        segments = inputs.split([width] * len(self.offsets) + [x.shape[2] - width * len(self.offsets)], -1)
+        starts = (self.past - offset for offset in places)
+        return torch.cat([part[:, start : start + n] for part, start in zip(segments, starts, strict=True)], -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.offsets}"

@@ -1,0 +1,40 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.nn import ScaleNorm
+
+
+def test_agrees_with_the_formula():
+    norm, x = ScaleNorm(7).double(), torch.randn(3, 5, 7, dtype=torch.float64)
+    torch.nn.init.constant_(norm.g, 1.7)
+    assert_close(norm(x), 1.7 * x / x.norm(dim=-1, keepdim=True))
+
+
+def test_starts_as_a_norm_of_unit_variance():
+    assert_close(ScaleNorm(64)(torch.randn(10, 64)).square().mean(-1), torch.ones(10))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e30])
+def test_any_scale_gives_the_same(scale):
+    norm, x = ScaleNorm(7), torch.randn(5, 7)
+    assert_close(norm(x * scale), norm(x))
+
+
+def test_zeros_stay_zeros_and_have_a_gradient():
+    norm, x = ScaleNorm(7), torch.zeros(2, 7, requires_grad=True)
+    y = norm(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 7)) and torch.isfinite(x.grad).all()
+
+
+def test_gradients():
+    norm = ScaleNorm(4).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, g: torch.func.functional_call(norm, {"g": g}, x), (x, norm.g))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(dtype):
+    norm, x = ScaleNorm(64), 300 * torch.randn(5, 64)
+    assert_close(norm(x.to(dtype)).float(), norm(x), rtol=1e-2, atol=1e-2)

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.nn import AxialPositions, LearnedPositions, SinusoidalPositions
+
+
+def test_learned_positions_are_rows():
+    module = LearnedPositions(9, 4)
+    places = torch.tensor([[0, 8, 3], [1, 1, 0]])
+    assert torch.equal(module(places), module.weight[places])
+
+
+def test_axial_positions_are_sums_of_the_axes_rows():
+    module = AxialPositions(4, (2, 3, 5))
+    assert module.max_length == 30
+    a, b, c = module.weights
+    for place in range(30):
+        expected = a[place // 15] + b[place // 5 % 3] + c[place % 5]
+        assert_close(module(torch.tensor([place]))[0], expected)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 9])
+def test_sinusoidal_positions_agree_with_the_formula(dim):
+    table = SinusoidalPositions(dim)(torch.arange(200))
+    assert table.shape == (200, dim)
+    half = -(-dim // 2)
+    for place, channel in ((0, 0), (7, 0), (199, half - 1)):
+        angle = place * 10000 ** (-2 * channel / dim)
+        assert math.isclose(table[place, channel], math.sin(angle), abs_tol=1e-6)
+        if half + channel < dim:
+            assert math.isclose(table[place, half + channel], math.cos(angle), abs_tol=1e-6)
+
+
+def test_sinusoidal_positions_are_exact_far_away():
+    table = SinusoidalPositions(2)(torch.tensor([10**7 + 1]))
+    assert math.isclose(table[0, 0], math.sin(10**7 + 1), abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("module", [LearnedPositions(6, 4), AxialPositions(4, (2, 3))], ids=["learned", "axial"])
+def test_positions_end_somewhere(module):
+    module(torch.tensor([5]))
+    with pytest.raises(ValueError, match=r"positions must be in \[0, 6\)"):
+        module(torch.tensor([6]))
+
+
+def test_there_must_be_positions():
+    for make in (lambda: LearnedPositions(0, 4), lambda: AxialPositions(4, ()), lambda: AxialPositions(4, (3, 0))):
+        with pytest.raises(ValueError, match="at least one position"):
+            make()
