@@ -29,7 +29,8 @@ class MultiheadAttention(nn.Module):
     `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an
     RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
     (both as in RetNet, https://arxiv.org/abs/2307.08621). `key_dim` gives q and k other channels than v, which has
-    `head_dim` a head: few for maps with many features, as in Based. Dropout acts on the output."""
+    `head_dim` a head: few for maps with many features, as in Based. W_o has a bias as the others
+    do, unless `out_bias` says otherwise. Dropout acts on the output."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class MultiheadAttention(nn.Module):
         key_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = False,
+        out_bias: bool | None = None,
         rotary: float | None = None,
         convolution: int = 0,
         head_norm: bool = False,
@@ -60,7 +62,7 @@ class MultiheadAttention(nn.Module):
         self.k_proj = nn.Linear(source, key_heads * self.key_dim, bias=bias)
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
-        self.o_proj = nn.Linear(width, dim, bias=bias)
+        self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
         self.convolution = ShortConvolution(dim, convolution) if convolution else None
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
         self.dropout = nn.Dropout(dropout)

@@ -5,6 +5,7 @@ from torch.testing import assert_close
 
 from linattn.attention.base import map_state
 from linattn.attention.named import named_attention
+from linattn.attention.softmax import SoftmaxAttention
 from linattn.nn import MultiheadAttention
 
 DIM, HEADS = 24, 4
@@ -235,3 +236,12 @@ def test_keys_may_have_other_channels_than_values():
     assert module.v_proj.out_features == module.o_proj.in_features == DIM
     context = MultiheadAttention(DIM, HEADS, named_attention("elu", num_heads=HEADS, head_dim=4), key_dim=4)
     assert context(torch.randn(2, 7, DIM), torch.randn(2, 9, DIM)).shape == (2, 7, DIM)
+
+
+def test_the_output_may_have_a_bias_of_its_own():
+    def biases(**options: bool) -> list[bool]:
+        attention = MultiheadAttention(8, 2, SoftmaxAttention(), **options)
+        return [part.bias is not None for part in (attention.q_proj, attention.k_proj, attention.o_proj)]
+
+    assert biases() == [False, False, False] and biases(bias=True) == [True, True, True]
+    assert biases(out_bias=True) == [False, False, True] and biases(bias=True, out_bias=False) == [True, True, False]
