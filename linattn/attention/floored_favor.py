@@ -64,6 +64,7 @@ class FlooredFavorAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> FlooredFavorState:
+        self.check_not_causal()
         keys = self._keys(k, v, key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
         features = (keys.exponent - _shown(largest).detach().unsqueeze(-1)).exp()

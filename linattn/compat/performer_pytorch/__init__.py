@@ -1,6 +1,7 @@
 """performer-pytorch 1.1.4 on our parts: the same constructors, `from linattn.compat.performer_pytorch import …`.
 docs/compat.md has the differences, and why."""
 
+from linattn.compat.performer_pytorch.attention import Attention, CrossAttention, SelfAttention
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.kernels import (
     causal_linear_attention,
@@ -11,11 +12,16 @@ from linattn.compat.performer_pytorch.kernels import (
     orthogonal_matrix_chunk,
     softmax_kernel,
 )
+from linattn.compat.performer_pytorch.performer import Performer
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 
 __all__ = [
+    "Attention",
+    "CrossAttention",
     "FastAttention",
+    "Performer",
     "ProjectionUpdater",
+    "SelfAttention",
     "causal_linear_attention",
     "causal_linear_attention_noncuda",
     "gaussian_orthogonal_random_matrix",

@@ -83,6 +83,18 @@ class FastAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         return self.inner(q, k, v, key_mask=key_mask)
 
+    def summarize(
+        self,
+        k: Float[Tensor, "b hk m d"],
+        v: Float[Tensor, "b hk m dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    ) -> Any:
+        return self.inner.summarize(k, v, key_mask=key_mask)
+
+    def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
+        return self.inner.ask(q, summary)
+
     def extend(
         self,
         q: Float[Tensor, "b h n d"],
