@@ -1,32 +1,58 @@
 """Writing with a language model: prompts of any lengths in one batch, in constant memory a token."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
-from linattn.models.language_model import LanguageModel, LanguageModelState
+from torch import Tensor, nn
 
 PREFILL = 8192
 """Prompts are read in pieces of so many tokens, so that their length costs no memory."""
 
 
+@runtime_checkable
+class Generative(Protocol):
+    """What can write: `LanguageModel`, `SequenceModel`, and any module with these."""
+
+    training: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence that there are positions for; None: there is no longest."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]: ...
+
+    def extend_hidden(
+        self, tokens: Int[Tensor, "b n"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
+    ) -> tuple[Float[Tensor, "b n d"], Any]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from the logits: the penalty first, then temperature, top_k and top_p.
+    """How the next token is drawn from the logits: the penalty first, then temperature, top_k, top_p and filter.
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest that reach probability p
-    together. The penalty concerns the tokens that were there before, in the prompt too: it divides positive logits and
+    together, `filter` is any function of logits to logits. The penalty concerns the tokens that were there before, in the prompt too: it divides positive logits and
     multiplies negative ones (Keskar et al., https://arxiv.org/abs/1909.05858)."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
+    filter: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         # written so that NaN, which compares false with everything, is refused
@@ -40,17 +66,29 @@ class Sampling:
             raise ValueError(f"repetition_penalty must be positive and finite, but is {self.repetition_penalty}")
 
 
+GREEDY = Sampling()
+
+
 def generate(
-    model: LanguageModel,
+    model: Generative,
     prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
+    state: Any = None,
 ) -> list[list[int]]:
     """The new tokens of each row, a stop token included. See `stream`."""
-    steps = stream(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, seed=seed)
+    steps = stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        seed=seed,
+        state=state,
+    )
     rows: list[list[int]] = [[] for _ in range(len(prompts))]
     for step in steps:
         for row, token in zip(rows, step, strict=True):
@@ -60,16 +98,18 @@ def generate(
 
 
 def stream(
-    model: LanguageModel,
+    model: Generative,
     prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
+    state: Any = None,
 ) -> Iterator[list[int | None]]:
     """One token a row and step, as soon as it is known; None for a row that has stopped (its stop token is given).
 
+    `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
     With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
     rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
@@ -78,20 +118,28 @@ def stream(
     _check_tokens(model, rows, stop_tokens)
     _check_length(model, max(map(len, rows)) + max(max_new_tokens - 1, 0))
     generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
-    return _steps(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), generator)
+    first = _Prompts(rows, state)
+    return _steps(model, first, max_new_tokens, sampling, frozenset(stop_tokens), generator)
+
+
+class _Prompts(NamedTuple):
+    """The first tokens of each row, and what came before them."""
+
+    rows: list[list[int]]
+    state: Any
 
 
 @torch.no_grad()
 def _steps(
-    model: LanguageModel,
-    prompts: list[list[int]],
+    model: Generative,
+    prompts: _Prompts,
     max_new_tokens: int,
     sampling: Sampling,
     stop_tokens: frozenset[int],
     generator: torch.Generator | None,
 ) -> Iterator[list[int | None]]:
     logits, state, seen = _prefill(model, prompts)
-    stopped = [False] * len(prompts)
+    stopped = [False] * len(prompts.rows)
     for remaining in reversed(range(max_new_tokens)):
         tokens = draw(logits, sampling, seen, generator).unsqueeze(1)
         seen.scatter_(1, tokens, True)
@@ -100,31 +148,30 @@ def _steps(
         stopped = [stop or token in stop_tokens for stop, token in zip(stopped, new, strict=True)]
         if all(stopped) or not remaining:
             return
-        with _evaluating(model):
-            logits, state = model.extend(tokens, state)
-        logits = logits.squeeze(1)
+        with evaluating(model):
+            x, state = model.extend_hidden(tokens, state)
+            logits = model.logits(x.squeeze(1))
 
 
-def _prefill(
-    model: LanguageModel, prompts: list[list[int]]
-) -> tuple[Float[Tensor, "b v"], LanguageModelState, Bool[Tensor, "b v"]]:
+def _prefill(model: Generative, prompts: _Prompts) -> tuple[Float[Tensor, "b v"], Any, Bool[Tensor, "b v"]]:
     """The logits after each prompt, the state, and which tokens each prompt has."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    rows, state = prompts
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
     longest = int(lengths.max())
-    tokens = torch.tensor([prompt + [prompt[-1]] * (longest - len(prompt)) for prompt in prompts], device=model.device)
+    tokens = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=model.device)
     present = torch.arange(longest, device=model.device) < lengths.unsqueeze(1)
     ragged = not bool(present.all())
-    last, state = None, None
+    last = None
     for start in range(0, longest, PREFILL):
         piece = slice(start, start + PREFILL)
-        with _evaluating(model):
+        with evaluating(model):
             x, state = model.extend_hidden(tokens[:, piece], state, key_mask=present[:, piece] if ragged else None)
         index = (lengths - 1 - start).clamp(0, x.shape[1] - 1)
-        here = x[torch.arange(len(prompts), device=x.device), index]
+        here = x[torch.arange(len(rows), device=x.device), index]
         last = here if last is None else torch.where((lengths > start).unsqueeze(1), here, last)
     assert last is not None and state is not None
     # the padding repeats a token of its own row, so it adds none to those seen
-    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=model.device)
+    seen = torch.zeros(len(rows), model.vocab_size, dtype=torch.bool, device=model.device)
     return model.logits(last), state, seen.scatter_(1, tokens, True)
 
 
@@ -146,11 +193,13 @@ def draw(
         least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.top_p is not None:
-        logits = _nucleus(logits, sampling.top_p)
+        logits = nucleus(logits, sampling.top_p)
+    if sampling.filter is not None:
+        logits = sampling.filter(logits)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def _nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
+def nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
     """Removes the unlikeliest tokens, as many as together stay within probability 1 - p."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
@@ -159,7 +208,7 @@ def _nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]
 
 
 @contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Dropout is for training only; a model in training stays so for whoever else uses it between two tokens."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
@@ -171,15 +220,15 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
             module.training = True
 
 
-def _check_tokens(model: LanguageModel, prompts: list[list[int]], stop_tokens: Collection[int]) -> None:
+def _check_tokens(model: Generative, prompts: list[list[int]], stop_tokens: Collection[int]) -> None:
     if not prompts or not all(prompts):
         raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
     for what, tokens in (*(("a prompt", prompt) for prompt in prompts), ("stop_tokens", stop_tokens)):
-        if wrong := [token for token in tokens if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"tokens must be in [0, {model.config.vocab_size}), but {what} has {wrong[0]}")
+        if wrong := [token for token in tokens if not 0 <= token < model.vocab_size]:
+            raise ValueError(f"tokens must be in [0, {model.vocab_size}), but {what} has {wrong[0]}")
 
 
-def _check_length(model: LanguageModel, length: int) -> None:
-    limit = model.config.max_length
+def _check_length(model: Generative, length: int) -> None:
+    limit = model.max_length
     if limit is not None and length > limit:
         raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")

@@ -47,6 +47,14 @@ class LanguageModel(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return self.config.max_length
+
     def forward(
         self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n v"]:
@@ -104,10 +112,10 @@ class LanguageModel(nn.Module):
         if key_mask is not None:
             # a masked place may hold anything, so also what is no token
             tokens = tokens.masked_fill(~key_mask, 0)
-        x = _look_up(self.embedding, tokens, "tokens")
+        x = look_up(self.embedding, tokens, "tokens")
         if self.positions is not None:
             places, position = count_positions(x, position, key_mask)
-            x = x + _look_up(self.positions, places, "positions")
+            x = x + look_up(self.positions, places, "positions")
         return self.dropout(x), position
 
     def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]:
@@ -148,7 +156,7 @@ class LanguageModel(nn.Module):
         return model.eval()
 
 
-def _look_up(table: nn.Embedding, indices: Tensor, what: str) -> Tensor:
+def look_up(table: nn.Embedding, indices: Tensor, what: str) -> Tensor:
     try:
         return table(indices)
     except IndexError as error:

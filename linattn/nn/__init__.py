@@ -5,9 +5,12 @@ from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
 from linattn.nn.head_norm import HeadNorm
+from linattn.nn.image import ImageLinearAttention
+from linattn.nn.image_taylor import ChannelLinearAttention, PositionLinearAttention
 from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
+from linattn.nn.projected import Projected
 from linattn.nn.replace import replace_attention, with_inner
 from linattn.nn.residual import ResidualSequence, ReversibleSequence
 from linattn.nn.token_shift import TokenShift
@@ -18,14 +21,18 @@ __all__ = [
     "AxialPositions",
     "Branch",
     "BranchState",
+    "ChannelLinearAttention",
     "Chunked",
     "FeedForward",
     "GatedConvolution",
     "GatedFeedForward",
     "HeadNorm",
+    "ImageLinearAttention",
     "LearnedPositions",
     "LinearMultiheadAttention",
     "MultiheadAttention",
+    "PositionLinearAttention",
+    "Projected",
     "ResidualSequence",
     "ReversibleSequence",
     "ScaleNorm",

@@ -16,15 +16,15 @@ INIT_STD = 0.02
 class LearnedPositions(nn.Module):
     """A learned vector for each of `max_length` positions."""
 
-    def __init__(self, max_length: int, dim: int):
+    def __init__(self, max_length: int, dim: int, *, std: float = INIT_STD):
         super().__init__()
         _check_lengths((max_length,))
-        self.max_length = max_length
+        self.max_length, self.std = max_length, std
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=INIT_STD)
+        nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
         return _rows(self.weight, positions)
@@ -60,17 +60,17 @@ class AxialPositions(nn.Module):
     """The position as a place in a grid of the given shape, row by row; the vector is the sum of a learned vector for
     each axis: (64, 128) has 8,192 positions with 192 vectors."""
 
-    def __init__(self, dim: int, shape: tuple[int, ...]):
+    def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()
         _check_lengths(shape)
-        self.shape, self.max_length = tuple(shape), math.prod(shape)
+        self.shape, self.max_length, self.std = tuple(shape), math.prod(shape), std
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(length, dim)) for length in shape)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         # the sum has the variance of one table's rows
         for weight in self.weights:
-            nn.init.normal_(weight, std=INIT_STD / math.sqrt(len(self.shape)))
+            nn.init.normal_(weight, std=self.std / math.sqrt(len(self.shape)))
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
         parts, rest = [], positions

@@ -1,0 +1,86 @@
+"""An encoder reads a source, a decoder writes about it. Vaswani et al., https://arxiv.org/abs/1706.03762"""
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linattn.models.generation import GREEDY, Sampling, evaluating, generate
+from linattn.models.loss import next_token_loss
+from linattn.models.sequence_model import SequenceModel, SequenceModelState
+
+
+@final
+class EncoderDecoder(nn.Module):
+    """decoder(target, context=encoder(source)): an encoder without a head, a causal decoder with cross attention.
+
+    For generation each cross attention sums up the encoder's output once: (S, z) if it is linear, whatever the length
+    of the source, and every token asks it."""
+
+    def __init__(self, encoder: SequenceModel, decoder: SequenceModel):
+        super().__init__()
+        if encoder.head is not None or encoder.causal:
+            raise ValueError("the encoder must have no head and see all tokens: its output is the decoder's context")
+        if not decoder.causal:
+            raise ValueError("the decoder must be causal")
+        self.encoder, self.decoder = encoder, decoder
+
+    def forward(
+        self,
+        source: Int[Tensor, "b m"],
+        target: Int[Tensor, "b n"],
+        *,
+        source_mask: Bool[Tensor, "b m"] | None = None,
+        target_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b n v"]:
+        """The logits of the token after each one of the target."""
+        context = self.encoder(source, key_mask=source_mask)
+        return self.decoder(target, key_mask=target_mask, context=context, context_mask=source_mask)
+
+    def loss(
+        self,
+        source: Int[Tensor, "b m"],
+        target: Int[Tensor, "b n"],
+        *,
+        source_mask: Bool[Tensor, "b m"] | None = None,
+        target_mask: Bool[Tensor, "b n"] | None = None,
+        ignore_index: int = -100,
+    ) -> Float[Tensor, ""]:
+        """The mean cross entropy of each token of the target but the first."""
+        mask = None if target_mask is None else target_mask[:, :-1]
+        logits = self(source, target[:, :-1], source_mask=source_mask, target_mask=mask)
+        return next_token_loss(logits, target, key_mask=target_mask, ignore_index=ignore_index)
+
+    @torch.no_grad()
+    def begin(
+        self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None
+    ) -> SequenceModelState:
+        """The decoder's state before its first token, for `linattn.generate(decoder, …, state=…)` and `stream`."""
+        with evaluating(self):
+            return self.decoder.begin(self.encoder(source, key_mask=source_mask), context_mask=source_mask)
+
+    def generate(
+        self,
+        source: Int[Tensor, "b m"],
+        prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+        *,
+        max_new_tokens: int,
+        source_mask: Bool[Tensor, "b m"] | None = None,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] = (),
+        seed: int | None = None,
+    ) -> list[list[int]]:
+        """The new tokens of each row, one row of the source for each prompt."""
+        if len(source) != len(prompts):
+            raise ValueError(f"each prompt needs its row of the source, but there are {len(prompts)} and {len(source)}")
+        return generate(
+            self.decoder,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            seed=seed,
+            state=self.begin(source, source_mask=source_mask),
+        )

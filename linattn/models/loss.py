@@ -1,0 +1,36 @@
+"""What a model learns from: how well it foretells the next token."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.ops.compaction import compact, pack
+
+
+def next_token_loss(
+    logits: Float[Tensor, "b k v"],
+    tokens: Int[Tensor, "b n"],
+    *,
+    key_mask: Bool[Tensor, "b n"] | None = None,
+    ignore_index: int = -100,
+) -> Float[Tensor, ""]:
+    """The mean cross entropy of the next present token, over all tokens that have one; zero if none has.
+
+    `logits` are those of `tokens[:, :-1]`, the last token has no next (or of all tokens: the last ones do not count).
+    Masked tokens, and next tokens that are `ignore_index`, do not count either."""
+    count = tokens.shape[1] - 1
+    if logits.shape[1] not in (count, count + 1):
+        raise ValueError(
+            f"there must be logits for the first {count} of {count + 1} tokens, or for all, but there are "
+            f"{logits.shape[1]}"
+        )
+    logits, targets = logits[:, :count], tokens[:, 1:]
+    if key_mask is not None:
+        inputs, everything = compact(key_mask[:, :-1]), compact(key_mask)
+        present = torch.arange(count, device=tokens.device) < everything.total.unsqueeze(1) - 1
+        targets = pack(tokens.unsqueeze(-1), everything).squeeze(-1)[:, 1:]
+        targets = targets.masked_fill(~present, ignore_index)
+        logits = pack(logits, inputs)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum")
+    return total / (targets != ignore_index).sum().clamp(min=1)

@@ -1,0 +1,51 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from linattn.models import next_token_loss
+
+
+def example(b: int = 3, n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(b, n - 1, 7, dtype=torch.float64), torch.randint(7, (b, n))
+
+
+def test_is_the_mean_cross_entropy_of_the_next_token():
+    logits, tokens = example()
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert_close(next_token_loss(logits, tokens), expected)
+    more = torch.cat([logits, torch.randn(3, 1, 7, dtype=torch.float64)], 1)
+    assert_close(next_token_loss(more, tokens), expected)
+
+
+@pytest.mark.parametrize("where", ["left", "right", "holes"])
+def test_masked_tokens_are_missing_tokens(where):
+    logits, tokens = example()
+    places, counts = torch.arange(12), torch.tensor([[12], [5], [1]])
+    mask = {"left": places >= 12 - counts, "right": places < counts, "holes": torch.rand(3, 12) < 0.6}[where]
+    parts = []
+    for row in range(3):
+        kept = mask[row].nonzero().squeeze(1)
+        parts.append(F.cross_entropy(logits[row, kept[:-1]], tokens[row, kept[1:]], reduction="none"))
+    assert_close(next_token_loss(logits, tokens, key_mask=mask), torch.cat(parts).mean())
+
+
+def test_some_tokens_do_not_count():
+    logits, tokens = example()
+    tokens[:, 3] = tokens[1, 7] = -100
+    kept = tokens[:, 1:] != -100
+    assert_close(next_token_loss(logits, tokens), F.cross_entropy(logits[kept], tokens[:, 1:][kept]))
+
+
+def test_nothing_to_learn_is_zero():
+    logits, tokens = example()
+    logits.requires_grad_()
+    loss = next_token_loss(logits, tokens, key_mask=torch.zeros(3, 12, dtype=torch.bool))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+
+
+def test_other_lengths_are_refused():
+    logits, tokens = example()
+    with pytest.raises(ValueError, match="logits for the first 11 of 12 tokens, or for all, but there are 10"):
+        next_token_loss(logits[:, :-1], tokens)
