@@ -44,12 +44,15 @@ from linattn.feature_maps import (
 )
 from linattn.models import LanguageModel, LanguageModelConfig, Sampling, generate, stream
 from linattn.nn import (
+    ChannelLinearAttention,
     FeedForward,
     GatedConvolution,
     GatedFeedForward,
     HeadNorm,
+    ImageLinearAttention,
     LinearMultiheadAttention,
     MultiheadAttention,
+    PositionLinearAttention,
     ShortConvolution,
     TorchMultiheadAttention,
     replace_attention,
@@ -60,6 +63,7 @@ from linattn.ops import LinearState, ask, causal_linear_attention, linear_attent
 __all__ = [
     "ATTENTIONS",
     "FEATURE_MAPS",
+    "ChannelLinearAttention",
     "Decay",
     "EfficientFeatureMap",
     "ElementwiseFeatureMap",
@@ -74,6 +78,7 @@ __all__ = [
     "HeadNorm",
     "HedgehogFeatureMap",
     "HyperbolicFavorFeatureMap",
+    "ImageLinearAttention",
     "InnerAttention",
     "LanguageModel",
     "LanguageModelConfig",
@@ -85,6 +90,7 @@ __all__ = [
     "LocalAttention",
     "MeanPooling",
     "MultiheadAttention",
+    "PositionLinearAttention",
     "RandomProjection",
     "RotaryLinearAttention",
     "Sampling",

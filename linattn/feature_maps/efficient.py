@@ -17,9 +17,13 @@ class EfficientFeatureMap(FeatureMap):
     """φ_q(x) = softmax(x) over channels, φ_k(x) = exp(x); each feature is normalised by its own sum over keys, which
     makes that exponential the softmax over tokens: y = Σ_c softmax(q)_c · Σ_j softmax_j(k_jc) v_j.
 
-    Key channels that lie more than 87 below the token's largest count as zero."""
+    Key channels that lie more than 87 below the token's largest count as zero. Without `norm_queries`, φ_q(x) = x."""
 
     normalize = "keys"
+
+    def __init__(self, *, norm_queries: bool = True):
+        super().__init__()
+        self.norm_queries = norm_queries
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         return self.scaled_query(x)[0].to(x.dtype)
@@ -28,6 +32,8 @@ class EfficientFeatureMap(FeatureMap):
         return torch.exp(x)
 
     def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], None]:
+        if not self.norm_queries:
+            return x, None
         return x.softmax(-1, dtype=accumulator(x.dtype)).to(value_dtype(x.dtype)), None
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b n"]]:

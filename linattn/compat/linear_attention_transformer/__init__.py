@@ -1,0 +1,1 @@
+"""linear-attention-transformer: its constructors, with our attention behind them."""

@@ -1,0 +1,100 @@
+"""Attention between the pixels of an image: efficient attention, with convolutions for projections.
+Shen et al., https://arxiv.org/abs/1812.01243"""
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from linattn.attention.linear import LinearAttention
+from linattn.feature_maps.efficient import EfficientFeatureMap
+
+Size = int | tuple[int, int]
+
+
+@final
+class ImageLinearAttention(nn.Module):
+    """W_o concat_h((φ(q)/z) S) with q, k and v convolutions of the image: softmax of q d^-¼ over channels (without
+    `norm_queries`, q d^-¼ itself), softmax of k d^-¼ over pixels, d = `key_dim`.
+
+    Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, any other
+    image or set of pixels (b, chan, m) too, queries see its pixels beside their own. `stride` is that of the first
+    convolutions, so the result is smaller, as `kernel_size` without `padding` makes it.
+
+    Of masks, True is for pixels that are there. Others are as if outside of the image: zeros to the convolutions, no
+    keys, zeros before the last convolution. A smaller image in a corner of a larger one gives what it gives alone."""
+
+    def __init__(
+        self,
+        chan: int,
+        chan_out: int | None = None,
+        kernel_size: Size = 1,
+        padding: Size = 0,
+        stride: Size = 1,
+        key_dim: int = 64,
+        value_dim: int = 64,
+        heads: int = 8,
+        norm_queries: bool = True,
+    ):
+        super().__init__()
+        self.chan, self.key_dim, self.value_dim, self.heads = chan, key_dim, value_dim, heads
+        self.to_q = nn.Conv2d(chan, key_dim * heads, kernel_size, stride, padding)
+        self.to_k = nn.Conv2d(chan, key_dim * heads, kernel_size, stride, padding)
+        self.to_v = nn.Conv2d(chan, value_dim * heads, kernel_size, stride, padding)
+        self.to_out = nn.Conv2d(value_dim * heads, chan if chan_out is None else chan_out, kernel_size, padding=padding)
+        self.inner = LinearAttention(EfficientFeatureMap(norm_queries=norm_queries))
+
+    def forward(
+        self,
+        x: Float[Tensor, "b c h w"],
+        context: Float[Tensor, "b c *m"] | None = None,
+        *,
+        mask: Bool[Tensor, "b h w"] | None = None,
+        context_mask: Bool[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "b o h2 w2"]:
+        x = without(x, mask)
+        q = self.to_q(x)
+        present = None if mask is None else self._after(mask)
+        keys = [(self.to_k(x), self.to_v(x), present)]
+        if context is not None:
+            keys.append(self._context(context, context_mask))
+        k = torch.cat([_pixels(k, self.heads) for k, _, _ in keys], -2)
+        v = torch.cat([_pixels(v, self.heads) for _, v, _ in keys], -2)
+        scale = self.key_dim**-0.25
+        y = self.inner(_pixels(q, self.heads) * scale, k * scale, v, key_mask=_key_mask(keys))
+        y = y.mT.reshape(len(x), -1, *q.shape[-2:])
+        return self.to_out(without(y, present))
+
+    def _context(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        if context.ndim == 3:
+            context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
+        context = without(context, mask)
+        return self.to_k(context), self.to_v(context), None if mask is None else self._after(mask)
+
+    def _after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
+        """Which pixels there are after the convolution: those it would give for the image alone."""
+        kernel, stride, padding = self.to_q.kernel_size, self.to_q.stride, self.to_q.padding
+        assert not isinstance(padding, str)
+        inside = [k - 2 * p for k, p in zip(kernel, padding, strict=True)]
+        if min(inside) < 1:
+            raise ValueError(f"a masked image takes padding below half the kernel, but they are {padding} and {kernel}")
+        missing = F.max_pool2d((~mask).to(torch.float32).unsqueeze(1), inside, stride)
+        return missing.squeeze(1) == 0
+
+
+def without(x: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b h w"] | None) -> Float[Tensor, "b c h w"]:
+    """Zeros for the pixels that are not there."""
+    return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
+
+
+def _pixels(x: Float[Tensor, "b hd h w"], heads: int) -> Float[Tensor, "b heads n d"]:
+    return x.flatten(2).unflatten(1, (heads, -1)).mT
+
+
+def _key_mask(keys: list[tuple[Tensor, Tensor, Tensor | None]]) -> Bool[Tensor, "b 1 n"] | None:
+    if all(mask is None for _, _, mask in keys):
+        return None
+    masks = [k.new_ones(len(k), *k.shape[2:], dtype=torch.bool) if mask is None else mask for k, _, mask in keys]
+    return torch.cat([mask.flatten(1) for mask in masks], 1).unsqueeze(1)
