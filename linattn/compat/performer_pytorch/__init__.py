@@ -2,6 +2,7 @@
 docs/compat.md has the differences, and why."""
 
 from linattn.compat.performer_pytorch.attention import Attention, CrossAttention, SelfAttention
+from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, top_k, top_p
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.kernels import (
     causal_linear_attention,
@@ -12,14 +13,19 @@ from linattn.compat.performer_pytorch.kernels import (
     orthogonal_matrix_chunk,
     softmax_kernel,
 )
+from linattn.compat.performer_pytorch.language_model import PerformerLM
 from linattn.compat.performer_pytorch.performer import Performer
+from linattn.compat.performer_pytorch.performer_enc_dec import PerformerEncDec
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 
 __all__ = [
     "Attention",
+    "AutoregressiveWrapper",
     "CrossAttention",
     "FastAttention",
     "Performer",
+    "PerformerEncDec",
+    "PerformerLM",
     "ProjectionUpdater",
     "SelfAttention",
     "causal_linear_attention",
@@ -29,4 +35,6 @@ __all__ = [
     "linear_attention",
     "orthogonal_matrix_chunk",
     "softmax_kernel",
+    "top_k",
+    "top_p",
 ]

@@ -1,0 +1,112 @@
+"""performer-pytorch's encoder and decoder."""
+
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, Filter, top_k
+from linattn.compat.performer_pytorch.language_model import PerformerLM
+from linattn.models.generation import evaluating
+
+
+@final
+class PerformerEncDec(nn.Module):
+    """decoder(target, context=encoder(source)): two `PerformerLM`s whose arguments are given as `enc_…` and `dec_…`.
+
+    `tie_token_embeds` gives both the same embedding; `tie_token_embed`, the name in performer-pytorch's readme, too."""
+
+    def __init__(
+        self,
+        dim: int,
+        ignore_index: int = 0,
+        pad_value: int = 0,
+        tie_token_embeds: bool = False,
+        no_projection: bool = False,
+        *,
+        tie_token_embed: bool = False,
+        **enc_and_dec: Any,
+    ):
+        super().__init__()
+        of_encoder, of_decoder = _split(enc_and_dec)
+        both = {"dim": dim, "no_projection": no_projection}
+        # what is decided here cannot be given again: Python refuses it
+        self.enc = PerformerLM(**both, cross_attend=False, tie_embed=True, **of_encoder)
+        # nothing asks the encoder for logits
+        self.enc.model.head = None
+        decoder = PerformerLM(**both, causal=True, cross_attend=True, **of_decoder)
+        if tie_token_embeds or tie_token_embed:
+            self._tie(decoder)
+        self.dec = AutoregressiveWrapper(decoder, ignore_index=ignore_index, pad_value=pad_value)
+
+    def forward(
+        self,
+        seq_in: Int[Tensor, "b m"],
+        seq_out: Int[Tensor, "b n"],
+        enc_mask: Bool[Tensor, "b m"] | None = None,
+        dec_mask: Bool[Tensor, "b k"] | None = None,
+        return_loss: bool = True,
+    ) -> Float[Tensor, "..."]:
+        """The decoder's loss, or its logits. Masks say which tokens are present (True)."""
+        encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
+        return self.dec(seq_out, mask=dec_mask, context=encodings, context_mask=enc_mask, return_loss=return_loss)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        seq_in: Int[Tensor, "b m"],
+        seq_out_start: Int[Tensor, "b n"],
+        seq_len: int,
+        eos_token: int | None = None,
+        temperature: float = 1.0,
+        filter_logits_fn: Filter = top_k,
+        filter_thres: float = 0.9,
+        repetition_penalty: float = 1.0,
+        repetition_penalty_ctx: int = 32,
+        enc_mask: Bool[Tensor, "b m"] | None = None,
+        dec_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Int[Tensor, "b k"]:
+        """As `AutoregressiveWrapper.generate`. The source is read once and summed up: a token costs the same whatever
+        its length."""
+        with evaluating(self):
+            encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
+        return self.dec.generate(
+            seq_out_start,
+            seq_len,
+            eos_token,
+            temperature,
+            filter_logits_fn,
+            filter_thres,
+            repetition_penalty,
+            repetition_penalty_ctx,
+            mask=dec_mask,
+            context=encodings,
+            context_mask=enc_mask,
+        )
+
+    def check_redraw_projections(self) -> None:
+        """Of both."""
+        self.enc.check_redraw_projections()
+        self.dec.net.check_redraw_projections()
+
+    def fix_projection_matrices_(self) -> None:
+        """Of both."""
+        self.enc.fix_projection_matrices_()
+        self.dec.net.fix_projection_matrices_()
+
+    def _tie(self, decoder: PerformerLM) -> None:
+        sizes = self.enc.vocab_size, decoder.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
+        self.enc.model.embedding = decoder.model.embedding
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the encoder and those of the decoder. PerformerLM itself refuses the ones that it does not know."""
+    parts: dict[str, dict[str, Any]] = {"enc_": {}, "dec_": {}}
+    for name, value in options.items():
+        if name[:4] not in parts:
+            raise TypeError(f"PerformerEncDec has no argument {name!r}: those of its two parts begin with enc_ or dec_")
+        parts[name[:4]][name[4:]] = value
+    return parts["enc_"], parts["dec_"]
