@@ -10,26 +10,45 @@ from torch import Tensor
 
 
 class Elementwise(NamedTuple):
-    """A function φ(x) and its derivative, the latter as a function of x and y = φ(x), whichever is cheaper to use.
-    None: the derivative is one."""
+    """A function φ(x) and its derivative, as a function of y = φ(x), so that a backward needs no x; None: it is one.
+
+    `overwrite(x, scratch)` is φ(x) in the memory of x, `derivative(y, scratch)` may be in that of scratch: two tensors
+    of one shape, so that a loop over blocks stays in the cache."""
 
     function: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor, Tensor], Tensor] | None
+    overwrite: Callable[[Tensor, Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor | None], Tensor] | None
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 = exp(min(x, 0)) + max(x, 0). Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
-    # torch's exp2 takes a third of its exp's time on a CPU
-    return x.clamp(min=0).add_(x.clamp(max=0).mul_(math.log2(math.e)).exp2_())
+    return x.clamp(min=0).add_(_exp2_of_negatives(x.clamp(max=0)))
 
+
+def _overwrite_with_elu_plus_one(x: Tensor, scratch: Tensor) -> Tensor:
+    exponentials = _exp2_of_negatives(torch.clamp(x, max=0, out=scratch))
+    return x.clamp_(min=0).add_(exponentials)
+
+
+def _exp2_of_negatives(x: Tensor) -> Tensor:
+    # torch's exp2 takes a third of its exp's time on a CPU
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
+_softplus = torch.nn.functional.softplus
 
 ELEMENTWISE: dict[str, Elementwise] = {
-    "identity": Elementwise(lambda x: x, None),
+    "identity": Elementwise(lambda x: x, lambda x, _: x, None),
     # where x > 0 the function is x + 1 > 1, elsewhere it is its own derivative exp(x) ≤ 1
-    "elu_plus_one": Elementwise(elu_plus_one, lambda x, y: y.clamp(max=1)),
-    "relu": Elementwise(torch.relu, lambda x, y: (x > 0).to(x.dtype)),
-    "squared_relu": Elementwise(lambda x: torch.relu(x).square(), lambda x, y: 2 * torch.relu(x)),
-    "exp": Elementwise(torch.exp, lambda x, y: y),
-    "softplus": Elementwise(torch.nn.functional.softplus, lambda x, y: torch.sigmoid(x)),
-    "sigmoid": Elementwise(torch.sigmoid, lambda x, y: y * (1 - y)),
+    "elu_plus_one": Elementwise(
+        elu_plus_one, _overwrite_with_elu_plus_one, lambda y, scratch: torch.clamp(y, max=1, out=scratch)
+    ),
+    "relu": Elementwise(torch.relu, lambda x, _: x.relu_(), lambda y, _: (y > 0).to(y.dtype)),
+    "squared_relu": Elementwise(
+        lambda x: torch.relu(x).square(), lambda x, _: x.relu_().square_(), lambda y, _: 2 * y.sqrt()
+    ),
+    "exp": Elementwise(torch.exp, lambda x, _: x.exp_(), lambda y, _: y),
+    # sigmoid(x) = 1 − exp(−softplus(x))
+    "softplus": Elementwise(_softplus, lambda x, _: x.copy_(_softplus(x)), lambda y, _: -torch.expm1(-y)),
+    "sigmoid": Elementwise(torch.sigmoid, lambda x, _: x.sigmoid_(), lambda y, _: y * (1 - y)),
 }

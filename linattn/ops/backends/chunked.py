@@ -1,4 +1,4 @@
-"""Matrix products inside chunks of 64 tokens, a running state between them: the form for training and prefill, on any
+"""Matrix products inside chunks of tokens, a running state between them: the form for training and prefill, on any
 device. Blocks of the sequence small enough for the cache are loaded, mapped, multiplied and written once.
 
 With D_ij the decay from key j to query i, r_i that since the chunk began, w_j that until it ends, a that over it all,
@@ -6,7 +6,7 @@ With D_ij the decay from key j to query i, r_i that since the chunk began, w_j t
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
 
 The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What
-is saved for it is the inputs, y and one state for every segment of 512 tokens; the rest is computed again."""
+is saved for it is the inputs, y and one state for every segment of tokens; the rest is computed again."""
 
 from typing import NamedTuple
 
@@ -14,21 +14,22 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends import reference
-from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none
 from linattn.ops.backends.differentiable import Tensors, differentiable
+from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
-CHUNK, SEGMENT = 64, 512
+# half of A is thrown away, so short chunks save products; their states, one a chunk, cost memory traffic
+CHUNK, SEGMENT = 32, 512
 # tokens times heads in one block: at 64 channels, a megabyte for each of q, k and v in float32
 BLOCK = 4096
-_LARGER = 24 * 2**20
 
 # normalize, feature_map, blindspot, and whether states are saved for a gradient
 Options = tuple[str | None, str, int, bool]
 
 
 class Decay(NamedTuple):
-    """Weights of a block's chunks: `inside` is D (… c C C), `since` r and `until` w (… c C 1), `whole` a (… c 1 1)."""
+    """Weights of a block's chunks: inside is D (cb 1 C C), since r and until w (cb 1 C 1), whole a (c b 1 1)."""
 
     inside: Tensor
     since: Tensor
@@ -36,26 +37,44 @@ class Decay(NamedTuple):
     whole: Tensor
 
 
-class Block(NamedTuple):
-    """Features and values of one block in the accumulation dtype, as chunks: (… c C f) and (… c C dv)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    visible: Tensor | None
-    decay: Decay | None
-
-
 class Tile(NamedTuple):
-    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`."""
+    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`. b is `sequences`;
+    `shared` are the leading dimensions of queries that share a key and so a state."""
 
     rows: slice
     start: int
     stop: int
+    chunk: int
+    sequences: int
+    shared: list[int]
 
-    def of(self, x: Tensor, dim: int) -> Tensor:
-        """The part of x whose tokens are in `dim`."""
-        return _rows(x, self.rows).narrow(dim, self.start, self.stop - self.start)
+
+class Block(NamedTuple):
+    """Features and values of one block in the accumulation dtype. Its c chunks of b sequences stand one after another
+    in memory, so that every product is one of three-dimensional batches: k (cb C f), v (cb C dv), and q (cb gC f) with
+    the g queries that share a key."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sequences: int
+    missing: Tensor | None
+    visible: Tensor | None
+    decay: Decay | None
+
+
+class Ends(NamedTuple):
+    """States at the c + 1 ends of a block's chunks, (c+1 b f dv) and (c+1 b f)."""
+
+    S: Tensor
+    z: Tensor
+
+    def before(self) -> tuple[Tensor, Tensor]:
+        """Those that enter each chunk, (cb f dv) and (cb 1 f)."""
+        return self.S[:-1].flatten(0, 1), self.z[:-1].flatten(0, 1).unsqueeze(1)
+
+    def after(self) -> tuple[Tensor, Tensor]:
+        return self.S[1:].flatten(0, 1), self.z[1:].flatten(0, 1).unsqueeze(1)
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
@@ -63,41 +82,68 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x if x.shape[0] == 1 else x[rows]
 
 
-def _row_slices(call: CausalCall) -> list[slice]:
-    """Cuts the first dimension into parts that fit the cache, unless its queries share a state."""
-    rows, *others, n, _ = call.q.shape
-    step = max(1, BLOCK // max(1, min(n, SEGMENT) * torch.Size(others).numel()))
-    if call.S.shape[0] < rows:
-        step = rows
-    return [slice(first, first + step) for first in range(0, rows, step)]
-
-
 def _chunk_length(call: CausalCall) -> int:
-    """64 tokens or a short sequence's length; with a blindspot, a multiple of its blocks."""
+    """32 tokens, or the length of a sequence up to 64; with a blindspot, a multiple of its blocks."""
     if call.blindspot > 1:
         return call.blindspot * max(1, CHUNK // call.blindspot)
-    return max(1, min(CHUNK, call.q.shape[-2]))
+    n = call.q.shape[-2]
+    return CHUNK if n > 2 * CHUNK else max(1, n)
 
 
-def _segments(n: int, chunk: int) -> list[tuple[int, int]]:
-    length = chunk * max(1, SEGMENT // chunk)
-    return [(start, min(start + length, n)) for start in range(0, n, length)]
+def _plan(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
+    """Cuts the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What
+    is left of the tokens is a chunk of its own length."""
+    rows, *others, n, _ = call.q.shape
+    chunk, heads = _chunk_length(call), max(1, torch.Size(others).numel())
+    step = rows if call.S.shape[0] < rows else max(1, BLOCK // (max(1, min(n, SEGMENT)) * heads))
+    length = max(SEGMENT, BLOCK // max(1, min(rows, step) * heads)) // chunk * chunk or chunk
+    whole = n // chunk * chunk
+    cuts = [(start, min(start + length, whole), chunk) for start in range(0, whole, length)]
+    if whole < n:
+        cuts.append((whole, n, n - whole))
+    shared = [i for i, (a, b) in enumerate(zip(call.q.shape[:-2], call.S.shape[:-2], strict=True)) if a != b]
+    plan = []
+    for part in (slice(first, first + step) for first in range(0, rows, step)):
+        sequences = _rows(call.z, part).shape[:-1].numel()
+        plan.append((part, [Tile(part, *cut, sequences, shared) for cut in cuts]))
+    return plan
 
 
-def _tiles(call: CausalCall, rows: slice) -> list[Tile]:
-    return [Tile(rows, start, stop) for start, stop in _segments(call.q.shape[-2], _chunk_length(call))]
+def _chunks(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's chunks of x (…, n, d) in front, (c … C d), without a copy."""
+    x = _rows(x, tile.rows).narrow(-2, tile.start, tile.stop - tile.start)
+    return x.unflatten(-2, (-1, tile.chunk)).movedim(-3, 0)
 
 
-def _chunks(x: Tensor, chunk: int, dim: int) -> Tensor:
-    """Splits the tokens into chunks, the last one filled up with zeros."""
-    missing = -x.shape[dim] % chunk
-    if missing:
-        zeros = x.narrow(dim, 0, 1).expand([missing if i == x.ndim + dim else -1 for i in range(x.ndim)])
-        x = torch.cat([x, torch.zeros_like(zeros)], dim)
-    return x.unflatten(dim, (-1, chunk))
+def _queries_last(x: Tensor, tile: Tile) -> Tensor:
+    """(c … C d) with the shared leading dimensions moved to the chunk's tokens."""
+    if not tile.shared:
+        return x
+    return x.movedim([1 + i for i in tile.shared], [i - len(tile.shared) - 2 for i in range(len(tile.shared))])
 
 
-def _decay(log_decay: Tensor, visible: Tensor) -> Decay:
+def _of_keys(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
+    """(cb C d)"""
+    return room.copy(name, _chunks(x, tile)).view(-1, tile.chunk, x.shape[-1])
+
+
+def _of_queries(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
+    """(cb gC d)"""
+    x = room.copy(name, _queries_last(_chunks(x, tile), tile))
+    return x.view(x.shape[0] * tile.sequences, -1, x.shape[-1])
+
+
+def _spread(call: CausalCall) -> CausalCall:
+    """What belongs to keys, with all leading dimensions of the states, without a copy."""
+
+    def spread(x: Tensor) -> Tensor:
+        return x.expand(*call.S.shape[:-2], *x.shape[-2:])
+
+    log_decay, key_mask = (None if x is None else spread(x.unsqueeze(-1)) for x in (call.log_decay, call.key_mask))
+    return call._replace(k=spread(call.k), v=spread(call.v), log_decay=log_decay, key_mask=key_mask)
+
+
+def _decay(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
     """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     fresh = log_decay == -torch.inf
@@ -106,222 +152,291 @@ def _decay(log_decay: Tensor, visible: Tensor) -> Decay:
     inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~same, -torch.inf)
     since = total.masked_fill(count > 0, -torch.inf)
     until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
-    inside, since, until = (x.to(log_decay.dtype).exp() for x in (inside, since, until))
-    return Decay(inside, since.unsqueeze(-1), until.unsqueeze(-1), since[..., -1:].unsqueeze(-1))
+    inside, since, until = (x.to(log_decay.dtype).exp().unsqueeze(1) for x in (inside, since, until))
+    whole = since[..., -1].view(-1, sequences, 1, 1)
+    return Decay(inside, since.unsqueeze(-1), until.unsqueeze(-1), whole)
 
 
-def _load(call: CausalCall, tile: Tile) -> Block:
-    dtype, phi, chunk = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, _chunk_length(call)
-    q, k, v = phi(tile.of(call.q, -2).to(dtype)), phi(tile.of(call.k, -2).to(dtype)), tile.of(call.v, -2).to(dtype)
+def _load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
+    """Of a call that was spread."""
+    phi = ELEMENTWISE[call.feature_map].overwrite
+    q, k = (
+        phi(x, room("scratch", *x.shape))
+        for x in (_of_queries(call.q, tile, room, "q"), _of_keys(call.k, tile, room, "k"))
+    )
+    v = _of_keys(call.v, tile, room, "v")
+    visible, decay, missing = None, None, None
     if call.key_mask is not None:
-        mask = tile.of(call.key_mask, -1).unsqueeze(-1)
-        k, v = torch.where(mask, k, 0), torch.where(mask, v, 0)
-    visible, decay = reference.visible(chunk, call.blindspot, k.device), None
-    if call.log_decay is not None:
-        decay = _decay(_chunks(tile.of(call.log_decay, -1).to(dtype), chunk, -1), visible)
-    # products copy operands whose chunks do not lie one after another, once for every product
-    q, k, v = (_chunks(x, chunk, -2).contiguous() for x in (q, k, v))
+        missing = ~_chunks(call.key_mask, tile).reshape(-1, tile.chunk, 1)
+        k.masked_fill_(missing, 0)
+        v.masked_fill_(missing, 0)
+    if call.blindspot > 1 or call.log_decay is not None:
+        visible = reference.visible(tile.chunk, call.blindspot, k.device)
+    if call.log_decay is not None and visible is not None:
+        log_decay = _chunks(call.log_decay, tile).to(k.dtype).reshape(-1, tile.chunk)
+        decay = _decay(log_decay, visible, tile.sequences)
     # the lower triangle has an operation of its own, faster than a mask
-    return Block(q, k, v, None if call.blindspot == 1 else visible, decay)
+    return Block(q, k, v, tile.sequences, missing, visible if call.blindspot > 1 else None, decay)
+
+
+def _per_group(x: Tensor, block: Block) -> Tensor:
+    """(cb gC …) as (cb g C …)"""
+    return x.unflatten(1, (-1, block.k.shape[1]))
 
 
 def _weigh(A: Tensor, block: Block) -> Tensor:
     """A ∘ D, in place. What a query must not see is overwritten, not multiplied by zero: it may be infinite."""
+    parts = _per_group(A, block)
     if block.decay is not None:
-        A.mul_(block.decay.inside)
-    return A.tril_() if block.visible is None else A.masked_fill_(~block.visible, 0)
+        parts.mul_(block.decay.inside)
+    parts.tril_() if block.visible is None else parts.masked_fill_(~block.visible, 0)
+    return A
 
 
 def _weights(block: Block) -> Tensor:
-    """D itself, (… c C C) or (C C)."""
-    C = block.k.shape[-2]
-    return block.decay.inside if block.decay is not None else _weigh(block.k.new_ones(C, C), block)
+    """D itself, (cb C C)."""
+    n, C, _ = block.k.shape
+    return _weigh(block.k.new_ones(n, C, C), block)
 
 
 def _since(x: Tensor, block: Block) -> Tensor:
-    return x if block.decay is None else x * block.decay.since
+    return x if block.decay is None else (_per_group(x, block) * block.decay.since).flatten(1, 2)
 
 
 def _until(x: Tensor, block: Block) -> Tensor:
-    return x if block.decay is None else x * block.decay.until
+    return x if block.decay is None else x * block.decay.until.squeeze(1)
 
 
-def _dot(x: Tensor, z: Tensor) -> Tensor:
-    """Rows of x (… C f) with the column z (… f 1): as a product it would take half a matrix product's time."""
-    return (x * z.mT).sum(-1, keepdim=True)
+def _dot(x: Tensor, y: Tensor, room: Workspace) -> Tensor:
+    """Of rows: as a product it would take half a matrix product's time."""
+    return torch.mul(x, y, out=room("scratch", *x.shape)).sum(-1, keepdim=True)
 
 
-def _scan(sums: Tensor, state: Tensor, block: Block, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """From the chunks' own sums (… c x y), overwritten: the states that enter each chunk; and that after the last."""
-    order = range(sums.shape[-3])
-    for i in reversed(order) if reverse else order:
-        entering, part = state, sums.select(-3, i)
-        kept = state if block.decay is None else state * block.decay.whole.select(-3, i)
-        state = kept + part
-        # in the place of the sum that it has just taken in
-        part.copy_(entering)
-    return sums, state
+def _ends(state: tuple[Tensor, Tensor], block: Block, first: int, room: Workspace) -> Ends:
+    """Room for the states at the ends of all chunks, that at the first or the last of them given."""
+    chunks = block.k.shape[0] // block.sequences
+    ends = Ends(*(room(name, chunks + 1, *x.shape) for name, x in zip(("S", "z"), state, strict=True)))
+    for x, given in zip(ends, state, strict=True):
+        x[first] = given
+    return ends
+
+
+def _accumulate(ends: Ends, block: Block, *, reverse: bool = False) -> None:
+    """From each chunk's own sums, the state at its one end, given that at the other end of the block; in place."""
+    whole = None if block.decay is None else block.decay.whole.unbind(0)
+    for x, weights in ((ends.S, whole), (ends.z, whole and [a.squeeze(-1) for a in whole])):
+        states = x.unbind(0)
+        for i in reversed(range(len(states) - 1)) if reverse else range(len(states) - 1):
+            done, following = (states[i + 1], states[i]) if reverse else (states[i], states[i + 1])
+            following.add_(done) if weights is None else following.addcmul_(done, weights[i])
+
+
+def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends:
+    """From the state, (b f dv) and (b f), that enters the block."""
+    ends, k = _ends(state, block, 0, room), _until(block.k, block)
+    S, z = ends.after()
+    S.baddbmm_(k.mT, block.v, beta=0)
+    torch.sum(k, 1, keepdim=True, out=z)
+    _accumulate(ends, block)
+    return ends
+
+
+def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, room: Workspace) -> Tensor:
+    return infinite_if_none(A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, room)))
+
+
+def _key_sums(block: Block, z_in: Tensor) -> Tensor:
+    """z_i, the sum of the keys that each query sees, (cb C f)."""
+    return _weights(block) @ block.k + _since(z_in.expand_as(block.k), block)
+
+
+def _over_key_sums(x: Tensor, total: Tensor, block: Block) -> Tensor:
+    return divide(_per_group(x, block), total.unsqueeze(1)).flatten(1, 2)
+
+
+def _product(a: Tensor, b: Tensor, room: Workspace, name: str) -> Tensor:
+    return room(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
+
+
+def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -> Tensor:
+    """(cb gC dv)"""
+    (S_in, z_in), q = ends.before(), block.q
+    if normalize == "keys":
+        q = _over_key_sums(q, _key_sums(block, z_in), block)
+    A, q_in = _weigh(_product(q, block.k.mT, room, "A"), block), _since(q, block)
+    y = _product(A, block.v, room, "y").baddbmm_(q_in, S_in)
+    return y.div_(_denominator(A, q_in, z_in, room)) if normalize == "output" else y
+
+
+def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """(b f dv) and (b f)"""
+    return _rows(S, rows).reshape(-1, *S.shape[-2:]), _rows(z, rows).reshape(-1, z.shape[-1])
 
 
 def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the last state, and the states that enter each segment if they are to be saved."""
-    f, dv = call.S.shape[-2:]
-    y = call.v.new_empty(*call.q.shape[:-1], dv)
+    """Outputs, the last state, and the states (i, lead, f, dv) that enter each block if they are to be saved."""
+    plan, dv = _plan(call), call.S.shape[-1]
+    y = empty_like(call.v, (*call.q.shape[:-1], dv))
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
-    entering = len(_tiles(call, slice(0))) if save else 0
-    saved_S, saved_z = (call.S.new_empty(*call.S.shape[:-2], entering, f, width) for width in (dv, 1))
-    for rows in _row_slices(call):
-        S, z = _rows(call.S, rows), _rows(call.z, rows).unsqueeze(-1)
-        for i, tile in enumerate(_tiles(call, rows)):
+    entering = len(plan[0][1]) if save and plan else 0
+    saved = tuple(x.new_empty(entering, *x.shape) for x in (call.S, call.z))
+    spread, room = _spread(call), Workspace(call.S)
+    for rows, tiles in plan:
+        state = _state_of(call.S, call.z, rows)
+        for i, tile in enumerate(tiles):
             if save:
-                _rows(saved_S, rows).select(-3, i).copy_(S)
-                _rows(saved_z, rows).select(-3, i).copy_(z)
-            part, S, z = _block_outputs(_load(call, tile), S, z, call.normalize)
-            tile.of(y, -2).copy_(part.flatten(-3, -2).narrow(-2, 0, tile.stop - tile.start))
-        _rows(S_end, rows).copy_(S)
-        _rows(z_end, rows).copy_(z.squeeze(-1))
-    return y, S_end, z_end, saved_S, saved_z
+                _save(state, (saved[0][i], saved[1][i]), rows)
+            block = _load(spread, tile, room)
+            ends = _states(block, state, room)
+            _write(y, tile, _outputs(block, ends, call.normalize, room))
+            state = ends.S[-1], ends.z[-1]
+        _save(state, (S_end, z_end), rows)
+    return y, S_end, z_end, saved[0], saved[1]
 
 
-def _spread(sums: Tensor, lead: torch.Size) -> Tensor:
-    """Room for the states, which differ between rows that share keys if their masks or decays differ."""
-    return sums if sums.shape[:-3] == lead else sums.expand(*lead, *sums.shape[-3:]).contiguous()
+def _save(state: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], rows: slice) -> None:
+    for x, target in zip(state, into, strict=True):
+        target = _rows(target, rows)
+        target.copy_(x.view(target.shape))
 
 
-def _states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The states that enter each chunk, and those that leave the block."""
-    k = _until(block.k, block)
-    lead = S.shape[:-2]
-    S_in, S = _scan(_spread(k.mT @ block.v, lead), S, block)
-    z_in, z = _scan(_spread(k.sum(-2).unsqueeze(-1), lead), z, block)
-    return S_in, z_in, S, z
-
-
-def _block_outputs(block: Block, S: Tensor, z: Tensor, normalize: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    S_in, z_in, S, z = _states(block, S, z)
-    q = block.q
-    if normalize == "keys":
-        q = divide(q, _weights(block) @ block.k + _since(z_in.mT, block))
-    A, q_in = _weigh(q @ block.k.mT, block), _since(q, block)
-    y = (A @ block.v).add_(q_in @ S_in)
-    if normalize == "output":
-        y.div_(_denominator(A, q_in, z_in))
-    return y, S, z
-
-
-def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor) -> Tensor:
-    return infinite_if_none(A.sum(-1, keepdim=True).add_(_dot(q_in, z_in)))
-
-
-class _BlockGradients(NamedTuple):
-    """Of one block's features and values (… c C ·), of the logarithms of its tokens' weights, of the state before."""
+class Gradients(NamedTuple):
+    """Of the call's queries, keys and values, and of the logarithms of its tokens' weights."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_weight: Tensor | None
-    S: Tensor
-    z: Tensor
 
 
-def _block_gradients(
-    block: Block, S: Tensor, z: Tensor, y: Tensor, dy: Tensor, dS: Tensor, dz: Tensor, normalize: str | None
-) -> _BlockGradients:
-    """With y = N / d, dN = dy / d and dd = −dN·y. D's own gradient follows from q·dq and k·dk."""
-    S_in, z_in, _, _ = _states(block, S, z)
-    q, k, v = block.q, block.k, block.v
+class Shared(NamedTuple):
+    """What the gradients of keys take from those of queries: N's (cb gC dv), those of D ∘ qkᵀ and that itself
+    (cb gC C), queries as they were multiplied, and as they met the state, and each chunk's share in z's."""
 
-    def of_keys(x: Tensor) -> Tensor:
-        return x.sum_to_size(*S_in.shape[:-2], *x.shape[-2:])
+    dN: Tensor
+    G: Tensor
+    A: Tensor
+    q: Tensor
+    q_in: Tensor
+    dz: Tensor | None
+    dtotal: Tensor | None
+    log_weight: Tensor | None
 
-    total = q
+
+def _to_queries(
+    call: CausalCall, tile: Tile, block: Block, ends: Ends, y: Tensor, dy: Tensor, into: Gradients, room: Workspace
+) -> Shared:
+    """Writes their gradients. With y = N / d, dN = dy / d and dd = −dN·y."""
+    (S_in, z_in), normalize = ends.before(), call.normalize
+    q, k, total, dz, dtotal, log_weight = block.q, block.k, None, None, None, None
     if normalize == "keys":
-        total = _weights(block) @ k + _since(z_in.mT, block)
-        q = divide(q, total)
-    A, q_in = _weigh(q @ k.mT, block), _since(q, block)
-    dd = None
-    if normalize != "output":
-        dy = dy.contiguous()
-    else:
-        dy = dy / _denominator(A, q_in, z_in)
-        dd = -(dy * y).sum(-1, keepdim=True)
-    G, from_state = dy @ v.mT, dy @ S_in.mT
+        total = _key_sums(block, z_in)
+        q = _over_key_sums(q, total, block)
+    A, q_in = _weigh(_product(q, k.mT, room, "A"), block), _since(q, block)
+    dN, dd = _of_queries(dy, tile, room, "y"), None
+    if normalize == "output":
+        d = _denominator(A, q_in, z_in, room)
+        dN, dd = dN.div_(d), -_dot_of_queries(dy, y, tile, room) / d
+    dq, G = _product(dN, S_in.mT, room, "dq"), _product(dN, block.v.mT, room, "G")
     if dd is not None:
+        dq.addcmul_(dd, z_in)
         G.add_(dd)
-        from_state.add_(dd * z_in.mT)
-    _weigh(G, block)
-    dq = (G @ k).add_(_since(from_state, block))
-    dz_sums = torch.zeros_like(z_in) if dd is None else of_keys((q_in * dd).sum(-2).unsqueeze(-1))
-    dk = of_keys(G.mT @ q)
-    if normalize == "keys":
-        dtotal = -divide(dq * q, total)
-        dq = divide(dq, total)
-        dk.add_(of_keys(_weights(block).mT @ dtotal))
-        dz_sums = of_keys(_since(dtotal, block).sum(-2).unsqueeze(-1))
-    dS_out, dS = _scan(of_keys(q_in.mT @ dy), dS, block, reverse=True)
-    dz_out, dz = _scan(dz_sums, dz, block, reverse=True)
-    dk.add_(_until((v @ dS_out.mT).add_(dz_out.mT), block))
-    dv = of_keys(A.mT @ dy).add_(_until(k @ dS_out, block))
-    log_weight = None
-    if block.decay is not None:
-        log_weight = -(k * dk).sum(-1, keepdim=True)
-        # an output that is normalised does not change when its query grows, so there q·dq is zero
-        if normalize is None:
-            log_weight = log_weight + of_keys((q * dq).sum(-1, keepdim=True))
-    return _BlockGradients(dq, dk, dv, log_weight, dS, dz)
+        dz = torch.mul(q_in, dd, out=room("scratch", *q_in.shape)).sum(1, keepdim=True)
+    dq = _since(dq, block).baddbmm_(_weigh(G, block), k)
+    if total is not None:
+        dtotal = -divide(_per_group(dq * q, block).sum(1), total)
+        dz = _since(dtotal, block).sum(1, keepdim=True)
+        dq = _over_key_sums(dq, total, block)
+    # an output that is normalised does not change when its query grows: then q·dq is zero
+    if block.decay is not None and normalize is None:
+        log_weight = _per_group(_dot(q, dq, room), block).sum(1)
+    _write(into.q, tile, _through_map(dq, block.q, call, room))
+    return Shared(dN, G, A, q, q_in, dz, dtotal, log_weight)
+
+
+def _to_keys(
+    call: CausalCall,
+    tile: Tile,
+    block: Block,
+    past: Shared,
+    dstate: tuple[Tensor, Tensor],
+    into: Gradients,
+    room: Workspace,
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradients of keys and values; returns that of the state before, from that of the state after."""
+    k, v, ends = block.k, block.v, _ends(dstate, block, -1, room)
+    dS, dz = ends.before()
+    dS.baddbmm_(past.q_in.mT, past.dN, beta=0)
+    dz.zero_() if past.dz is None else dz.copy_(past.dz)
+    _accumulate(ends, block, reverse=True)
+    dS, dz = ends.after()
+    dv = _product(past.A.mT, past.dN, room, "dv").baddbmm_(_until(k, block), dS)
+    _write_keys(into.v, tile, dv, block, call)
+    dk = _product(past.G.mT, past.q, room, "dk").baddbmm_(_until(v, block), dS.mT).add_(_until(dz, block))
+    if past.dtotal is not None:
+        dk.baddbmm_(_weights(block).mT, past.dtotal)
+    if into.log_weight is not None:
+        # D's own gradient follows from q·dq and k·dk
+        log_weight = -_dot(k, dk, room) if past.log_weight is None else past.log_weight - _dot(k, dk, room)
+        _write_keys(into.log_weight, tile, log_weight, block._replace(missing=None), call)
+    _write_keys(into.k, tile, _through_map(dk, k, call, room), block, call)
+    return ends.S[0].clone(), ends.z[0].clone()
 
 
 def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> Tensors:
     """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
     (y, S_end, z_end, *saved), (dy, dS_end, dz_end) = results, grads
     assert dy is not None and dS_end is not None and dz_end is not None
-    if saved[0].shape[-3] == 0:
+    if saved[0].shape[0] == 0:
         # inside vmap a tensor does not tell that a gradient will be asked for
         saved = _forward(call, save=True)[3:]
-    dq, dk, dv, dS_start, dz_start = (torch.empty_like(x) for x in call[:5])
-    dlog_weight = None if call.log_decay is None else torch.empty_like(call.log_decay, dtype=dS_end.dtype)
-    for rows in _row_slices(call):
-        dS, dz = _rows(dS_end, rows), _rows(dz_end, rows).unsqueeze(-1)
-        for i, tile in reversed(list(enumerate(_tiles(call, rows)))):
-            S, z = (_rows(x, rows).select(-3, i) for x in saved)
-            block = _load(call, tile)
-            chunk = block.q.shape[-2]
-            y_block, dy_block = (_chunks(tile.of(x, -2).to(S.dtype), chunk, -2) for x in (y, dy))
-            part = _block_gradients(block, S, z, y_block, dy_block, dS, dz, call.normalize)
-            dS, dz = part.S, part.z
-            _write(dq, tile, _through_map(part.q, block.q, call.q, call, tile), None)
-            _write(dk, tile, _through_map(part.k, block.k, call.k, call, tile), call.key_mask)
-            _write(dv, tile, part.v, call.key_mask)
-            if dlog_weight is not None and part.log_weight is not None:
-                _write(dlog_weight.unsqueeze(-1), tile, part.log_weight, None)
-        _rows(dS_start, rows).copy_(dS)
-        _rows(dz_start, rows).copy_(dz.squeeze(-1))
-    if call.log_decay is None or dlog_weight is None:
+    dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
+    dS_start, dz_start = torch.empty_like(call.S), torch.empty_like(call.z)
+    log_weight = (
+        None if call.log_decay is None else call.log_decay.new_empty(*call.log_decay.shape, 1, dtype=S_end.dtype)
+    )
+    spread, into, room = _spread(call), Gradients(dq, dk, dv, log_weight), Workspace(call.S)
+    for rows, tiles in _plan(call):
+        dstate = _state_of(dS_end, dz_end, rows)
+        for i, tile in reversed(list(enumerate(tiles))):
+            block = _load(spread, tile, room)
+            ends = _states(block, _state_of(saved[0][i], saved[1][i], rows), room)
+            past = _to_queries(call, tile, block, ends, y, dy, into, room)
+            dstate = _to_keys(call, tile, block, past, dstate, into, room)
+        _save(dstate, (dS_start, dz_start), rows)
+    if call.log_decay is None or log_weight is None:
         return dq, dk, dv, dS_start, dz_start, None, None
     end = (S_end * dS_end).sum((-1, -2)) + (z_end * dz_end).sum(-1)
-    return dq, dk, dv, dS_start, dz_start, _decay_gradient(call.log_decay, dlog_weight, end.unsqueeze(-1)), None
+    dlog_decay = _decay_gradient(call.log_decay, log_weight.squeeze(-1), end.unsqueeze(-1))
+    return dq, dk, dv, dS_start, dz_start, dlog_decay, None
 
 
-def _through_map(gradient: Tensor, features: Tensor, x: Tensor, call: CausalCall, tile: Tile) -> Tensor:
-    """The chain rule: from the gradient of φ(x) that of x."""
+def _dot_of_queries(x: Tensor, y: Tensor, tile: Tile, room: Workspace) -> Tensor:
+    """(cb gC 1), of two that are (…, n, d)."""
+    x, y = (_queries_last(_chunks(part, tile), tile) for part in (x, y))
+    product = room.copy("scratch", x).mul_(y)
+    return product.sum(-1).view(x.shape[0] * tile.sequences, -1, 1)
+
+
+def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Workspace) -> Tensor:
+    """The chain rule: from the gradient of φ(x) that of x, in place."""
     derivative = ELEMENTWISE[call.feature_map].derivative
-    if derivative is None:
-        return gradient
-    x = _chunks(tile.of(x, -2).to(gradient.dtype), features.shape[-2], -2)
-    return gradient.mul_(derivative(x, features))
+    return gradient if derivative is None else gradient.mul_(derivative(features, room("scratch", *features.shape)))
 
 
-def _write(total: Tensor, tile: Tile, part: Tensor, key_mask: Tensor | None) -> None:
-    """Writes a block's gradient where it belongs; what was broadcast is summed."""
-    part = part.flatten(-3, -2).narrow(-2, 0, tile.stop - tile.start)
-    if key_mask is not None:
-        part = torch.where(tile.of(key_mask, -1).unsqueeze(-1), part, 0)
-    target = tile.of(total, -2)
-    part = part.sum_to_size(*target.shape)
-    if total.shape[0] == 1 and tile.rows.start > 0:
-        target.add_(part)
-    else:
-        target.copy_(part)
+def _write(total: Tensor, tile: Tile, part: Tensor) -> None:
+    """A block's outputs or gradients of its queries (cb gC d), to where they belong."""
+    target = _queries_last(_chunks(total, tile), tile)
+    target.copy_(part.view_as(target))
+
+
+def _write_keys(total: Tensor, tile: Tile, part: Tensor, block: Block, call: CausalCall) -> None:
+    """A block's gradients of its keys (cb C d), to where they belong; what was broadcast is summed."""
+    if block.missing is not None:
+        part = part.masked_fill(block.missing, 0)
+    target, lead = _chunks(total, tile), _rows(call.z, tile.rows).shape[:-1]
+    part = part.view(-1, *lead, *part.shape[-2:]).sum_to_size(*target.shape)
+    target.add_(part) if total.shape[0] == 1 and tile.rows.start > 0 else target.copy_(part)
 
 
 def _decay_gradient(log_decay: Tensor, dlog_weight: Tensor, end: Tensor) -> Tensor:
@@ -357,8 +472,7 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
         y, S, z = run(call._replace(**one_row))
         return y.squeeze(0), S.squeeze(0), z.squeeze(0)
     if call.q.shape[-2] > SEGMENT:
-        # glibc hands freed blocks back to the system, and has them faulted in again, unless it has seen larger ones go
-        torch.UntypedStorage(_LARGER)
+        keep_freed_memory()
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     y, S, z, *_ = _operator((*options, save), *inputs)

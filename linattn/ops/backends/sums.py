@@ -23,9 +23,9 @@ def _features(x: Tensor, start: int, length: int, feature_map: str) -> Tensor:
     return ELEMENTWISE[feature_map].function(x.to(accumulator(x.dtype)))
 
 
-def _through_map(gradient: Tensor, features: Tensor, x: Tensor, feature_map: str) -> Tensor:
+def _through_map(gradient: Tensor, features: Tensor, feature_map: str) -> Tensor:
     derivative = ELEMENTWISE[feature_map].derivative
-    return gradient if derivative is None else gradient * derivative(x.to(gradient.dtype), features)
+    return gradient if derivative is None else gradient * derivative(features, None)
 
 
 def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Tensor:
@@ -56,7 +56,7 @@ def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tens
         of_k = _present((values @ dS.mT).add_(dz.unsqueeze(-2)), key_mask, start, length)
         of_v = _present(features @ dS, key_mask, start, length)
         of_k = of_k.sum_to_size(*x.shape)
-        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, x, feature_map))
+        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, feature_map))
         dv.narrow(-2, start, length).copy_(of_v.sum_to_size(*values.shape))
     return dk, dv, None
 
@@ -98,7 +98,7 @@ def _ask_gradient(
             part = dy_part @ T.mT
         dT += (features.mT @ dy_part).sum_to_size(*T.shape)
         part = part.sum_to_size(*x.shape)
-        dq.narrow(-2, start, length).copy_(_through_map(part, features, x, feature_map))
+        dq.narrow(-2, start, length).copy_(_through_map(part, features, feature_map))
     if normalize == "keys":
         return dq, divide(dT, total), -divide(dT * T, total).sum(-1)
     return dq, dT, dtotal.squeeze(-1)

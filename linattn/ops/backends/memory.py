@@ -1,0 +1,63 @@
+"""Fresh memory costs time: it is not in the cache, and a CPU faults in each page of it when it is first written, four
+times as slow as the writing itself. Here both are avoided where the system lets us."""
+
+import ctypes
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+# tensors from here on are asked to be in pages of 2 MiB
+LARGE = 8 * 2**20
+# more than any temporary of a block has
+_LARGER = 24 * 2**20
+_PAGE, _MADV_HUGEPAGE = 4096, 14
+
+
+class Workspace:
+    """Rooms by name, in the dtype and on the device of `like`, that are used again and again, so that they stay in the
+    cache: whoever takes one knows that its last content is no longer needed."""
+
+    def __init__(self, like: Tensor):
+        self._like = like
+        self._rooms: dict[str, Tensor] = {}
+        self._views: dict[tuple[str | int, ...], Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._like.new_empty(shape)
+        view = self._views.get((name, *shape))
+        if view is None:
+            room, size = self._rooms.get(name), math.prod(shape)
+            if room is None or room.numel() < size:
+                room = self._rooms[name] = self._like.new_empty(size)
+            view = self._views[name, *shape] = room[:size].view(shape)
+        return view
+
+    def copy(self, name: str, x: Tensor) -> Tensor:
+        return self(name, *x.shape).copy_(x)
+
+
+def keep_freed_memory() -> None:
+    """glibc hands freed temporaries back to the system, and has them faulted in again, unless it has seen larger ones
+    go."""
+    torch.UntypedStorage(_LARGER)
+
+
+def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`x.new_empty(shape)`, in large pages if it is large: Linux gives them to those who ask."""
+    y = x.new_empty(shape)
+    # a compiler plans the memory itself, and fake tensors have none
+    if torch.compiler.is_compiling() or type(y) is not Tensor:
+        return y
+    if sys.platform == "linux" and y.device.type == "cpu" and y.nbytes >= LARGE:
+        _advise(y)
+    return y
+
+
+def _advise(x: Tensor) -> None:
+    # advice that is refused changes nothing
+    start = -(-x.data_ptr() // _PAGE) * _PAGE
+    length = (x.data_ptr() + x.nbytes - start) // _PAGE * _PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
