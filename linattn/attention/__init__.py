@@ -1,5 +1,6 @@
 """Inner attentions: modules from queries, keys and values, heads already split, to outputs, and all of them by name."""
 
+from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention, map_state
 from linattn.attention.decay import Decay
 from linattn.attention.linear import LinearAttention
@@ -19,6 +20,7 @@ from linattn.attention.weights import attention_weights
 
 __all__ = [
     "ATTENTIONS",
+    "AxialAttention",
     "Decay",
     "InnerAttention",
     "LearnedProjection",

@@ -45,8 +45,9 @@ class Sampling:
     """How the next token is drawn from the logits: the penalty first, then temperature, top_k, top_p and filter.
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest that reach probability p
-    together, `filter` is any function of logits to logits. The penalty concerns the tokens that were there before, in the prompt too: it divides positive logits and
-    multiplies negative ones (Keskar et al., https://arxiv.org/abs/1909.05858)."""
+    together, `filter` is any function of logits to logits. The penalty concerns the tokens that were there before, in
+    the prompt too: it divides positive logits and multiplies negative ones (Keskar et al.,
+    https://arxiv.org/abs/1909.05858)."""
 
     temperature: float = 0.0
     top_k: int | None = None

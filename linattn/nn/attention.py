@@ -30,7 +30,7 @@ class MultiheadAttention(nn.Module):
     RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
     (both as in RetNet, https://arxiv.org/abs/2307.08621). `key_dim` gives q and k other channels than v, which has
     `head_dim` a head: few for maps with many features, as in Based. W_o has a bias as the others
-    do, unless `out_bias` says otherwise. Dropout acts on the output."""
+    do, unless `out_bias` says otherwise. `dropout` acts on the output, `hidden_dropout` on what W_o takes."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class MultiheadAttention(nn.Module):
         head_norm: bool = False,
         gate: bool = False,
         dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
     ):
         super().__init__()
         key_heads = num_heads if num_key_heads is None else num_key_heads
@@ -65,7 +66,7 @@ class MultiheadAttention(nn.Module):
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
         self.convolution = ShortConvolution(dim, convolution) if convolution else None
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
         if self.is_cross_attention:
             self._check_cross_attention()
@@ -137,7 +138,7 @@ class MultiheadAttention(nn.Module):
         y = y.transpose(1, 2).flatten(2)
         if self.g_proj is not None:
             y = F.silu(self.g_proj(x)) * y
-        return self.dropout(self.o_proj(y))
+        return self.dropout(self.o_proj(self.hidden_dropout(y)))
 
     def _check_cross_attention(self) -> None:
         if self.inner.causal:

@@ -174,6 +174,14 @@ def test_dropout_is_on_the_output_in_training():
     assert_close(dropped[kept], 2 * y[kept])
 
 
+def test_hidden_dropout_is_on_the_heads_outputs_in_training():
+    module, seen = attention("elu", hidden_dropout=0.5), []
+    module.o_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0] == 0))
+    module(some_inputs())
+    module.train()(some_inputs())
+    assert not seen[0].any() and 0.3 < seen[1].double().mean() < 0.7
+
+
 @every_option
 def test_gradients_reach_inputs_and_every_parameter(options):
     module, x = attention("local+elu", **options).train(), some_inputs().requires_grad_()

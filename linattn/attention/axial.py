@@ -1,0 +1,134 @@
+"""Attention along the columns of a folded sequence: far-away tokens at a stride, for the price of a short sequence.
+Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/abs/1912.12180"""
+
+from typing import Any, NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linattn.attention.base import InnerAttention, map_state
+from linattn.ops.compaction import pack_heads
+
+
+class AxialState(NamedTuple):
+    """The inner attention's state of each column (batch, then columns, in front), and the column of the next token."""
+
+    inner: Any
+    column: Int[Tensor, " b"]
+
+
+@final
+class AxialAttention(InnerAttention):
+    """The sequence is written into rows of `window` tokens; each token attends, by the inner attention, to those in its
+    column: i − window, i − 2 · window, … and, if not causal, i + window, ….
+
+    Any length: the last row may be short. A masked token is a missing token: rows count present ones only."""
+
+    def __init__(self, inner: InnerAttention, window: int):
+        super().__init__()
+        if window < 1:
+            raise ValueError(f"a window holds at least one token, but window is {window}")
+        self.inner, self.window, self.causal = inner, window, inner.causal
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> Float[Tensor, "b h n dv"]:
+        if key_mask is not None:
+            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+            grid = _Grid.at_its_start(k, self.window, packed.total.squeeze(1))
+            return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=grid.mask)))
+        grid = _Grid.at_its_start(k, self.window, None)
+        # what fills the last row up is the future
+        mask = None if self.causal or k.shape[-2] % self.window == 0 else grid.mask
+        return grid.unfold(self.inner(*grid.fold(q, k, v), key_mask=mask))
+
+    def extend(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b hk n d"],
+        v: Float[Tensor, "b hk n dv"],
+        state: AxialState | None = None,
+        *,
+        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
+    ) -> tuple[Float[Tensor, "b h n dv"], AxialState]:
+        if not self.causal:
+            return super().extend(q, k, v, state, key_mask=key_mask)
+        if key_mask is not None:
+            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+            y, state = self._extend(packed.q, packed.k, packed.v, state, packed.total.squeeze(1))
+            return packed.unpack(y), state
+        return self._extend(q, k, v, state, None)
+
+    def _extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AxialState | None, total: Tensor | None
+    ) -> tuple[Tensor, AxialState]:
+        b, window = k.shape[0], self.window
+        grid = _Grid.at_its_start(k, window, total) if state is None else _Grid.at(state.column, k, window, total)
+        inner = None if state is None else map_state(lambda x: x.flatten(0, 1), state.inner)
+        y, inner = self.inner.extend(*grid.fold(q, k, v), inner, key_mask=grid.mask)
+        arrived = k.shape[-2] if total is None else total
+        return grid.unfold(y), AxialState(
+            map_state(lambda x: x.unflatten(0, (b, window)), inner), (grid.column + arrived) % window
+        )
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}"
+
+
+class _Grid(NamedTuple):
+    """Which token each place of the grid holds (row after row; −1: none), and where each token stands."""
+
+    tokens: Int[Tensor, "b g"]
+    places: Int[Tensor, "b n"]
+    column: Int[Tensor, " b"]
+    window: int
+
+    @staticmethod
+    def at_its_start(k: Tensor, window: int, total: Tensor | None) -> "_Grid":
+        column = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
+        return _Grid._from(column, k, window, total, -(-k.shape[-2] // window))
+
+    @staticmethod
+    def at(column: Tensor, k: Tensor, window: int, total: Tensor | None) -> "_Grid":
+        """The first row may begin anywhere."""
+        return _Grid._from(column, k, window, total, -(-(window - 1 + k.shape[-2]) // window))
+
+    @staticmethod
+    def _from(column: Tensor, k: Tensor, window: int, total: Tensor | None, rows: int) -> "_Grid":
+        n = k.shape[-2]
+        tokens = torch.arange(rows * window, device=k.device) - column.unsqueeze(1)
+        held = (tokens >= 0) & (tokens < (n if total is None else total.unsqueeze(1)))
+        places = torch.arange(n, device=k.device) + column.unsqueeze(1)
+        return _Grid(tokens.masked_fill(~held, -1), places, column, window)
+
+    @property
+    def mask(self) -> Bool[Tensor, "bw 1 rows"]:
+        held = (self.tokens >= 0).unflatten(1, (-1, self.window))
+        return held.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+
+    def fold(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """(b, h, n, d) to (b · window, h, rows, d)."""
+        return tuple(self._fold(part) for part in parts)
+
+    def _fold(self, x: Tensor) -> Tensor:
+        index = self.tokens.clamp(min=0)[:, None, :, None]
+        grid = (
+            torch.take_along_dim(x, index, -2) if x.shape[-2] else x.new_zeros(*x.shape[:2], index.shape[2], x.shape[3])
+        )
+        return grid.unflatten(2, (-1, self.window)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+    def unfold(self, y: Tensor) -> Tensor:
+        grid = y.unflatten(0, (-1, self.window)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        return torch.take_along_dim(grid, self.places[:, None, :, None], -2)
+
+
+def _for_all_heads(key_mask: Tensor) -> Tensor:
+    if key_mask.shape[1] != 1:
+        raise ValueError(f"rows are the same for all heads: the mask must be (b, 1, n), but is {tuple(key_mask.shape)}")
+    return key_mask
