@@ -49,18 +49,20 @@ class _Reversal(torch.autograd.Function):
             ctx.randomness.append(_Randomness.now(x))
             with ctx.autocast.again():
                 first, second = second, first + branch(second, **call._asdict())
-        ctx.save_for_backward(first, second, *call, *weights)
+        # buffers too: if random features are drawn anew before the backward pass, autograd says so
+        buffers = [buffer for branch in branches for buffer in branch.buffers()]
+        ctx.save_for_backward(first, second, *call, *weights, *buffers)
         return first, second
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        first, second, key_mask, context, context_mask, *weights = ctx.saved_tensors
+        first, second, key_mask, context, context_mask, *_ = ctx.saved_tensors
         if context is not None:
             context = context.detach().requires_grad_(ctx.needs_input_grad[3])
         call = Call(key_mask, context, context_mask)
         d_first, d_second = grads
-        d_context, d_weights = None, cast(list[Tensor | None], [None] * len(weights))
+        d_context, d_weights = None, cast(list[Tensor | None], [None] * (len(ctx.needs_input_grad) - 5))
         for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast.again(), randomness.again():
