@@ -18,6 +18,7 @@ class Elementwise(NamedTuple):
     function: Callable[[Tensor], Tensor]
     overwrite: Callable[[Tensor, Tensor], Tensor]
     derivative: Callable[[Tensor, Tensor | None], Tensor] | None
+    nonnegative: bool = True
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def _exp2_of_negatives(x: Tensor) -> Tensor:
 _softplus = torch.nn.functional.softplus
 
 ELEMENTWISE: dict[str, Elementwise] = {
-    "identity": Elementwise(lambda x: x, lambda x, _: x, None),
+    "identity": Elementwise(lambda x: x, lambda x, _: x, None, nonnegative=False),
     # where x > 0 the function is x + 1 > 1, elsewhere it is its own derivative exp(x) ≤ 1
     "elu_plus_one": Elementwise(
         elu_plus_one, _overwrite_with_elu_plus_one, lambda y, scratch: torch.clamp(y, max=1, out=scratch)

@@ -59,10 +59,14 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / infinite_if_none(denominator)
 
 
-def infinite_if_none(denominator: Tensor) -> Tensor:
+def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
     """Dividing by it gives zeros where the denominator is zero, or so near the end of its dtype's range that rounding
     has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
-    return denominator.masked_fill(denominator.abs() < _NONE[denominator.dtype], torch.inf)
+    least = _NONE[denominator.dtype]
+    if nonnegative:
+        # the same in one operation instead of three, which a single token notices
+        return torch.threshold(denominator, least, torch.inf)
+    return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -58,6 +58,7 @@ class Block(NamedTuple):
     k: Tensor
     v: Tensor
     sequences: int
+    nonnegative: bool
     missing: Tensor | None
     visible: Tensor | None
     decay: Decay | None
@@ -159,7 +160,7 @@ def _decay(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
 
 def _load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
     """Of a call that was spread."""
-    phi = ELEMENTWISE[call.feature_map].overwrite
+    phi, nonnegative = ELEMENTWISE[call.feature_map].overwrite, ELEMENTWISE[call.feature_map].nonnegative
     q, k = (
         phi(x, room("scratch", *x.shape))
         for x in (_of_queries(call.q, tile, room, "q"), _of_keys(call.k, tile, room, "k"))
@@ -176,7 +177,7 @@ def _load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
         log_decay = _chunks(call.log_decay, tile).to(k.dtype).reshape(-1, tile.chunk)
         decay = _decay(log_decay, visible, tile.sequences)
     # the lower triangle has an operation of its own, faster than a mask
-    return Block(q, k, v, tile.sequences, missing, visible if call.blindspot > 1 else None, decay)
+    return Block(q, k, v, tile.sequences, nonnegative, missing, visible if call.blindspot > 1 else None, decay)
 
 
 def _per_group(x: Tensor, block: Block) -> Tensor:
@@ -241,8 +242,9 @@ def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends
     return ends
 
 
-def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, room: Workspace) -> Tensor:
-    return infinite_if_none(A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, room)))
+def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, block: Block, room: Workspace) -> Tensor:
+    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, room))
+    return infinite_if_none(total, nonnegative=block.nonnegative)
 
 
 def _key_sums(block: Block, z_in: Tensor) -> Tensor:
@@ -265,7 +267,7 @@ def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -
         q = _over_key_sums(q, _key_sums(block, z_in), block)
     A, q_in = _weigh(_product(q, block.k.mT, room, "A"), block), _since(q, block)
     y = _product(A, block.v, room, "y").baddbmm_(q_in, S_in)
-    return y.div_(_denominator(A, q_in, z_in, room)) if normalize == "output" else y
+    return y.div_(_denominator(A, q_in, z_in, block, room)) if normalize == "output" else y
 
 
 def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -335,7 +337,7 @@ def _to_queries(
     A, q_in = _weigh(_product(q, k.mT, room, "A"), block), _since(q, block)
     dN, dd = _of_queries(dy, tile, room, "y"), None
     if normalize == "output":
-        d = _denominator(A, q_in, z_in, room)
+        d = _denominator(A, q_in, z_in, block, room)
         dN, dd = dN.div_(d), -_dot_of_queries(dy, y, tile, room) / d
     dq, G = _product(dN, S_in.mT, room, "dq"), _product(dN, block.v.mT, room, "G")
     if dd is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide
+from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide, infinite_if_none
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -17,24 +17,29 @@ def unsupported(call: CausalCall) -> str | None:
 
 def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
-    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
     if q.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    q, k = phi(q), phi(k)
+    # for a single token the number of operations is all that counts
+    if q.shape == k.shape:
+        q, k = phi.function(torch.cat([q, k], -2)).unbind(-2)
+    else:
+        q, k = phi.function(q).squeeze(-2), phi.function(k).squeeze(-2)
     if call.key_mask is not None:
-        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
+        k, v = torch.where(call.key_mask, k, 0), torch.where(call.key_mask.unsqueeze(-1), v, 0)
     if call.log_decay is not None:
         decay = call.log_decay.to(dtype).exp()
         S, z = decay.unsqueeze(-1) * S, decay * z
     # (f, 1) times (1, dv) is the outer product
-    S, z = torch.addcmul(S, k.mT, v), z + k.squeeze(-2)
+    S, z = torch.addcmul(S, k.unsqueeze(-1), v), z + k
     if call.normalize == "keys":
-        q = divide(q, z.unsqueeze(-2))
-    y = q @ S
+        q = divide(q, z)
+    y = q.unsqueeze(-2) @ S
     if call.normalize == "output":
-        y = divide(y, torch.linalg.vecdot(q, z.unsqueeze(-2)).unsqueeze(-1))
-    return y.to(call.v.dtype), S, z
+        denominator = infinite_if_none(torch.linalg.vecdot(q, z), nonnegative=phi.nonnegative)
+        y = y / denominator.unsqueeze(-1).unsqueeze(-1)
+    return (y if y.dtype == call.v.dtype else y.to(call.v.dtype)), S, z
 
 
 BACKEND = Backend("recurrent", unsupported, run)
