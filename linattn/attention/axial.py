@@ -112,9 +112,9 @@ class _Grid(NamedTuple):
         held = (self.tokens >= 0).unflatten(1, (-1, self.window))
         return held.transpose(1, 2).flatten(0, 1).unsqueeze(1)
 
-    def fold(self, *parts: Tensor) -> tuple[Tensor, ...]:
+    def fold(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, h, n, d) to (b · window, h, rows, d)."""
-        return tuple(self._fold(part) for part in parts)
+        return self._fold(q), self._fold(k), self._fold(v)
 
     def _fold(self, x: Tensor) -> Tensor:
         index = self.tokens.clamp(min=0)[:, None, :, None]

@@ -1,0 +1,39 @@
+"""linear-attention-transformer's automatic padding, which needs none any more."""
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+
+from linattn.compat.linear_attention_transformer.language_model import LinearAttentionTransformerLM
+from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
+
+
+@final
+class Autopadder(nn.Module):
+    """Pads to a multiple of `pad_to_multiple`, masks the padding, and cuts it off: the numbers are those without it.
+
+    The net takes any length by itself; of use where lengths should not vary, as for a compiled graph."""
+
+    def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False):
+        super().__init__()
+        self.net, self.pad_left, self.pad_to = net, pad_left, net.pad_to_multiple
+
+    def forward(
+        self,
+        x: Shaped[Tensor, "b n *d"],
+        input_mask: Bool[Tensor, "b n"] | None = None,
+        context: Float[Tensor, "b m c"] | None = None,
+        context_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> Float[Tensor, "b n o"]:
+        n = x.shape[1]
+        missing = -n % self.pad_to
+        if not missing:
+            return self.net(x, input_mask, context, context_mask)
+        sides = (missing, 0) if self.pad_left else (0, missing)
+        present = x.new_ones(x.shape[:2], dtype=torch.bool) if input_mask is None else input_mask
+        padded = F.pad(x, (0, 0) * (x.ndim - 2) + sides)
+        y = self.net(padded, F.pad(present, sides), context, context_mask)
+        return y[:, missing:] if self.pad_left else y[:, :n]
