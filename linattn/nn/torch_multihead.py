@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
@@ -79,15 +79,15 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
+        query: Float[Tensor, "*bn e"],
+        key: Float[Tensor, "*bm ek"],
+        value: Float[Tensor, "*bm ev"],
+        key_padding_mask: Shaped[Tensor, "*#b m"] | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Shaped[Tensor, "*#bh n m"] | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Float[Tensor, "*bn e"], Float[Tensor, "..."] | None]:
         """As torch's, of batches, single sequences and nested tensors; masks are True, or −inf, where they hide."""
         self._check(query, key, value)
         if query.is_nested:

@@ -407,6 +407,7 @@ def test_copies_keep_their_causal_form(name):
         assert all(x.dtype == torch.float64 for x in copied.state_dict().values() if x.is_floating_point())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_would_do():
     _, linear = pair("elu", options={"batch_first": True})
     x = self_inputs()
