@@ -146,4 +146,3 @@ def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:
 def _shown(largest: Tensor) -> Tensor:
     """Zero where there is no key."""
     return largest.masked_fill(largest == -torch.inf, 0)
-

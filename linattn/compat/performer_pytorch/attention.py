@@ -123,9 +123,7 @@ class Attention(AttentionBase):
 class SelfAttention(AttentionBase):
     """Tokens attend to each other."""
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
         """`mask` says which tokens are present (True); the others are as if they were not there."""
         return self._attend(x, None, mask)
 
