@@ -1,6 +1,8 @@
 """Linear attention on split heads: any feature map around the one operator.
 Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236"""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -9,8 +11,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.compaction import pack_heads
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
@@ -19,7 +23,7 @@ from linattn.ops.state import LinearState
 class LinearAttentionState(NamedTuple):
     """The sums over the past; of exponential features, the logarithm of what they are still to be multiplied by."""
 
-    sums: LinearState
+    sums: LinearState | RaggedState
     log_scale: Float[Tensor, "b hk 1"] | None
 
 
@@ -28,7 +32,7 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j), over all j or, if causal, over j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is what the feature map asks for. `decay` makes the past
-    fade; `blindspot` of B > 1 hides a query's own block of B tokens. The causal state has constant size."""
+    fade; `blindspot` of B > 1 hides a query's own block of B present tokens. The causal state has constant size."""
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class LinearAttention(InnerAttention):
         return LinearAttentionState(sums, top)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
+        assert isinstance(summary.sums, LinearState)
         features, q_scale, name = self._queries(q, summary.sums.z.shape[1])
         y = ask(features, summary.sums, normalize=self.normalize, feature_map=name)
         return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
@@ -97,9 +102,35 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        ragged = state is not None and isinstance(state.sums, RaggedState)
+        if self.blindspot > 1 and (key_mask is not None or ragged):
+            return self._extend_ragged(q, k, v, state, key_mask)
+        key_mask = _for_groups(key_mask)
+        attend = partial(causal_linear_attention, key_mask=key_mask, normalize=self.normalize, blindspot=self.blindspot)
+        return self._extend(q, k, v, state, key_mask, attend)
+
+    def _extend_ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearAttentionState]:
+        """With a blindspot, and rows whose blocks begin at different places."""
+        present = k.new_ones(k.shape[:-1], dtype=torch.bool) if key_mask is None else key_mask.expand(k.shape[:-1])
+        packed = pack_heads(q, k, v, present)
+        attend = partial(attend_in_ragged_blocks, total=packed.total, size=self.blindspot, normalize=self.normalize)
+        y, state = self._extend(packed.q, packed.k, packed.v, state, packed.real.unsqueeze(2), attend)
+        return packed.unpack(y), state
+
+    def _extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: LinearAttentionState | None,
+        key_mask: Tensor | None,
+        attend: Callable[..., tuple[Tensor, LinearState | RaggedState]],
+    ) -> tuple[Tensor, LinearAttentionState]:
         q_features, q_scale, name = self._queries(q, k.shape[1])
         features, k_scale, _ = self._keys(k)
-        key_mask, top, log_scale = _for_groups(key_mask), None, None
+        top, log_scale = None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if k_scale is not None:
             k_scale = _of_present(k_scale, key_mask)
@@ -108,17 +139,8 @@ class LinearAttention(InnerAttention):
             start = None if state is None else state.log_scale
             top, log_decay, log_scale = running_scale(k_scale, log_decay, start)
             features = _scaled(features, k_scale - top)
-        y, sums = causal_linear_attention(
-            q_features,
-            features,
-            v.unsqueeze(2),
-            None if state is None else state.sums,
-            log_decay=log_decay,
-            key_mask=key_mask,
-            normalize=self.normalize,
-            feature_map=name,
-            blindspot=self.blindspot,
-        )
+        past = None if state is None else state.sums
+        y, sums = attend(q_features, features, v.unsqueeze(2), past, log_decay=log_decay, feature_map=name)
         return self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype), LinearAttentionState(sums, log_scale)
 
     def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
