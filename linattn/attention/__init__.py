@@ -3,6 +3,7 @@
 from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention, map_state
 from linattn.attention.decay import Decay
+from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
@@ -13,6 +14,7 @@ from linattn.attention.linformer import (
 )
 from linattn.attention.local import LocalAttention
 from linattn.attention.named import ATTENTIONS, attend, named_attention
+from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
@@ -22,12 +24,14 @@ __all__ = [
     "ATTENTIONS",
     "AxialAttention",
     "Decay",
+    "FlooredFavorAttention",
     "InnerAttention",
     "LearnedProjection",
     "LinearAttention",
     "LinformerAttention",
     "LocalAttention",
     "MeanPooling",
+    "RotaryAttention",
     "RotaryLinearAttention",
     "SequenceProjection",
     "SoftmaxAttention",

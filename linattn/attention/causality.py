@@ -4,8 +4,10 @@ from copy import copy
 from functools import singledispatch
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.local import LocalAttention
+from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
@@ -20,10 +22,11 @@ def causal_form(inner: InnerAttention) -> InnerAttention | None:
     return inner if inner.causal else None
 
 
+@causal_form.register(FlooredFavorAttention)
 @causal_form.register(LinearAttention)
 @causal_form.register(RotaryLinearAttention)
 @causal_form.register(SoftmaxAttention)
-def _(inner: LinearAttention | RotaryLinearAttention | SoftmaxAttention) -> InnerAttention:
+def _(inner: FlooredFavorAttention | LinearAttention | RotaryLinearAttention | SoftmaxAttention) -> InnerAttention:
     form = copy(inner)
     form.causal = True
     return form
@@ -34,6 +37,12 @@ def _(inner: LocalAttention) -> InnerAttention:
     form = copy(inner)
     form.window, form.causal = inner.window._replace(causal=True), True
     return form
+
+
+@causal_form.register
+def _(inner: RotaryAttention) -> InnerAttention | None:
+    form = causal_form(inner.inner)
+    return None if form is None else RotaryAttention(form, base=inner.base)
 
 
 @causal_form.register

@@ -2,7 +2,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.attention import InnerAttention, LinearAttention, LocalAttention, SoftmaxAttention
+from linattn.attention import (
+    InnerAttention,
+    LinearAttention,
+    LinformerAttention,
+    LocalAttention,
+    MeanPooling,
+    SoftmaxAttention,
+)
+from linattn.attention.causality import causal_form
 from linattn.attention.rotary import RotaryAttention
 from linattn.feature_maps import ElementwiseFeatureMap
 from linattn.ops.rotary import rotate
@@ -69,3 +77,13 @@ def test_softmax_sees_only_how_far_apart_tokens_are(causal):
 def test_queries_and_keys_are_of_the_same_tokens():
     with pytest.raises(ValueError, match="the same tokens"):
         make("elu", False)(*laws.tokens(3, 5))
+
+
+@every_inner
+def test_the_causal_form(name):
+    x = laws.tokens(20)
+    assert_close(causal_form(make(name, False))(*x), make(name, True)(*x))
+
+
+def test_what_has_no_causal_form_has_none_with_rotary_positions():
+    assert causal_form(RotaryAttention(LinformerAttention(MeanPooling(20, 5)))) is None
