@@ -42,6 +42,7 @@ def test_training_is_one_graph_that_redraws(options):
         assert_close(theirs.grad, mine.grad, rtol=1e-3, atol=1e-5)
 
 
+@torch.no_grad()
 def test_evaluation_is_exported():
     model, x = make(causal=True).eval(), torch.randint(19, (2, 40))
     program = torch.export.export(model, (x,))
