@@ -30,7 +30,7 @@ class AutoregressiveWrapper(nn.Module):
 
     def forward(
         self,
-        x: Int[Tensor, "b n"] | Sequence[Int[Tensor, " k"]],
+        x: Int[Tensor, "b n"] | Sequence[Int[Tensor, " _"]],
         return_loss: bool = False,
         input_mask: Bool[Tensor, "b k"] | None = None,
         context: Float[Tensor, "b m d"] | None = None,
