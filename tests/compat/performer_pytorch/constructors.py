@@ -9,38 +9,31 @@ from linattn.compat.performer_pytorch import CrossAttention, Performer, Performe
 ODD = {"shift_tokens": True, "ff_glu": True, "ff_chunks": 3}
 NO_ROTARY = {"rotary_position_emb": False}
 CAUSAL, DECODER = {"causal": True}, {"causal": True, "cross_attend": True}
-# of each kind of model: a name, and what is not as in `SIZES`
+# of each kind of model: a name, and what is not as `rows` has it
 OPTIONS = {
     SelfAttention: {
-        "plain": {},
         "local heads": {"local_heads": 1},
         "local heads, causal": CAUSAL | {"local_heads": 1, "rotary_position_emb": True},
         "all heads local": CAUSAL | {"local_heads": 4},
     },
-    CrossAttention: {"plain": {}, "relu": {"generalized_attention": True}},
+    CrossAttention: {"plain": {}},
     Performer: {
-        "plain": {},
+        "plain": {"use_rezero": True},
         "causal": CAUSAL | ODD,
         "local heads": ODD | {"local_attn_heads": (1, 4)},
-        "relu, ReZero": {"generalized_attention": True, "use_rezero": True},
         "relu, causal": CAUSAL | {"generalized_attention": True, "local_attn_heads": 1},
-        "no projection": {"no_projection": True, "use_scalenorm": True},
         "no projection, causal": CAUSAL | {"no_projection": True, "use_scalenorm": True},
         "without a floor": CAUSAL | {"softmax_epsilon": 0.0},
         "reversible": ODD | {"reversible": True, "local_attn_heads": 1},
         "decoder": DECODER | {"local_attn_heads": 1},
         "reversible decoder": DECODER | ODD | {"reversible": True},
-        "crossing both ways": {"cross_attend": True, "reversible": True},
     },
     PerformerLM: {
         "plain": {},
         "encoder": ODD | {"local_attn_heads": (0, 2), "reversible": True},
         "the readme's": CAUSAL | ODD | {"local_attn_heads": 2, "reversible": True},
-        "the readme's, not reversible": CAUSAL | ODD | {"local_attn_heads": 2},
         "tied, learned positions": CAUSAL | NO_ROTARY | {"tie_embed": True, "qkv_bias": True},
-        "axial positions": NO_ROTARY | {"axial_position_emb": True, "axial_position_shape": (8, 8)},
         "axial positions, causal": CAUSAL | NO_ROTARY | {"axial_position_emb": True, "axial_position_shape": (8, 8)},
-        "relu, causal": CAUSAL | {"generalized_attention": True},
         "decoder": DECODER,
         "reversible decoder": DECODER | {"reversible": True, "local_attn_heads": 1, "attn_out_bias": True},
     },
