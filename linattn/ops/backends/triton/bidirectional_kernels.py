@@ -1,0 +1,122 @@
+"""The kernels of attention to all keys, where the state is whole before it is asked; its sums are in `split_kernels.py`.
+
+    y = φ(q) S / (φ(q)·z)    dq = (dy Sᵀ − δ z) / (φ(q)·z)    dk = v dSᵀ + dz    dv = φ(k) dS
+
+A program has some tokens of one row and some channels, and reads its part of the state once."""
+
+import triton.language as tl
+
+from linattn.ops.backends.triton.causal_kernels import kernel
+from linattn.ops.backends.triton.tiles import (
+    load, load_features, load_present, offset, one_over, precise_product, product, rounded, store,
+)  # fmt: skip
+
+
+@kernel
+def ask(
+    q, q0, q1, q2, qn, y, y0, y1, y2, yn, S, z, e0, e1, e2, inverse, n, length, splits, size1, size2,
+    PHI: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, features = tl.arange(0, C), tl.arange(0, BF)
+    values = tl.program_id(1) * BV + tl.arange(0, BV)
+    stop = tl.minimum(split * length + length, n)
+    q += offset(row, size1, size2, q0, q1, q2) * UNIT
+    y += offset(row, size1, size2, y0, y1, y2) * UNIT
+    inverse += row.to(tl.int64) * n
+    unit = offset(row, size1, size2, e0, e1, e2)
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    sums = tl.load(S + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
+    sums = rounded(sums, PRECISION)
+    total = tl.load(z + unit * F + features, mask=features < F, other=0)
+    for start in range(split * length, stop, C):
+        inside = start + places < stop
+        q_i = load_features(q, qn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        y_i = product(q_i, sums, PRECISION)
+        if NORMALIZED:
+            denominator = tl.sum(q_i.to(tl.float32) * total[None, :], 1)
+            scale = one_over(denominator)
+            y_i *= scale[:, None]
+            first = inside & (tl.program_id(1) == 0)
+            tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=first)
+        store(y, yn * UNIT, start, inside, values, y_i, DV, C, BV)
+
+
+@kernel
+def ask_gradient(
+    q, q0, q1, q2, qn, y, y0, y1, y2, yn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
+    S, z, e0, e1, e2, inverse, delta, n, length, splits, size1, size2,
+    DERIVATIVE: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Of the queries; BV covers all values. Writes δ = dy·y for the gradient of the sums."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, values = tl.arange(0, C), tl.arange(0, BV)
+    features = tl.program_id(1) * BF + tl.arange(0, BF)
+    stop = tl.minimum(split * length + length, n)
+    q += offset(row, size1, size2, q0, q1, q2) * UNIT
+    y += offset(row, size1, size2, y0, y1, y2) * UNIT
+    dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
+    dq += offset(row, size1, size2, dq0, dq1, dq2) * UNIT
+    inverse += row.to(tl.int64) * n
+    delta += row.to(tl.int64) * n
+    unit = offset(row, size1, size2, e0, e1, e2)
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    sums = tl.load(S + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
+    total = tl.load(z + unit * F + features, mask=features < F, other=0)
+    for start in range(split * length, stop, C):
+        inside = start + places < stop
+        dy_i = load(dy, dyn * UNIT, start, inside, values, DV, C, BV)
+        dq_i = precise_product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
+        if NORMALIZED:
+            y_i = load(y, yn * UNIT, start, inside, values, DV, C, BV)
+            delta_i = tl.sum(dy_i.to(tl.float32) * y_i.to(tl.float32), 1)
+            scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+            dq_i = (dq_i - delta_i[:, None] * total[None, :]) * scale[:, None]
+            first = inside & (tl.program_id(1) == 0)
+            tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=first)
+        x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
+        store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
+
+
+@kernel
+def key_sums_gradient(
+    k, k0, k1, k2, kn, v, v0, v1, v2, vn, dk, dk0, dk1, dk2, dkn, dv, dv0, dv1, dv2, dvn, key_mask, m0, m1, m2, mn,
+    dS, dz, e0, e1, e2, n, length, splits, size1, size2,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """For KEYS, BV covers all values; for VALUES, BF all features."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, features, values = tl.arange(0, C), tl.arange(0, BF), tl.arange(0, BV)
+    if not VALUES:
+        features += tl.program_id(1) * BF
+    if not KEYS:
+        values += tl.program_id(1) * BV
+    stop = tl.minimum(split * length + length, n)
+    k += offset(row, size1, size2, k0, k1, k2) * UNIT
+    v += offset(row, size1, size2, v0, v1, v2) * UNIT
+    dk += offset(row, size1, size2, dk0, dk1, dk2) * UNIT
+    dv += offset(row, size1, size2, dv0, dv1, dv2) * UNIT
+    key_mask += offset(row, size1, size2, m0, m1, m2)
+    unit = offset(row, size1, size2, e0, e1, e2)
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    sums = tl.load(dS + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
+    total = tl.load(dz + unit * F + features, mask=features < F, other=0)
+    for start in range(split * length, stop, C):
+        inside = start + places < stop
+        present = inside
+        if MASKED:
+            present = load_present(key_mask, mn, start, inside, C)
+        x = load(k, kn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
+        if KEYS:
+            v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
+            v_j = rounded(tl.where(present[:, None], v_j, 0.0), PRECISION)
+            dk_j = (precise_product(v_j, tl.trans(sums), PRECISION) + total[None, :]) * DERIVATIVE(x)
+            store(dk, dkn * UNIT, start, inside, features, tl.where(present[:, None], dk_j, 0.0), F, C, BF)
+        if VALUES:
+            k_j = rounded(tl.where(present[:, None] & (features < F)[None, :], PHI(x), 0.0), PRECISION)
+            dv_j = product(k_j, rounded(sums, PRECISION), PRECISION)
+            store(dv, dvn * UNIT, start, inside, values, tl.where(present[:, None], dv_j, 0.0), DV, C, BV)

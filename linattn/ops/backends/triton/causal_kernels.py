@@ -1,0 +1,265 @@
+"""The causal kernels. A program has a row, one of the row's splits of `length` tokens, and some channels; it walks from
+chunk to chunk with the state in registers. With D, r, w and a as in `chunked.py`:
+
+    A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
+
+`unit` tells where the state before the split is: (s0, s1, s2, s3) are strides over the row and the split, in states."""
+
+import triton
+import triton.language as tl
+
+from linattn.ops.backends.triton.tiles import (
+    between, load, load_decay, load_features, load_present, offset, one_over, owns, precise_product, product, rounded, store,
+)  # fmt: skip
+
+# integers that the compiler is not to look at: a new length or a new batch is no new kernel
+_ANY = (
+    "q0 q1 q2 qn k0 k1 k2 kn v0 v1 v2 vn y0 y1 y2 yn dy0 dy1 dy2 dyn dq0 dq1 dq2 dqn dk0 dk1 dk2 dkn dv0 dv1 dv2 dvn "
+    "m0 m1 m2 mn g0 g1 g2 gn s0 s1 s2 s3 S_unit z_unit e0 e1 e2 n length splits size1 size2"
+).split()
+
+def kernel(function):
+    """A Triton kernel that is compiled once for all lengths, batches and strides of the same alignment."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in names if name in _ANY])
+
+
+@kernel
+def forward(
+    q, q0, q1, q2, qn, k, k0, k1, k2, kn, v, v0, v1, v2, vn, y, y0, y1, y2, yn,
+    key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
+    S, z, s0, s1, s2, s3, S_unit, z_unit, S_end, z_end, e0, e1, e2, inverse,
+    n, length, splits, size1, size2,
+    PHI: tl.constexpr, NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Outputs, one over each denominator, and the state after the last token. BF covers all features."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, features = tl.arange(0, C), tl.arange(0, BF)
+    values = tl.program_id(1) * BV + tl.arange(0, BV)
+    begin = split * length
+    stop = tl.minimum(begin + length, n)
+    q += offset(row, size1, size2, q0, q1, q2) * UNIT
+    k += offset(row, size1, size2, k0, k1, k2) * UNIT
+    v += offset(row, size1, size2, v0, v1, v2) * UNIT
+    y += offset(row, size1, size2, y0, y1, y2) * UNIT
+    key_mask += offset(row, size1, size2, m0, m1, m2)
+    log_decay += offset(row, size1, size2, g0, g1, g2)
+    inverse += row.to(tl.int64) * n
+    unit = offset(row, size1, size2, s0, s1, s2) + split * s3
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    tile = features[:, None] * DV + values[None, :]
+    S_i = tl.load(S + unit * S_unit + tile, mask=whole_tile, other=0)
+    z_i = tl.load(z + unit * z_unit + features, mask=features < F, other=0)
+    for start in range(begin, stop, C):
+        inside = start + places < stop
+        present = inside
+        if MASKED:
+            present = load_present(key_mask, mn, start, inside, C)
+        q_i = load_features(q, qn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        k_j = load_features(k, kn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
+        if MASKED:
+            # not multiplied by zero: what is masked may be infinite
+            k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
+        v_j = rounded(v_j, PRECISION)
+        visible = places[:, None] >= places[None, :]
+        A = product(q_i, tl.trans(k_j), PRECISION)
+        from_state = product(q_i, rounded(S_i, PRECISION), PRECISION)
+        from_z = tl.sum(q_i.to(tl.float32) * z_i[None, :], 1)
+        k_end = k_j
+        if DECAYED:
+            since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
+            A *= between(high, low, count)
+            from_state, from_z = from_state * since[:, None], from_z * since
+            k_end = rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            S_i, z_i = S_i * whole, z_i * whole
+        # rounded first, so that outputs are true means of values
+        A = rounded(tl.where(visible, A, 0.0), PRECISION)
+        y_i = product(A, v_j, PRECISION) + from_state
+        if NORMALIZED:
+            denominator = tl.sum(A.to(tl.float32), 1) + from_z
+            scale = one_over(denominator)
+            y_i *= scale[:, None]
+            first = inside & (tl.program_id(1) == 0)
+            tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=first)
+        store(y, yn * UNIT, start, inside, values, y_i, DV, C, BV)
+        S_i += product(tl.trans(k_end), v_j, PRECISION)
+        z_i += tl.sum(k_end.to(tl.float32), 0)
+    # rows that share their keys have the same sums: the first one writes them
+    last = (split == splits - 1) & owns(row, size1, size2, e0, e1, e2)
+    unit = offset(row, size1, size2, e0, e1, e2)
+    tl.store(S_end + unit * F * DV + tile, S_i, mask=whole_tile & last)
+    tl.store(z_end + unit * F + features, z_i, mask=(features < F) & last & (tl.program_id(1) == 0))
+
+
+@kernel
+def query_gradient(
+    q, q0, q1, q2, qn, k, k0, k1, k2, kn, v, v0, v1, v2, vn, y, y0, y1, y2, yn, dy, dy0, dy1, dy2, dyn,
+    dq, dq0, dq1, dq2, dqn, key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
+    S, z, s0, s1, s2, s3, S_unit, z_unit, inverse, delta, log_weight,
+    n, length, splits, size1, size2,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr,
+    NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """dq = ((dy vᵀ − δ) ∘ D) φ(k) + r (dy Sᵀ − δ z), over the denominator; δ = dy·y. BV covers all values.
+
+    Writes δ for the kernels that come after; and φ(q)·dφ(q), of which the gradient of the decay is made, for each block
+    of features (an output that is normalised does not change when its query grows: there it is zero)."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, values = tl.arange(0, C), tl.arange(0, BV)
+    features = tl.program_id(1) * BF + tl.arange(0, BF)
+    begin = split * length
+    stop = tl.minimum(begin + length, n)
+    q += offset(row, size1, size2, q0, q1, q2) * UNIT
+    k += offset(row, size1, size2, k0, k1, k2) * UNIT
+    v += offset(row, size1, size2, v0, v1, v2) * UNIT
+    y += offset(row, size1, size2, y0, y1, y2) * UNIT
+    dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
+    dq += offset(row, size1, size2, dq0, dq1, dq2) * UNIT
+    key_mask += offset(row, size1, size2, m0, m1, m2)
+    log_decay += offset(row, size1, size2, g0, g1, g2)
+    inverse += row.to(tl.int64) * n
+    delta += row.to(tl.int64) * n
+    log_weight += (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * n
+    unit = offset(row, size1, size2, s0, s1, s2) + split * s3
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    S_i = tl.load(S + unit * S_unit + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
+    z_i = tl.load(z + unit * z_unit + features, mask=features < F, other=0)
+    for start in range(begin, stop, C):
+        inside = start + places < stop
+        k_j = load_features(k, kn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
+        if MASKED:
+            present = load_present(key_mask, mn, start, inside, C)
+            k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
+        dy_i = load(dy, dyn * UNIT, start, inside, values, DV, C, BV)
+        v_j, dy_r = rounded(v_j, PRECISION), rounded(dy_i, PRECISION)
+        visible = places[:, None] >= places[None, :]
+        G = product(dy_r, tl.trans(v_j), PRECISION)
+        from_state = precise_product(dy_r, tl.trans(S_i), PRECISION)
+        if NORMALIZED:
+            y_i = load(y, yn * UNIT, start, inside, values, DV, C, BV)
+            delta_i = tl.sum(dy_i.to(tl.float32) * y_i.to(tl.float32), 1)
+            G -= delta_i[:, None]
+            from_state -= delta_i[:, None] * z_i[None, :]
+            first = inside & (tl.program_id(1) == 0)
+            tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=first)
+        k_end = k_j
+        if DECAYED:
+            since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
+            G *= between(high, low, count)
+            from_state *= since[:, None]
+            k_end = rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            S_i, z_i = S_i * whole, z_i * whole
+        G = rounded(tl.where(visible, G, 0.0), PRECISION)
+        dq_i = product(G, k_j, PRECISION) + from_state
+        if NORMALIZED:
+            dq_i *= tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)[:, None]
+        x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
+        if DECAYED and not NORMALIZED:
+            mine = tl.sum(tl.where((features < F)[None, :], PHI(x) * dq_i, 0.0), 1)
+            tl.store(log_weight + tl.cast(start, tl.int64) + places, mine, mask=inside)
+        store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
+        S_i += product(tl.trans(k_end), v_j, PRECISION)
+        z_i += tl.sum(k_end.to(tl.float32), 0)
+
+
+@kernel
+def key_gradients(
+    q, q0, q1, q2, qn, k, k0, k1, k2, kn, v, v0, v1, v2, vn, dy, dy0, dy1, dy2, dyn,
+    dk, dk0, dk1, dk2, dkn, dv, dv0, dv1, dv2, dvn, key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
+    dS, dz, s0, s1, s2, s3, S_unit, z_unit, e0, e1, e2, inverse, delta, log_weight, dS_start, dz_start,
+    n, length, splits, size1, size2,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """From the last chunk to the first, with dS and dz, the gradients of the state after the chunk:
+
+        dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS    dS ← a dS + (r φ(q))ᵀ dy
+
+    where each query's dy and δ are over its denominator. For KEYS, BV covers all values; for VALUES, BF all features."""
+    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    places, features, values = tl.arange(0, C), tl.arange(0, BF), tl.arange(0, BV)
+    if not VALUES:
+        features += tl.program_id(1) * BF
+    if not KEYS:
+        values += tl.program_id(1) * BV
+    begin = split * length
+    stop = tl.minimum(begin + length, n)
+    q += offset(row, size1, size2, q0, q1, q2) * UNIT
+    k += offset(row, size1, size2, k0, k1, k2) * UNIT
+    v += offset(row, size1, size2, v0, v1, v2) * UNIT
+    dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
+    dk += offset(row, size1, size2, dk0, dk1, dk2) * UNIT
+    dv += offset(row, size1, size2, dv0, dv1, dv2) * UNIT
+    key_mask += offset(row, size1, size2, m0, m1, m2)
+    log_decay += offset(row, size1, size2, g0, g1, g2)
+    inverse += row.to(tl.int64) * n
+    delta += row.to(tl.int64) * n
+    log_weight += (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * n
+    unit = offset(row, size1, size2, s0, s1, s2) + split * s3
+    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
+    tile = features[:, None] * DV + values[None, :]
+    # of rows that share a state, the first one takes its gradient; the others begin with none
+    given = (splits > 1) | owns(row, size1, size2, e0, e1, e2)
+    dS_j = tl.load(dS + unit * S_unit + tile, mask=whole_tile & given, other=0)
+    dz_j = tl.load(dz + unit * z_unit + features, mask=(features < F) & given, other=0)
+    chunks = tl.cdiv(stop - begin, C)
+    for i in range(0, chunks):
+        start = begin + (chunks - 1 - i) * C
+        inside = start + places < stop
+        present = inside
+        if MASKED:
+            present = load_present(key_mask, mn, start, inside, C)
+        q_i = load_features(q, qn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        dy_i = rounded(load(dy, dyn * UNIT, start, inside, values, DV, C, BV), PRECISION)
+        x = load(k, kn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
+        k_j = rounded(tl.where(present[:, None] & (features < F)[None, :], PHI(x), 0.0), PRECISION)
+        scale = tl.where(inside, 1.0, 0.0)
+        delta_i = scale * 0
+        if NORMALIZED:
+            scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+            delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+        # row j, column i
+        weight = tl.where(places[:, None] <= places[None, :], scale[None, :], 0.0)
+        q_end = scale
+        if DECAYED:
+            since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
+            weight = tl.where(places[:, None] <= places[None, :], weight * tl.trans(between(high, low, count)), 0.0)
+            q_end = scale * since
+        if KEYS:
+            v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
+            v_j = rounded(tl.where(present[:, None], v_j, 0.0), PRECISION)
+            G = product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :]
+            # what a key is not seen by may be infinite
+            G = tl.where(places[:, None] <= places[None, :], G * weight, 0.0)
+            from_state = product(v_j, tl.trans(rounded(dS_j, PRECISION)), PRECISION) + dz_j[None, :]
+            if DECAYED:
+                from_state *= until[:, None]
+            dk_j = product(rounded(G, PRECISION), q_i, PRECISION) + from_state
+            if DECAYED:
+                mine = tl.sum(tl.where(present[:, None], -k_j.to(tl.float32) * dk_j, 0.0), 1)
+                tl.store(log_weight + tl.cast(start, tl.int64) + places, mine, mask=inside)
+            dk_j = tl.where(present[:, None], dk_j * DERIVATIVE(x), 0.0)
+            store(dk, dkn * UNIT, start, inside, features, dk_j, F, C, BF)
+        if VALUES:
+            A = product(k_j, tl.trans(q_i), PRECISION)
+            A = rounded(tl.where(places[:, None] <= places[None, :], A * weight, 0.0), PRECISION)
+            from_state = product(k_j, rounded(dS_j, PRECISION), PRECISION)
+            if DECAYED:
+                from_state *= until[:, None]
+            dv_j = tl.where(present[:, None], product(A, dy_i, PRECISION) + from_state, 0.0)
+            store(dv, dvn * UNIT, start, inside, values, dv_j, DV, C, BV)
+        q_end = rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
+        if DECAYED:
+            dS_j, dz_j = dS_j * whole, dz_j * whole
+        dS_j += product(tl.trans(q_end), dy_i, PRECISION)
+        if NORMALIZED:
+            dz_j -= tl.sum(q_end.to(tl.float32) * delta_i[:, None], 0)
+    # one for each row, to be summed over rows that share a state
+    begins = (split == 0) & KEYS
+    tl.store(dS_start + row.to(tl.int64) * F * DV + tile, dS_j, mask=whole_tile & begins)
+    tl.store(dz_start + row.to(tl.int64) * F + features, dz_j, mask=(features < F) & begins)

@@ -1,0 +1,275 @@
+"""`torch.ops.linattn.causal`, its gradient, and one token's step, for tensors and shapes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends.triton import causal_kernels as kernels
+from linattn.ops.backends.triton import launch as host
+from linattn.ops.backends.triton.layout import like, readable, readable_scalars
+from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, define, launch
+from linattn.ops.backends.triton.maps import MAPS
+from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
+from linattn.ops.backends.triton.step_kernel import step as step_kernel
+from linattn.ops.backends.triton.tiling import (
+    PRECISION,
+    Tiles,
+    over_both,
+    over_features,
+    over_values,
+    split,
+    step_tiles,
+)
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor S, Tensor z, Tensor? log_decay, Tensor? key_mask"
+_OPTIONS = "bool normalized, str feature_map"
+
+
+class _Call:
+    """A causal call made readable for kernels. Its rows are those of the queries."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, log_decay: Tensor | None, key_mask: Tensor | None,
+        normalized: bool, feature_map: str,
+    ) -> None:  # fmt: skip
+        self.lead, self.n, self.f, self.dv = q.shape[:-2], q.shape[-2], q.shape[-1], v.shape[-1]
+        self.q, self.k, self.v = (readable(x, self.lead) for x in (q, k, v))
+        self.S, self.z = S.contiguous(), z.contiguous()
+        self.log_decay, self.key_mask = (readable_scalars(x, self.lead) for x in (log_decay, key_mask))
+        # gradients of what serves several rows are summed in float32
+        self.k_is_shared, self.v_is_shared = (x.shape[:-2] != self.lead for x in (k, v))
+        self.normalized = normalized
+        self.phi, self.derivative = MAPS[feature_map]
+        self.dtype, self.device = q.dtype, q.device
+
+    def arguments(self, *outputs: Tensor) -> Arguments:
+        """Of q, k, v and these others."""
+        wide = [self.q, self.k, self.v, *outputs]
+        return arguments(self.lead, wide, self.key_mask, self.log_decay, self.z)
+
+    def constants(self, taken: Arguments) -> dict[str, Any]:
+        return {
+            "PHI": self.phi, "DECAYED": self.log_decay is not None, "PRECISION": PRECISION[self.dtype],
+            "F": self.f, "DV": self.dv, "UNIT": taken.unit,
+        }  # fmt: skip
+
+    def scalars(self, *lead: int, wanted: bool = True) -> Tensor:
+        """Room for one number for each token, in float32."""
+        return self.q.new_empty((*lead, self.n) if wanted else (0,), dtype=torch.float32)
+
+    def states(self, taken: Arguments, tiles: Tiles) -> tuple[list[object], int, int]:
+        """Where each program finds the state before its split, and the splits' length and number."""
+        rows = taken.rows
+        length, splits = split(self.n, rows.count * tiles.parts, self.device)
+        if splits == 1:
+            return [self.S, self.z, *taken.state, 0, self.f * self.dv, self.f], length, splits
+        parts = Splits.room(rows.count * splits, self.f, self.dv, self.q)
+        by_values = over_values(self.f, self.dv, self.dtype)
+        _, k, v, *_ = taken.wide
+        launch(
+            key_sums, (rows.count * splits, by_values.parts),
+            [k, v, taken.key_mask, taken.log_decay, *parts.S_and_z, parts.whole, *parts.units,
+             self.n, length, splits, rows.size1, rows.size2],
+            by_values, MASKED=self.key_mask is not None, **self.constants(taken),
+        )  # fmt: skip
+        host.enter_splits(parts, splits, self.S, self.z, taken, reverse=False, shared=True)
+        return _split_states(parts, taken, splits), length, splits
+
+
+def _split_states(parts: Splits, taken: Arguments, splits: int) -> list[object]:
+    inner = taken.rows.size2 * splits
+    return [*parts.S_and_z, taken.rows.size1 * inner, inner, splits, 1, *parts.units]
+
+
+def _causal(*inputs: Any) -> tuple[Tensor, ...]:
+    call = _Call(*inputs)
+    y = like(call.q, call.dv)
+    S_end, z_end, inverse = torch.empty_like(call.S), torch.empty_like(call.z), call.scalars(*call.lead)
+    if not call.normalized:
+        inverse = call.scalars(wanted=False)
+    if call.n == 0:
+        return y, call.S.clone(), call.z.clone(), inverse
+    taken, tiles = call.arguments(y), over_values(call.f, call.dv, call.dtype)
+    states, length, splits = call.states(taken, tiles)
+    rows = taken.rows
+    launch(
+        kernels.forward, (rows.count * splits, tiles.parts),
+        [*taken.wide, taken.key_mask, taken.log_decay, states, S_end, z_end, taken.state, inverse,
+         call.n, length, splits, rows.size1, rows.size2],
+        tiles, NORMALIZED=call.normalized, MASKED=call.key_mask is not None, **call.constants(taken),
+    )  # fmt: skip
+    return y, S_end, z_end, inverse
+
+
+def _causal_shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    q, _, v, S, z, _, _, normalized, _ = inputs
+    y = like(readable(q, q.shape[:-2]), v.shape[-1])
+    inverse = q.new_empty(q.shape[:-1] if normalized else (0,), dtype=torch.float32)
+    return y, torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous()), inverse
+
+
+def _room(x: Tensor, lead: torch.Size, shared: bool) -> Tensor:
+    """For the gradient of x in every row."""
+    if not shared:
+        return like(x, x.shape[-1])
+    return x.new_empty(*lead, *x.shape[-2:], dtype=torch.float32)
+
+
+def _summed(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
+
+
+def _causal_gradient(
+    dy: Tensor, dS_end: Tensor, dz_end: Tensor, y: Tensor, S_end: Tensor, z_end: Tensor, inverse: Tensor, *inputs: Any
+) -> tuple[Tensor, ...]:
+    call, (q, k, v, S, z, log_decay) = _Call(*inputs), inputs[:6]
+    y, dy, dS_end, dz_end = readable(y, call.lead), readable(dy, call.lead), dS_end.contiguous(), dz_end.contiguous()
+    if call.n == 0:
+        none = torch.zeros_like(log_decay) if log_decay is not None else call.scalars(wanted=False)
+        empty = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return *empty, dS_end.clone(), dz_end.clone(), none
+    delta = call.scalars(*call.lead, wanted=call.normalized)
+    dq, of_queries = _query_gradient(call, y, dy, inverse, delta)
+    dk, dv, dS, dz, of_keys = _key_gradients(call, dy, dS_end, dz_end, inverse, delta)
+    dlog_decay = call.scalars(wanted=False)
+    if log_decay is not None:
+        weight = of_keys.sum(1) if of_queries is None else of_keys.sum(1) + of_queries.sum(1)
+        end = (S_end * dS_end).sum((-1, -2)) + (z_end * dz_end).sum(-1)
+        dlog_decay = _decay_gradient(log_decay, weight.view(*call.lead, call.n), end)
+    summed = (_summed(gradient, x) for gradient, x in ((dq, q), (dk, k), (dv, v), (dS, S), (dz, z)))
+    return *summed, dlog_decay
+
+
+def _decay_gradient(log_decay: Tensor, weight: Tensor, end: Tensor) -> Tensor:
+    """A decay at t weighs what the queries from t on, and the last state, get from before t."""
+    shape = log_decay.shape
+    total = weight.sum_to_size(*shape).flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
+    total += end.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
+    return total.masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
+
+
+def _query_gradient(
+    call: _Call, y: Tensor, dy: Tensor, inverse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """dq, and φ(q)·dφ(q) of each token for the decay."""
+    dq, tiles = like(call.q, call.f), over_features(call.f, call.dv, call.dtype)
+    taken = call.arguments(y, dy, dq)
+    states, length, splits = call.states(taken, tiles)
+    rows, wanted = taken.rows, call.log_decay is not None and not call.normalized
+    log_weight = call.scalars(rows.count, tiles.parts, wanted=wanted)
+    launch(
+        kernels.query_gradient, (rows.count * splits, tiles.parts),
+        [*taken.wide, taken.key_mask, taken.log_decay, states, inverse, delta, log_weight,
+         call.n, length, splits, rows.size1, rows.size2],
+        tiles, DERIVATIVE=call.derivative, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
+        **call.constants(taken),
+    )  # fmt: skip
+    return dq, log_weight if wanted else None
+
+
+def _key_gradients(
+    call: _Call, dy: Tensor, dS_end: Tensor, dz_end: Tensor, inverse: Tensor, delta: Tensor
+) -> tuple[Tensor, ...]:
+    """dk, dv, dS, dz in every row, and −φ(k)·dφ(k) of each token for the decay."""
+    dk, dv = _room(call.k, call.lead, call.k_is_shared), _room(call.v, call.lead, call.v_is_shared)
+    dS, dz = (x.new_empty(*call.lead, *x.shape[len(call.lead) :]) for x in (call.S, call.z))
+    taken = call.arguments(dy, dk, dv)
+    rows, launches = taken.rows, over_both(call.f, call.dv, call.dtype)
+    length, splits = split(call.n, rows.count * launches[0][0].parts, call.device)
+    states: list[object] = [dS_end, dz_end, *taken.state, 0, call.f * call.dv, call.f]
+    if splits > 1:
+        parts = _entering_gradients(call, taken, dS_end, dz_end, inverse, delta, length, splits)
+        states = _split_states(parts, taken, splits)
+    log_weight = call.scalars(rows.count, launches[0][0].parts, wanted=call.log_decay is not None)
+    for tiles, keys, values in launches:
+        launch(
+            kernels.key_gradients, (rows.count * splits, tiles.parts),
+            [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, inverse, delta, log_weight, dS, dz,
+             call.n, length, splits, rows.size1, rows.size2],
+            tiles, DERIVATIVE=call.derivative, KEYS=keys, VALUES=values, NORMALIZED=call.normalized,
+            MASKED=call.key_mask is not None, **call.constants(taken),
+        )  # fmt: skip
+    return dk, dv, dS, dz, log_weight
+
+
+def _entering_gradients(
+    call: _Call, taken: Arguments, dS_end: Tensor, dz_end: Tensor, inverse: Tensor, delta: Tensor,
+    length: int, splits: int,
+) -> Splits:  # fmt: skip
+    """The gradients of the states after each split."""
+    rows, tiles = taken.rows, over_values(call.f, call.dv, call.dtype)
+    parts = Splits.room(rows.count * splits, call.f, call.dv, call.q)
+    q, _, _, dy, *_ = taken.wide
+    launch(
+        query_sums, (rows.count * splits, tiles.parts),
+        [q, dy, taken.log_decay, inverse, delta, *parts.S_and_z, parts.whole, *parts.units,
+         call.n, length, splits, rows.size1, rows.size2],
+        tiles, NORMALIZED=call.normalized, **call.constants(taken),
+    )  # fmt: skip
+    host.enter_splits(parts, splits, dS_end, dz_end, taken, reverse=True, shared=False)
+    return parts
+
+
+def _causal_gradient_shapes(*tensors: Any) -> tuple[Tensor, ...]:
+    q, k, v, S, z, log_decay, _, _, _ = tensors[7:]
+    lead = q.shape[:-2]
+
+    def room(x: Tensor) -> Tensor:
+        return like(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
+
+    if q.shape[-2] == 0:
+        room = torch.Tensor.contiguous
+    dlog_decay = q.new_empty(0, dtype=torch.float32) if log_decay is None else log_decay.new_empty(log_decay.shape)
+    return room(q), room(k), room(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay
+
+
+def _step(*inputs: Any) -> tuple[Tensor, ...]:
+    call = _Call(*inputs)
+    y = call.v.new_empty(*call.lead, 1, call.dv)
+    S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
+    taken, tiles = call.arguments(), step_tiles(call.f, call.dv)
+    rows = taken.rows
+    if rows.count:
+        q, k, v = (x[:4] for x in taken.wide)
+        with torch.cuda.device_of(call.q):
+            step_kernel[rows.count, tiles.parts](
+                *q, *k, *v, y, *taken.key_mask[:4], *taken.log_decay[:4], call.S, call.z, S_end, z_end, *taken.state,
+                rows.size1, rows.size2, PHI=call.phi, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
+                DECAYED=call.log_decay is not None, F=call.f, DV=call.dv, BF=tiles.BF, BV=tiles.BV, UNIT=taken.unit,
+                num_warps=tiles.num_warps,
+            )  # fmt: skip
+    return y, S_end, z_end
+
+
+def _step_shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    q, _, v, S, z, *_ = inputs
+    return v.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
+
+
+causal = define(
+    "causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)", _causal, _causal_shapes
+)
+causal_gradient = define(
+    "causal_gradient",
+    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor y, Tensor S_end, Tensor z_end, Tensor inverse, "
+    f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _causal_gradient,
+    _causal_gradient_shapes,
+)
+step = define("step", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _step, _step_shapes)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.options = inputs[7:]
+    ctx.save_for_backward(*inputs[:7], *output)
+
+
+def _backward(ctx: Any, dy: Tensor, dS_end: Tensor, dz_end: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, results = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    gradients = causal_gradient(dy, dS_end, dz_end, *results, *inputs, *ctx.options)
+    of_decay = None if inputs[5] is None else gradients[5]
+    return *gradients[:5], of_decay, None, None, None
+
+
+torch.library.register_autograd("linattn::causal", _backward, setup_context=_keep)

@@ -1,0 +1,99 @@
+"""How tensors lie in memory, as kernels take it: three leading dimensions, strides in units, channels side by side.
+
+The rows of a call are all its leading dimensions together. A tensor that is broadcast over some of them has strides of
+zero there, so grouped queries and heads that were transposed are read in place."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# kernels count places inside a chunk in 32 bits
+_LARGEST_STEP = 2**31 // 128
+_DIMENSIONS = 3
+
+Strides = tuple[int, int, int]
+
+
+class Rows(NamedTuple):
+    """`count` rows, unfolded into (…, size1, size2), and the strides of each tensor over the three."""
+
+    count: int
+    size1: int
+    size2: int
+    strides: list[Strides]
+
+
+def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
+    """Merges leading dimensions wherever all the tensors allow it."""
+    table = [[0 if x is None or x.shape[i] == 1 else x.stride(i) for x in tensors] for i in range(len(lead))]
+    sizes: list[int] = []
+    columns: list[list[int]] = []
+    for size, column in zip(lead, table, strict=True):
+        if size == 1:
+            continue
+        if sizes and all(outer == inner * size for outer, inner in zip(columns[-1], column, strict=True)):
+            sizes[-1], columns[-1] = sizes[-1] * size, column
+        else:
+            sizes.append(size)
+            columns.append(column)
+    missing = _DIMENSIONS - len(sizes)
+    assert missing >= 0, "more than three leading dimensions are made to lie one after another before"
+    sizes = [1] * missing + sizes
+    columns = [[0] * len(tensors)] * missing + columns
+    return Rows(math.prod(sizes), sizes[1], sizes[2], list(zip(*columns, strict=True)))  # type: ignore[arg-type]
+
+
+def many(lead: Sequence[int]) -> bool:
+    """Whether there are more leading dimensions than kernels take, so that inputs are copied to lie in one."""
+    return sum(size != 1 for size in lead) > _DIMENSIONS
+
+
+def shared_in_turns(lead: Sequence[int], sums: Sequence[int]) -> int:
+    """Dimensions that are left of these if they lie one after another and the sums serve several rows along some."""
+    sharing = [here != size for size, here in zip(lead, sums, strict=True) if size != 1]
+    return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
+
+
+def readable(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """Itself, or a copy if its channels do not lie side by side, or tokens too far apart."""
+    if many(lead):
+        return x.expand(*lead, *x.shape[-2:]).contiguous()
+    near = x.shape[-2] == 1 or x.stride(-2) < _LARGEST_STEP
+    return x if (x.shape[-1] == 1 or x.stride(-1) == 1) and near else x.contiguous()
+
+
+def readable_scalars(x: Tensor | None, lead: Sequence[int]) -> Tensor | None:
+    """Of a mask or a decay (…, n)."""
+    return x if x is None or not many(lead) else x.expand(*lead, x.shape[-1]).contiguous()
+
+
+def like(x: Tensor, channels: int) -> Tensor:
+    """Room for so many channels of each token of x, in the order in which those of x lie if there are as many."""
+    if channels == x.shape[-1] and x.stride(-1) == 1 and not many(x.shape[:-2]):
+        return torch.empty_like(x)
+    return x.new_empty(*x.shape[:-1], channels)
+
+
+def unit(wide: Sequence[Tensor], rows: Rows) -> int:
+    """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. It hangs on
+    the channels, hardly ever on the length, so that a new length is no new kernel."""
+    steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in wide)
+    return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)
+
+
+def wide_arguments(wide: Sequence[Tensor], rows: Rows, unit: int) -> list[list[object]]:
+    """For each tensor (…, n, d): itself and four strides."""
+    return [
+        [x, *(s // unit for s in strides), x.stride(-2) // unit if x.shape[-2] > 1 else 0]
+        for x, strides in zip(wide, rows.strides[: len(wide)], strict=True)
+    ]
+
+
+def scalar_arguments(x: Tensor | None, strides: Strides, absent: Tensor) -> list[object]:
+    """For a mask or a decay (…, n), likewise."""
+    if x is None:
+        return [absent, 0, 0, 0, 0]
+    return [x.view(torch.uint8) if x.dtype == torch.bool else x, *strides, x.stride(-1) if x.shape[-1] > 1 else 0]

@@ -1,0 +1,83 @@
+"""The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def identity(x):
+    return x
+
+
+@triton.jit
+def one(x):
+    return x * 0 + 1
+
+
+@triton.jit
+def elu_plus_one(x):
+    return tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+
+
+@triton.jit
+def elu_plus_one_derivative(x):
+    return tl.exp(tl.where(x > 0, 0.0, x))
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def relu_derivative(x):
+    return tl.where(x > 0, 1.0, 0.0)
+
+
+@triton.jit
+def squared_relu(x):
+    x = tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
+    return x * x
+
+
+@triton.jit
+def squared_relu_derivative(x):
+    return 2 * tl.maximum(x, 0)
+
+
+@triton.jit
+def exponential(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def softplus(x):
+    # log(1 + eˣ) = max(x, 0) + log(1 + e^−|x|), and log(1 + u) = u·log(1 + u) / ((1 + u) − 1) loses no small u
+    u = tl.exp(-tl.abs(x))
+    rounded = 1 + u
+    return tl.maximum(x, 0) + tl.where(rounded == 1, u, tl.log(rounded) * (u / tl.where(rounded == 1, 1, rounded - 1)))
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def sigmoid_derivative(x):
+    y = tl.sigmoid(x)
+    return y * (1 - y)
+
+
+# by name: the function and its derivative
+MAPS: dict[str, tuple[Any, Any]] = {
+    "identity": (identity, one),
+    "elu_plus_one": (elu_plus_one, elu_plus_one_derivative),
+    "relu": (relu, relu_derivative),
+    "squared_relu": (squared_relu, squared_relu_derivative),
+    "exp": (exponential, exponential),
+    "softplus": (softplus, sigmoid),
+    "sigmoid": (sigmoid, sigmoid_derivative),
+}
