@@ -30,14 +30,14 @@ class Norm(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + branch(norm(x))"""
+    """x + branch(x)"""
 
-    def __init__(self, channels: int, branch: nn.Module):
+    def __init__(self, branch: nn.Module):
         super().__init__()
-        self.norm, self.branch = Norm(channels), branch
+        self.branch = branch
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        return x + self.branch(self.norm(x))
+        return x + self.branch(x)
 
 
 class PixelAttention(nn.Module):
@@ -51,15 +51,12 @@ class PixelAttention(nn.Module):
         return self.attention(x.flatten(2).mT).mT.unflatten(2, x.shape[2:])
 
 
-# what mixes the pixels in a block
+# what mixes the pixels in a block; no norm goes before it, which would divide out how bright a pixel is
 MIXERS: dict[str, Callable[[], nn.Module]] = {
     "none": nn.Identity,
-    "efficient": lambda: Residual(
-        DIM, ImageLinearAttention(DIM, key_dim=DIM // HEADS, value_dim=DIM // HEADS, heads=HEADS)
-    ),
-    "taylor": lambda: Residual(DIM, PixelAttention("taylor")),
-    "softmax": lambda: Residual(DIM, PixelAttention("softmax")),
-    "elu": lambda: Residual(DIM, PixelAttention("elu")),
+    "efficient": lambda: Residual(ImageLinearAttention(DIM, key_dim=DIM // HEADS, value_dim=DIM // HEADS, heads=HEADS)),
+    "taylor": lambda: Residual(PixelAttention("taylor")),
+    "softmax": lambda: Residual(PixelAttention("softmax")),
     "position and channel": lambda: nn.Sequential(PositionLinearAttention(DIM), ChannelLinearAttention()),
 }
 
@@ -76,14 +73,15 @@ class Segmenter(nn.Module):
         )
         blocks: list[nn.Module] = []
         for _ in range(DEPTH):
-            feed_forward = nn.Sequential(nn.Conv2d(DIM, 2 * DIM, 1), nn.GELU(), nn.Conv2d(2 * DIM, DIM, 1))
-            blocks += [MIXERS[mixer](), Residual(DIM, feed_forward)]
+            feed_forward = nn.Sequential(Norm(DIM), nn.Conv2d(DIM, 2 * DIM, 1), nn.GELU(), nn.Conv2d(2 * DIM, DIM, 1))
+            blocks += [MIXERS[mixer](), Residual(feed_forward)]
         self.blocks = nn.Sequential(*blocks, Norm(DIM))
         self.up = nn.Sequential(nn.Conv2d(DIM, 16 * 16, 1), nn.PixelShuffle(4))
         self.last = nn.Conv2d(32, 16, 3, padding=1)
         self.logits = nn.Conv2d(16, 1, 1)
 
     def forward(self, images: Float[Tensor, "b 1 h w"]) -> Float[Tensor, "b h w"]:
-        fine = F.gelu(self.fine(images))
+        # about what a pixel's mean and deviation are, over all images
+        fine = F.gelu(self.fine((images - 0.1) / 0.2))
         coarse = self.up(self.blocks(self.down(fine)))
         return self.logits(F.gelu(self.last(torch.cat([fine, coarse], 1)))).squeeze(1)

@@ -45,8 +45,8 @@ def train(task: Task, mixer: str, *, steps: int | None = None, seed: int = 0) ->
 
 
 def _share(done: float) -> float:
-    """Of the learning rate: up over the first tenth, then down along a cosine."""
-    return min((done + 0.01) / 0.1, 1) * 0.5 * (1 + math.cos(math.pi * min(done, 1)))
+    """Of the learning rate: up over the first fortieth, level, and down along a cosine over the last third."""
+    return min((done + 0.002) / 0.025, 1) * 0.5 * (1 + math.cos(math.pi * max(0, 3 * done - 2)))
 
 
 @torch.no_grad()
