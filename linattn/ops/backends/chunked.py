@@ -20,9 +20,9 @@ from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
 # half of A is thrown away, so short chunks save products; their states, one a chunk, cost memory traffic
-CHUNK, SEGMENT = 32, 512
-# tokens times heads in one block: at 64 channels, a megabyte for each of q, k and v in float32
-BLOCK = 4096
+CHUNK, WIDE_CHUNK, WIDE = 32, 64, 64
+# a block's keys or values are a megabyte in float32; blocks of fewer tokens would save a state too often
+BLOCK, SEGMENT = 2**18, 256
 
 # normalize, feature_map, blindspot, and whether states are saved for a gradient
 Options = tuple[str | None, str, int, bool]
@@ -84,11 +84,12 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _chunk_length(call: CausalCall) -> int:
-    """32 tokens, or the length of a sequence up to 64; with a blindspot, a multiple of its blocks."""
+    """32 tokens, 64 where states are large, or the length of a sequence up to twice that; with a blindspot, a multiple
+    of its blocks."""
+    length, n = WIDE_CHUNK if min(call.S.shape[-2:]) > WIDE else CHUNK, call.q.shape[-2]
     if call.blindspot > 1:
-        return call.blindspot * max(1, CHUNK // call.blindspot)
-    n = call.q.shape[-2]
-    return CHUNK if n > 2 * CHUNK else max(1, n)
+        return call.blindspot * max(1, length // call.blindspot)
+    return length if n > 2 * length else max(1, n)
 
 
 def _plan(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
@@ -96,8 +97,9 @@ def _plan(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     is left of the tokens is a chunk of its own length."""
     rows, *others, n, _ = call.q.shape
     chunk, heads = _chunk_length(call), max(1, torch.Size(others).numel())
-    step = rows if call.S.shape[0] < rows else max(1, BLOCK // (max(1, min(n, SEGMENT)) * heads))
-    length = max(SEGMENT, BLOCK // max(1, min(rows, step) * heads)) // chunk * chunk or chunk
+    block = BLOCK // max(1, *call.S.shape[-2:])
+    step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
+    length = max(SEGMENT, block // max(1, min(rows, step) * heads)) // chunk * chunk or chunk
     whole = n // chunk * chunk
     cuts = [(start, min(start + length, whole), chunk) for start in range(0, whole, length)]
     if whole < n:
