@@ -14,6 +14,7 @@ from linattn.compat.linear_attention_transformer import (
     LinformerContextSettings,
     LinformerSettings,
 )
+from tests.compat import linear_multihead_attention
 from tests.compat.performer_pytorch import constructors as performer_pytorch
 
 VOCABULARY, DIM, LONGEST = 11, 16, 64
@@ -29,6 +30,7 @@ class Constructor(NamedTuple):
     extend: Callable[..., tuple[Tensor, Any]] | None = None
     takes_tokens: bool = True
     takes_context: bool = False
+    arguments: Callable[[Tensor], tuple[Tensor, ...]] = lambda x: (x,)
 
     @property
     def causal(self) -> bool:
@@ -111,6 +113,7 @@ def _of_linear_attention_transformer() -> list[Constructor]:
 CONSTRUCTORS: list[Constructor] = [
     *_of_linear_attention_transformer(),
     *(Constructor(**row) for row in performer_pytorch.rows(VOCABULARY, DIM, LONGEST)),
+    *(Constructor(**row) for row in linear_multihead_attention.rows(DIM, LONGEST)),
 ]
 
 

@@ -175,4 +175,4 @@ def test_misspelt_arguments_are_refused(row):
     model, x = built(row), row.inputs(2, 12)
     wrong: dict[str, Any] = {"inputs_mask": torch.ones(2, 12, dtype=torch.bool)}
     with pytest.raises(TypeError, match="inputs_mask"):
-        model(x, **row.context(2), **wrong)
+        model(*row.arguments(x), **wrong, **row.context(2))
