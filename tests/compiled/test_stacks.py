@@ -12,7 +12,6 @@ OPTIONS = {"ff_glu": True, "emb_dim": 8, "local_attn_window_size": 8, "shift_tok
 KINDS = {
     "the readme's": {"causal": True, "blindspot_size": 4, "n_local_attn_heads": 2, "reversible": True} | OPTIONS,
     "axial": {"attend_axially": True, "causal": True},
-    "encoder": {"n_local_attn_heads": 2, "return_embeddings": True, "reversible": True},
 }
 
 
@@ -21,8 +20,9 @@ def no_graphs_of_other_tests():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(
+    ("options", "masked"), [(KINDS["the readme's"], True), (KINDS["axial"], False)], ids=KINDS.keys()
+)
 def test_one_graph_forward_and_backward(options, masked):
     model = LinearAttentionTransformerLM(num_tokens=11, dim=16, depth=1, heads=4, max_seq_len=64, **options).double()
     twin, x = copy.deepcopy(model), torch.randint(11, (2, 24))
