@@ -1,1 +1,1 @@
-"""The command line: `linattn train`, `generate` and `info`. Heavy packages are imported when a command runs."""
+"""The command line: `linattn train`, `generate`, `info`, `bench`. Heavy packages are imported when a command runs."""

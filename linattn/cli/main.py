@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from linattn import __version__
-from linattn.cli import generate, info, train
+from linattn.cli import bench, generate, info, train
 from linattn.cli.errors import CommandError, Interrupted, one_line
 
-COMMANDS = {"train": train, "generate": generate, "info": info}
+COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -1,0 +1,131 @@
+"""The pictures of the report: Okabe and Ito's colours, which the colour-blind can tell apart, and a marker for each."""
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from linattn.cli.bench.features import UNIFORM
+from linattn.cli.bench.measuring import RATE
+from linattn.cli.bench.peers import PEERS
+from linattn.cli.bench.record import Record
+
+COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
+HOLLOW = ("x", "+", "1", "2", "3")
+SOFTMAX = "softmax"
+Points = Sequence[tuple[float, float, float, float]]
+
+
+class Style(NamedTuple):
+    colour: str
+    marker: str
+    line: str
+
+
+class Panel(NamedTuple):
+    """One pair of axes: a curve for each method of (x, value, low, high)."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: dict[str, Points]
+    y_is_log: bool = True
+    line_at: tuple[float, str] | None = None
+    top: float | None = None
+
+
+def styles(record: Record) -> dict[str, Style]:
+    """The same in all pictures: softmax is black, another package has the colour of what it is, and is dashed."""
+    methods = [each.method for each in record.measurements if each.method not in (RATE, UNIFORM)]
+    ours = list(dict.fromkeys(PEERS[name].like if name in PEERS else name for name in methods))
+    found = {SOFTMAX: Style(COLOURS[0], MARKERS[0], "-")}
+    for place, name in enumerate(name for name in ours if name != SOFTMAX):
+        # beyond the last colour they begin again, with other markers
+        again, colour = divmod(place, len(COLOURS) - 1)
+        found[name] = Style(COLOURS[1 + colour], MARKERS[(1 + place) % len(MARKERS)], ("-", "-.", ":")[again % 3])
+    peers = (name for name in dict.fromkeys(methods) if name in PEERS)
+    for place, name in enumerate(peers):
+        found[name] = Style(found[PEERS[name].like].colour, HOLLOW[place % len(HOLLOW)], "--")
+    return found
+
+
+def draw(panels: Sequence[Panel], style: dict[str, Style]) -> Figure:
+    with matplotlib.rc_context({"font.size": 11, "axes.titlesize": 12}):
+        width = 5.4 * len(panels) + 2.6
+        figure = Figure(figsize=(width, 4.6), layout="constrained", facecolor="white")
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        shown: dict[str, Any] = {}
+        for each, panel in zip(axes, panels, strict=True):
+            shown |= _draw_panel(each, panel, style)
+        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
+    return figure
+
+
+def _draw_panel(axes: Any, panel: Panel, style: dict[str, Style]) -> dict[str, Any]:
+    shown = {}
+    for method, points in panel.curves.items():
+        xs, values, lows, highs = zip(*points, strict=True)
+        colour, marker, line = style[method]
+        error = [[v - low for v, low in zip(values, lows, strict=True)],
+                 [high - v for v, high in zip(values, highs, strict=True)]]  # fmt: skip
+        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 6.5, "linewidth": 1.7}
+        edge = 1.6 if marker in HOLLOW else 0.8
+        shown[method] = axes.errorbar(xs, values, yerr=error, markeredgewidth=edge, capsize=2.5, **look)
+    if panel.line_at is not None:
+        height, text = panel.line_at
+        shown[text] = axes.axhline(height, color="#555555", linestyle=(0, (1, 1.5)), linewidth=1.5)
+    _label(axes, panel)
+    return shown
+
+
+def _label(axes: Any, panel: Panel) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
+    xs = sorted({x for points in panel.curves.values() for x, *_ in points})
+    if len(xs) <= 9:
+        axes.set_xticks(xs)
+        axes.tick_params(axis="x", rotation=35 if len(xs) > 5 else 0)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if panel.y_is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _narrow(panel) else (1.0,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    if panel.top is not None:
+        axes.set_ylim(top=panel.top)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set_title(panel.title, loc="left")
+    axes.grid(alpha=0.3, which="major")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _narrow(panel: Panel) -> bool:
+    """Less than two decades, in which powers of ten alone would be too few marks."""
+    values = [value for points in panel.curves.values() for _, value, *_ in points if value > 0]
+    top = max(values, default=1) if panel.top is None else panel.top
+    return top < 100 * min(values, default=1)
+
+
+def short(x: float) -> str:
+    """65536 is 64k, as contexts are called, and 100,000 stays what it is."""
+    if x >= 1024 and x % 1024 == 0:
+        return f"{x / 1024:,.0f}k"
+    return f"{x:,.0f}"
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """Letters become outlines, so that it looks alike everywhere; ids are the picture's own, as pages hold several."""
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
