@@ -43,13 +43,10 @@ def causal_linear_attention(
     if blindspot < 1:
         raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
-    with without_autocast(q):
-        if blindspot == 1:
-            y, S, z = run_causal(call, backend)
-            state = LinearState(S, z)
-        else:
-            y, state = run_in_blocks(call._replace(blindspot=blindspot), state, backend)
-    return y, state
+    if blindspot > 1:
+        return run_in_blocks(call._replace(blindspot=blindspot), state, backend)
+    y, S, z = run_causal(call, backend)
+    return y, LinearState(S, z)
 
 
 def linear_attention(

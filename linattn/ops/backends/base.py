@@ -45,6 +45,17 @@ class Backend(NamedTuple):
     run: Callable[[CausalCall], tuple[Tensor, Tensor, Tensor]]
 
 
+class Sums(NamedTuple):
+    """The two halves of attention to all keys, `sum_keys(k, v, key_mask, feature_map)` and `ask(q, S, z, normalize,
+    feature_map, dtype)`; why they cannot is told from (k, v) and from (q, S, z)."""
+
+    name: str
+    keys_unsupported: Callable[[Tensor, Tensor], str | None]
+    ask_unsupported: Callable[[Tensor, Tensor, Tensor], str | None]
+    sum_keys: Callable[[Tensor, Tensor, Tensor | None, str], tuple[Tensor, Tensor]]
+    ask: Callable[[Tensor, Tensor, Tensor, str | None, str, torch.dtype], Tensor]
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Sums are kept in float32, or in float64 for float64 inputs: a half-precision sum stops growing early."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends import reference
-from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none
+from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none, without_autocast
 from linattn.ops.backends.differentiable import Tensors, differentiable
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
@@ -163,10 +163,7 @@ def _decay(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
 def _load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
     """Of a call that was spread."""
     phi, nonnegative = ELEMENTWISE[call.feature_map].overwrite, ELEMENTWISE[call.feature_map].nonnegative
-    q, k = (
-        phi(x, room("scratch", *x.shape))
-        for x in (_of_queries(call.q, tile, room, "q"), _of_keys(call.k, tile, room, "k"))
-    )
+    q, k = (phi(x, room.scratch(x)) for x in (_of_queries(call.q, tile, room, "q"), _of_keys(call.k, tile, room, "k")))
     v = _of_keys(call.v, tile, room, "v")
     visible, decay, missing = None, None, None
     if call.key_mask is not None:
@@ -212,7 +209,7 @@ def _until(x: Tensor, block: Block) -> Tensor:
 
 def _dot(x: Tensor, y: Tensor, room: Workspace) -> Tensor:
     """Of rows: as a product it would take half a matrix product's time."""
-    return torch.mul(x, y, out=room("scratch", *x.shape)).sum(-1, keepdim=True)
+    return torch.mul(x, y, out=room.scratch(x)).sum(-1, keepdim=True)
 
 
 def _ends(state: tuple[Tensor, Tensor], block: Block, first: int, room: Workspace) -> Ends:
@@ -239,7 +236,7 @@ def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends
     ends, k = _ends(state, block, 0, room), _until(block.k, block)
     S, z = ends.after()
     S.baddbmm_(k.mT, block.v, beta=0)
-    torch.sum(k, 1, keepdim=True, out=z)
+    z.copy_(k.sum(1, keepdim=True))
     _accumulate(ends, block)
     return ends
 
@@ -345,7 +342,7 @@ def _to_queries(
     if dd is not None:
         dq.addcmul_(dd, z_in)
         G.add_(dd)
-        dz = torch.mul(q_in, dd, out=room("scratch", *q_in.shape)).sum(1, keepdim=True)
+        dz = torch.mul(q_in, dd, out=room.scratch(q_in)).sum(1, keepdim=True)
     dq = _since(dq, block).baddbmm_(_weigh(G, block), k)
     if total is not None:
         dtotal = -divide(_per_group(dq * q, block).sum(1), total)
@@ -425,7 +422,7 @@ def _dot_of_queries(x: Tensor, y: Tensor, tile: Tile, room: Workspace) -> Tensor
 def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Workspace) -> Tensor:
     """The chain rule: from the gradient of φ(x) that of x, in place."""
     derivative = ELEMENTWISE[call.feature_map].derivative
-    return gradient if derivative is None else gradient.mul_(derivative(features, room("scratch", *features.shape)))
+    return gradient if derivative is None else gradient.mul_(derivative(features, room.scratch(features)))
 
 
 def _write(total: Tensor, tile: Tile, part: Tensor) -> None:
@@ -479,7 +476,8 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
         keep_freed_memory()
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    y, S, z, *_ = _operator((*options, save), *inputs)
+    with without_autocast(call.q):
+        y, S, z, *_ = _operator((*options, save), *inputs)
     return y, S, z
 
 

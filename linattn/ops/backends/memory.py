@@ -38,6 +38,11 @@ class Workspace:
     def copy(self, name: str, x: Tensor) -> Tensor:
         return self(name, *x.shape).copy_(x)
 
+    def scratch(self, x: Tensor) -> Tensor | None:
+        """For the `out` of the next operation, in the shape of x. None for a compiler: its graph may need a gradient,
+        which writing to a given place has not."""
+        return None if torch.compiler.is_compiling() else self("scratch", *x.shape)
+
 
 def keep_freed_memory() -> None:
     """glibc hands freed temporaries back to the system, and has them faulted in again, unless it has seen larger ones

@@ -35,10 +35,11 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     S, z = torch.addcmul(S, k.unsqueeze(-1), v), z + k
     if call.normalize == "keys":
         q = divide(q, z)
-    y = q.unsqueeze(-2) @ S
+    # a sum, as autocast, which would take products in half precision, leaves it alone: asking for it takes longer
+    y = (q.unsqueeze(-1) * S).sum(-2, keepdim=True)
     if call.normalize == "output":
-        denominator = infinite_if_none(torch.linalg.vecdot(q, z), nonnegative=phi.nonnegative)
-        y = y / denominator.unsqueeze(-1).unsqueeze(-1)
+        denominator = infinite_if_none((q * z).sum(-1, keepdim=True), nonnegative=phi.nonnegative)
+        y = y / denominator.unsqueeze(-1)
     return (y if y.dtype == call.v.dtype else y.to(call.v.dtype)), S, z
 
 

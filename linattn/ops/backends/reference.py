@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import Backend, BidirectionalCall, CausalCall, accumulator, divide
+from linattn.ops.backends.base import Backend, BidirectionalCall, CausalCall, accumulator, divide, without_autocast
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -58,4 +58,9 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(call.v.dtype), S, z
 
 
-BACKEND = Backend("reference", lambda call: None, run)
+def _run_exactly(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+    with without_autocast(call.q):
+        return run(call)
+
+
+BACKEND = Backend("reference", lambda call: None, _run_exactly)

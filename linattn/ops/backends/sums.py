@@ -8,24 +8,27 @@ from torch import Tensor
 
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.backends.differentiable import Tensors, differentiable
+from linattn.ops.backends.memory import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
-SEGMENT = 2048
+# numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
+BLOCK, SEGMENT = 2**18, 256
 
 
 def _segments(x: Tensor) -> list[tuple[int, int]]:
     n = x.shape[-2]
-    return [(start, min(SEGMENT, n - start)) for start in range(0, n, SEGMENT)]
+    length = max(SEGMENT, BLOCK // max(1, x[..., :1, :].numel()))
+    return [(start, min(length, n - start)) for start in range(0, n, length)]
 
 
-def _features(x: Tensor, start: int, length: int, feature_map: str) -> Tensor:
-    x = x.narrow(-2, start, length)
-    return ELEMENTWISE[feature_map].function(x.to(accumulator(x.dtype)))
+def _features(x: Tensor, start: int, length: int, feature_map: str, room: Workspace) -> Tensor:
+    x = room.copy("features", x.narrow(-2, start, length))
+    return ELEMENTWISE[feature_map].overwrite(x, room.scratch(x))
 
 
-def _through_map(gradient: Tensor, features: Tensor, feature_map: str) -> Tensor:
+def _through_map(gradient: Tensor, features: Tensor, feature_map: str, room: Workspace) -> Tensor:
     derivative = ELEMENTWISE[feature_map].derivative
-    return gradient if derivative is None else gradient * derivative(features, None)
+    return gradient if derivative is None else gradient * derivative(features, room.scratch(features))
 
 
 def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Tensor:
@@ -38,8 +41,9 @@ def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     dtype = accumulator(k.dtype)
     lead = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], () if key_mask is None else key_mask.shape[:-1])
     S, z = (k.new_zeros(*lead, k.shape[-1], width, dtype=dtype) for width in (v.shape[-1], 1))
+    room = Workspace(S)
     for start, length in _segments(k):
-        features = _present(_features(k, start, length, feature_map), key_mask, start, length)
+        features = _present(_features(k, start, length, feature_map, room), key_mask, start, length)
         S += features.mT @ _present(v.narrow(-2, start, length).to(dtype), key_mask, start, length)
         z += features.sum(-2).unsqueeze(-1)
     return S, z.squeeze(-1)
@@ -48,15 +52,15 @@ def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
 def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
     (k, v, key_mask), (dS, dz) = inputs, grads
     assert k is not None and v is not None and dS is not None and dz is not None
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv, room = empty_like(k, k.shape), empty_like(v, v.shape), Workspace(dS)
     for start, length in _segments(k):
-        features, x = _features(k, start, length, feature_map), k.narrow(-2, start, length)
+        features, x = _features(k, start, length, feature_map, room), k.narrow(-2, start, length)
         values = v.narrow(-2, start, length).to(dS.dtype)
         # the sum over what was broadcast comes first, so that a masked infinity cannot enter it
         of_k = _present((values @ dS.mT).add_(dz.unsqueeze(-2)), key_mask, start, length)
         of_v = _present(features @ dS, key_mask, start, length)
         of_k = of_k.sum_to_size(*x.shape)
-        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, feature_map))
+        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, feature_map, room))
         dv.narrow(-2, start, length).copy_(of_v.sum_to_size(*values.shape))
     return dk, dv, None
 
@@ -68,9 +72,9 @@ def _ask(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple
     if normalize == "keys":
         S = divide(S, z.unsqueeze(-1))
     lead = torch.broadcast_shapes(q.shape[:-2], S.shape[:-2])
-    y = q.new_empty(*lead, q.shape[-2], S.shape[-1], dtype=dtype)
+    y, room = empty_like(q.new_empty(0, dtype=dtype), (*lead, q.shape[-2], S.shape[-1])), Workspace(S)
     for start, length in _segments(q):
-        features = _features(q, start, length, feature_map)
+        features = _features(q, start, length, feature_map, room)
         part = features @ S
         if normalize == "output":
             part = divide(part, features @ z.unsqueeze(-1))
@@ -84,9 +88,9 @@ def _ask_gradient(
     (q, S, z), (y,), (dy,), (normalize, feature_map, _) = inputs, results, grads, options
     assert q is not None and S is not None and z is not None and dy is not None
     T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
-    dq, dT, dtotal = torch.empty_like(q), torch.zeros_like(T), torch.zeros_like(total)
+    dq, dT, dtotal, room = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(total), Workspace(S)
     for start, length in _segments(q):
-        features, x = _features(q, start, length, feature_map), q.narrow(-2, start, length)
+        features, x = _features(q, start, length, feature_map, room), q.narrow(-2, start, length)
         dy_part = dy.narrow(-2, start, length).to(T.dtype)
         if normalize == "output":
             # y = N / d: dN = dy / d and dd = −dN·y
@@ -98,7 +102,7 @@ def _ask_gradient(
             part = dy_part @ T.mT
         dT += (features.mT @ dy_part).sum_to_size(*T.shape)
         part = part.sum_to_size(*x.shape)
-        dq.narrow(-2, start, length).copy_(_through_map(part, features, feature_map))
+        dq.narrow(-2, start, length).copy_(_through_map(part, features, feature_map, room))
     if normalize == "keys":
         return dq, divide(dT, total), -divide(dT * T, total).sum(-1)
     return dq, dT, dtotal.squeeze(-1)
@@ -107,7 +111,7 @@ def _ask_gradient(
 def _sum_keys_definition(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     k, v, key_mask = inputs
     assert k is not None and v is not None
-    features = _present(_features(k, 0, k.shape[-2], feature_map), key_mask, 0, k.shape[-2])
+    features = _present(ELEMENTWISE[feature_map].function(k.to(accumulator(k.dtype))), key_mask, 0, k.shape[-2])
     S = features.mT @ _present(v.to(features.dtype), key_mask, 0, k.shape[-2])
     return S, features.sum(-2).expand(*S.shape[:-1])
 
@@ -116,7 +120,7 @@ def _ask_definition(inputs: Tensors, options: tuple[str | None, str, torch.dtype
     q, S, z = inputs
     normalize, feature_map, dtype = options
     assert q is not None and S is not None and z is not None
-    features = _features(q, 0, q.shape[-2], feature_map)
+    features = ELEMENTWISE[feature_map].function(q.to(S.dtype))
     if normalize == "keys":
         return ((features @ divide(S, z.unsqueeze(-1))).to(dtype),)
     y = features @ S
