@@ -152,6 +152,18 @@ def test_it_goes_on_token_by_token():
     assert_close(torch.cat(logits, 1), old(x), rtol=1e-10, atol=1e-10)
 
 
+def test_a_loaded_model_is_saved_whole(tmp_path):
+    """Linear heads with rotary positions are in no constructor."""
+    old, config = old_language_model(KINDS["rotary, mixed heads"])
+    new = weights.load(LinearAttentionTransformerLM, config, old.state_dict())
+    torch.save(new, tmp_path / "model.pt")
+    x, again = torch.randint(19, (2, 48)), torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_close(again(x), new(x), rtol=0, atol=0)
+    bare = LinearAttentionTransformerLM(**config).double().eval()
+    bare.load_state_dict(new.state_dict())
+    assert not torch.allclose(bare(x), new(x))
+
+
 def test_product_keys_cannot_be_carried_over():
     with pytest.raises(ValueError, match="pkm_layers"):
         weights.load(LinearAttentionTransformerLM, SIZE | {"pkm_layers": (1,)}, {})

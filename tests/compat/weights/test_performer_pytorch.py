@@ -125,6 +125,17 @@ def test_layers_alone_give_their_outputs(kind, options):
     assert_close(new(x, **given), old(x, **given), rtol=1e-10, atol=1e-10)
 
 
+def test_a_layer_alone_with_the_rotary_positions_that_theirs_is_given():
+    config = {"dim": 16, "heads": 4, "dim_head": 6, "local_heads": 1, "local_window_size": 8}
+    old = trained(original.SelfAttention(**config))
+    positions = nn.Module()
+    positions.layer_pos_emb = original.FixedPositionalEmbedding(6, 24)
+    tables(old), tables(positions)
+    new = weights.load(SelfAttention, config | {"rotary_position_emb": True}, old.state_dict())
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    assert_close(new(x), old(x, pos_emb=positions.layer_pos_emb(x)), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("options", [{}, RELU, {"no_projection": True}], ids=str)
 def test_fast_attention_gives_its_outputs(options):
     config = {"dim_heads": 6, "nb_features": 10} | options
