@@ -15,53 +15,25 @@ from torch import Tensor
 
 from linattn.ops.backends import reference
 from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none, without_autocast
+from linattn.ops.backends.blocks import (
+    SEGMENT,
+    Block,
+    Tile,
+    cut,
+    dot_of_queries,
+    load,
+    of_queries,
+    rows_of,
+    spread_keys,
+    write,
+    write_keys,
+)
 from linattn.ops.backends.differentiable import Tensors, differentiable
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
-# half of A is thrown away, so short chunks save products; their states, one a chunk, cost memory traffic
-CHUNK, WIDE_CHUNK, WIDE = 32, 64, 64
-# a block's keys or values are a megabyte in float32; blocks of fewer tokens would save a state too often
-BLOCK, SEGMENT = 2**18, 256
-
 # normalize, feature_map, blindspot, and whether states are saved for a gradient
 Options = tuple[str | None, str, int, bool]
-
-
-class Decay(NamedTuple):
-    """Weights of a block's chunks: inside is D (cb 1 C C), since r and until w (cb 1 C 1), whole a (c b 1 1)."""
-
-    inside: Tensor
-    since: Tensor
-    until: Tensor
-    whole: Tensor
-
-
-class Tile(NamedTuple):
-    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`. b is `sequences`;
-    `shared` are the leading dimensions of queries that share a key and so a state."""
-
-    rows: slice
-    start: int
-    stop: int
-    chunk: int
-    sequences: int
-    shared: list[int]
-
-
-class Block(NamedTuple):
-    """Features and values of one block in the accumulation dtype. Its c chunks of b sequences stand one after another
-    in memory, so that every product is one of three-dimensional batches: k (cb C f), v (cb C dv), and q (cb gC f) with
-    the g queries that share a key."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sequences: int
-    nonnegative: bool
-    missing: Tensor | None
-    visible: Tensor | None
-    decay: Decay | None
 
 
 class Ends(NamedTuple):
@@ -76,107 +48,6 @@ class Ends(NamedTuple):
 
     def after(self) -> tuple[Tensor, Tensor]:
         return self.S[1:].flatten(0, 1), self.z[1:].flatten(0, 1).unsqueeze(1)
-
-
-def _rows(x: Tensor, rows: slice) -> Tensor:
-    """A first dimension of size 1 serves all rows."""
-    return x if x.shape[0] == 1 else x[rows]
-
-
-def _chunk_length(call: CausalCall) -> int:
-    """32 tokens, 64 where states are large, or the length of a sequence up to twice that; with a blindspot, a multiple
-    of its blocks."""
-    length, n = WIDE_CHUNK if min(call.S.shape[-2:]) > WIDE else CHUNK, call.q.shape[-2]
-    if call.blindspot > 1:
-        return call.blindspot * max(1, length // call.blindspot)
-    return length if n > 2 * length else max(1, n)
-
-
-def _plan(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
-    """Cuts the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What
-    is left of the tokens is a chunk of its own length."""
-    rows, *others, n, _ = call.q.shape
-    chunk, heads = _chunk_length(call), max(1, torch.Size(others).numel())
-    block = BLOCK // max(1, *call.S.shape[-2:])
-    step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
-    length = max(SEGMENT, block // max(1, min(rows, step) * heads)) // chunk * chunk or chunk
-    whole = n // chunk * chunk
-    cuts = [(start, min(start + length, whole), chunk) for start in range(0, whole, length)]
-    if whole < n:
-        cuts.append((whole, n, n - whole))
-    shared = [i for i, (a, b) in enumerate(zip(call.q.shape[:-2], call.S.shape[:-2], strict=True)) if a != b]
-    plan = []
-    for part in (slice(first, first + step) for first in range(0, rows, step)):
-        sequences = _rows(call.z, part).shape[:-1].numel()
-        plan.append((part, [Tile(part, *cut, sequences, shared) for cut in cuts]))
-    return plan
-
-
-def _chunks(x: Tensor, tile: Tile) -> Tensor:
-    """The tile's chunks of x (…, n, d) in front, (c … C d), without a copy."""
-    x = _rows(x, tile.rows).narrow(-2, tile.start, tile.stop - tile.start)
-    return x.unflatten(-2, (-1, tile.chunk)).movedim(-3, 0)
-
-
-def _queries_last(x: Tensor, tile: Tile) -> Tensor:
-    """(c … C d) with the shared leading dimensions moved to the chunk's tokens."""
-    if not tile.shared:
-        return x
-    return x.movedim([1 + i for i in tile.shared], [i - len(tile.shared) - 2 for i in range(len(tile.shared))])
-
-
-def _of_keys(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
-    """(cb C d)"""
-    return room.copy(name, _chunks(x, tile)).view(-1, tile.chunk, x.shape[-1])
-
-
-def _of_queries(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
-    """(cb gC d)"""
-    x = room.copy(name, _queries_last(_chunks(x, tile), tile))
-    return x.view(x.shape[0] * tile.sequences, -1, x.shape[-1])
-
-
-def _spread(call: CausalCall) -> CausalCall:
-    """What belongs to keys, with all leading dimensions of the states, without a copy."""
-
-    def spread(x: Tensor) -> Tensor:
-        return x.expand(*call.S.shape[:-2], *x.shape[-2:])
-
-    log_decay, key_mask = (None if x is None else spread(x.unsqueeze(-1)) for x in (call.log_decay, call.key_mask))
-    return call._replace(k=spread(call.k), v=spread(call.v), log_decay=log_decay, key_mask=key_mask)
-
-
-def _decay(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
-    """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
-    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    fresh = log_decay == -torch.inf
-    total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
-    same = (count.unsqueeze(-1) == count.unsqueeze(-2)) & visible
-    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~same, -torch.inf)
-    since = total.masked_fill(count > 0, -torch.inf)
-    until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
-    inside, since, until = (x.to(log_decay.dtype).exp().unsqueeze(1) for x in (inside, since, until))
-    whole = since[..., -1].view(-1, sequences, 1, 1)
-    return Decay(inside, since.unsqueeze(-1), until.unsqueeze(-1), whole)
-
-
-def _load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
-    """Of a call that was spread."""
-    phi, nonnegative = ELEMENTWISE[call.feature_map].overwrite, ELEMENTWISE[call.feature_map].nonnegative
-    q, k = (phi(x, room.scratch(x)) for x in (_of_queries(call.q, tile, room, "q"), _of_keys(call.k, tile, room, "k")))
-    v = _of_keys(call.v, tile, room, "v")
-    visible, decay, missing = None, None, None
-    if call.key_mask is not None:
-        missing = ~_chunks(call.key_mask, tile).reshape(-1, tile.chunk, 1)
-        k.masked_fill_(missing, 0)
-        v.masked_fill_(missing, 0)
-    if call.blindspot > 1 or call.log_decay is not None:
-        visible = reference.visible(tile.chunk, call.blindspot, k.device)
-    if call.log_decay is not None and visible is not None:
-        log_decay = _chunks(call.log_decay, tile).to(k.dtype).reshape(-1, tile.chunk)
-        decay = _decay(log_decay, visible, tile.sequences)
-    # the lower triangle has an operation of its own, faster than a mask
-    return Block(q, k, v, tile.sequences, nonnegative, missing, visible if call.blindspot > 1 else None, decay)
 
 
 def _per_group(x: Tensor, block: Block) -> Tensor:
@@ -271,25 +142,25 @@ def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -
 
 def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """(b f dv) and (b f)"""
-    return _rows(S, rows).reshape(-1, *S.shape[-2:]), _rows(z, rows).reshape(-1, z.shape[-1])
+    return rows_of(S, rows).reshape(-1, *S.shape[-2:]), rows_of(z, rows).reshape(-1, z.shape[-1])
 
 
 def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, the last state, and the states (i, lead, f, dv) that enter each block if they are to be saved."""
-    plan, dv = _plan(call), call.S.shape[-1]
+    plan, dv = cut(call), call.S.shape[-1]
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     entering = len(plan[0][1]) if save and plan else 0
     saved = tuple(x.new_empty(entering, *x.shape) for x in (call.S, call.z))
-    spread, room = _spread(call), Workspace(call.S)
+    spread, room = spread_keys(call), Workspace(call.S)
     for rows, tiles in plan:
         state = _state_of(call.S, call.z, rows)
         for i, tile in enumerate(tiles):
             if save:
                 _save(state, (saved[0][i], saved[1][i]), rows)
-            block = _load(spread, tile, room)
+            block = load(spread, tile, room)
             ends = _states(block, state, room)
-            _write(y, tile, _outputs(block, ends, call.normalize, room))
+            write(y, tile, _outputs(block, ends, call.normalize, room))
             state = ends.S[-1], ends.z[-1]
         _save(state, (S_end, z_end), rows)
     return y, S_end, z_end, saved[0], saved[1]
@@ -297,7 +168,7 @@ def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def _save(state: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], rows: slice) -> None:
     for x, target in zip(state, into, strict=True):
-        target = _rows(target, rows)
+        target = rows_of(target, rows)
         target.copy_(x.view(target.shape))
 
 
@@ -334,10 +205,10 @@ def _to_queries(
         total = _key_sums(block, z_in)
         q = _over_key_sums(q, total, block)
     A, q_in = _weigh(_product(q, k.mT, room, "A"), block), _since(q, block)
-    dN, dd = _of_queries(dy, tile, room, "y"), None
+    dN, dd = of_queries(dy, tile, room, "y"), None
     if normalize == "output":
         d = _denominator(A, q_in, z_in, block, room)
-        dN, dd = dN.div_(d), -_dot_of_queries(dy, y, tile, room) / d
+        dN, dd = dN.div_(d), -dot_of_queries(dy, y, tile, room) / d
     dq, G = _product(dN, S_in.mT, room, "dq"), _product(dN, block.v.mT, room, "G")
     if dd is not None:
         dq.addcmul_(dd, z_in)
@@ -351,7 +222,7 @@ def _to_queries(
     # an output that is normalised does not change when its query grows: then q·dq is zero
     if block.decay is not None and normalize is None:
         log_weight = _per_group(_dot(q, dq, room), block).sum(1)
-    _write(into.q, tile, _through_map(dq, block.q, call, room))
+    write(into.q, tile, _through_map(dq, block.q, call, room))
     return Shared(dN, G, A, q, q_in, dz, dtotal, log_weight)
 
 
@@ -372,15 +243,15 @@ def _to_keys(
     _accumulate(ends, block, reverse=True)
     dS, dz = ends.after()
     dv = _product(past.A.mT, past.dN, room, "dv").baddbmm_(_until(k, block), dS)
-    _write_keys(into.v, tile, dv, block, call)
+    write_keys(into.v, tile, dv, block, call)
     dk = _product(past.G.mT, past.q, room, "dk").baddbmm_(_until(v, block), dS.mT).add_(_until(dz, block))
     if past.dtotal is not None:
         dk.baddbmm_(_weights(block).mT, past.dtotal)
     if into.log_weight is not None:
         # D's own gradient follows from q·dq and k·dk
         log_weight = -_dot(k, dk, room) if past.log_weight is None else past.log_weight - _dot(k, dk, room)
-        _write_keys(into.log_weight, tile, log_weight, block._replace(missing=None), call)
-    _write_keys(into.k, tile, _through_map(dk, k, call, room), block, call)
+        write_keys(into.log_weight, tile, log_weight, block._replace(missing=None), call)
+    write_keys(into.k, tile, _through_map(dk, k, call, room), block, call)
     return ends.S[0].clone(), ends.z[0].clone()
 
 
@@ -396,11 +267,11 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
     log_weight = (
         None if call.log_decay is None else call.log_decay.new_empty(*call.log_decay.shape, 1, dtype=S_end.dtype)
     )
-    spread, into, room = _spread(call), Gradients(dq, dk, dv, log_weight), Workspace(call.S)
-    for rows, tiles in _plan(call):
+    spread, into, room = spread_keys(call), Gradients(dq, dk, dv, log_weight), Workspace(call.S)
+    for rows, tiles in cut(call):
         dstate = _state_of(dS_end, dz_end, rows)
         for i, tile in reversed(list(enumerate(tiles))):
-            block = _load(spread, tile, room)
+            block = load(spread, tile, room)
             ends = _states(block, _state_of(saved[0][i], saved[1][i], rows), room)
             past = _to_queries(call, tile, block, ends, y, dy, into, room)
             dstate = _to_keys(call, tile, block, past, dstate, into, room)
@@ -412,32 +283,10 @@ def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> 
     return dq, dk, dv, dS_start, dz_start, dlog_decay, None
 
 
-def _dot_of_queries(x: Tensor, y: Tensor, tile: Tile, room: Workspace) -> Tensor:
-    """(cb gC 1), of two that are (…, n, d)."""
-    x, y = (_queries_last(_chunks(part, tile), tile) for part in (x, y))
-    product = room.copy("scratch", x).mul_(y)
-    return product.sum(-1).view(x.shape[0] * tile.sequences, -1, 1)
-
-
 def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Workspace) -> Tensor:
     """The chain rule: from the gradient of φ(x) that of x, in place."""
     derivative = ELEMENTWISE[call.feature_map].derivative
     return gradient if derivative is None else gradient.mul_(derivative(features, room.scratch(features)))
-
-
-def _write(total: Tensor, tile: Tile, part: Tensor) -> None:
-    """A block's outputs or gradients of its queries (cb gC d), to where they belong."""
-    target = _queries_last(_chunks(total, tile), tile)
-    target.copy_(part.view_as(target))
-
-
-def _write_keys(total: Tensor, tile: Tile, part: Tensor, block: Block, call: CausalCall) -> None:
-    """A block's gradients of its keys (cb C d), to where they belong; what was broadcast is summed."""
-    if block.missing is not None:
-        part = part.masked_fill(block.missing, 0)
-    target, lead = _chunks(total, tile), _rows(call.z, tile.rows).shape[:-1]
-    part = part.view(-1, *lead, *part.shape[-2:]).sum_to_size(*target.shape)
-    target.add_(part) if total.shape[0] == 1 and tile.rows.start > 0 else target.copy_(part)
 
 
 def _decay_gradient(log_decay: Tensor, dlog_weight: Tensor, end: Tensor) -> Tensor:
