@@ -1,7 +1,16 @@
 """Functions of tensors: no modules, no randomness, no configuration."""
 
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.explain import explain_backend
 from linattn.ops.linear import ask, causal_linear_attention, linear_attention, summarize
 from linattn.ops.state import LinearState
 
-__all__ = ["ELEMENTWISE", "LinearState", "ask", "causal_linear_attention", "linear_attention", "summarize"]
+__all__ = [
+    "ELEMENTWISE",
+    "LinearState",
+    "ask",
+    "causal_linear_attention",
+    "explain_backend",
+    "linear_attention",
+    "summarize",
+]

@@ -6,8 +6,9 @@ or, causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https:/
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linattn.ops import backends
 from linattn.ops.arguments import broadcast, causal_call, checked, checked_mask, shape
-from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sums
+from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sum_keys
 from linattn.ops.backends.base import without_autocast
 from linattn.ops.blindspot import run_in_blocks
 from linattn.ops.state import LinearState
@@ -62,7 +63,7 @@ def linear_attention(
 ) -> Float[Tensor, "*b n dv"]:
     """Each query attends to all keys: `ask` of the sums of `summarize`. Queries and keys may differ in number.
 
-    Options and errors as in `causal_linear_attention`; backends are "chunked" and "reference"."""
+    Options and errors as in `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
@@ -81,7 +82,7 @@ def summarize(
     """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder."""
     k, _, v = checked(k, k, v, None, feature_map)
     with without_autocast(k):
-        return LinearState(*sums.sum_keys(k, v, checked_mask(k, key_mask), feature_map))
+        return LinearState(*sum_keys(k, v, checked_mask(k, key_mask), feature_map))
 
 
 def ask(
@@ -97,4 +98,4 @@ def ask(
         raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(state.z)}")
     checked(q, q, q, normalize, feature_map)
     with without_autocast(q):
-        return sums.ask(q, state.S, state.z, normalize, feature_map, q.dtype)
+        return backends.ask(q, state.S, state.z, normalize, feature_map, q.dtype)

@@ -140,7 +140,7 @@ def test_inputs_are_not_modified() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_errors_say_what_came() -> None:
     q, k, v = tokens(10, dtype=torch.float32)
-    with pytest.raises(ValueError, match="backend must be chunked or reference"):
+    with pytest.raises(ValueError, match="backend must be one of triton, chunked, reference"):
         linear_attention(q, k, v, backend="recurrent")
     with pytest.raises(ValueError, match="as many features, but q is"):
         ask(q, LinearState(torch.zeros(4, 3), torch.zeros(4)))

@@ -1,4 +1,4 @@
-"""The kernels of attention to all keys, where the state is whole before it is asked; its sums are in `split_kernels.py`.
+"""The kernels of attention to all keys, where the state is whole before it is asked; sums are in `split_kernels.py`.
 
     y = φ(q) S / (φ(q)·z)    dq = (dy Sᵀ − δ z) / (φ(q)·z)    dk = v dSᵀ + dz    dv = φ(k) dS
 
@@ -8,8 +8,16 @@ import triton.language as tl
 
 from linattn.ops.backends.triton.causal_kernels import kernel
 from linattn.ops.backends.triton.tiles import (
-    load, load_features, load_present, offset, one_over, precise_product, product, rounded, store,
-)  # fmt: skip
+    load,
+    load_features,
+    load_present,
+    offset,
+    one_over,
+    precise_product,
+    product,
+    rounded,
+    store,
+)
 
 
 @kernel

@@ -3,25 +3,39 @@ chunk to chunk with the state in registers. With D, r, w and a as in `chunked.py
 
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
 
-`unit` tells where the state before the split is: (s0, s1, s2, s3) are strides over the row and the split, in states."""
+`unit` tells where the state before the split is: (s0, s1, s2, s3) are strides over row and split, in states."""
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from linattn.ops.backends.triton.tiles import (
-    between, load, load_decay, load_features, load_present, offset, one_over, owns, precise_product, product, rounded, store,
-)  # fmt: skip
+    between,
+    load,
+    load_decay,
+    load_features,
+    load_present,
+    offset,
+    one_over,
+    owns,
+    precise_product,
+    product,
+    rounded,
+    store,
+)
 
-# integers that the compiler is not to look at: a new length or a new batch is no new kernel
-_ANY = (
-    "q0 q1 q2 qn k0 k1 k2 kn v0 v1 v2 vn y0 y1 y2 yn dy0 dy1 dy2 dyn dq0 dq1 dq2 dqn dk0 dk1 dk2 dkn dv0 dv1 dv2 dvn "
-    "m0 m1 m2 mn g0 g1 g2 gn s0 s1 s2 s3 S_unit z_unit e0 e1 e2 n length splits size1 size2"
-).split()
+_TENSORS = {
+    *("q", "k", "v", "y", "dy", "dq", "dk", "dv", "key_mask", "log_decay", "inverse", "delta", "log_weight"),
+    *("S", "z", "S_end", "z_end", "dS", "dz", "dS_start", "dz_start", "parts", "whole_split"),
+}
 
-def kernel(function):
-    """A Triton kernel that is compiled once for all lengths, batches and strides of the same alignment."""
+
+def kernel(function: Any) -> Any:
+    """A Triton kernel whose integers the compiler does not look at: a new length or a new batch is no new kernel."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in _ANY])
+    integers = [name for name in names if name not in _TENSORS and name not in function.__annotations__]
+    return triton.jit(do_not_specialize=integers)(function)
 
 
 @kernel
@@ -178,9 +192,10 @@ def key_gradients(
 ):  # fmt: skip
     """From the last chunk to the first, with dS and dz, the gradients of the state after the chunk:
 
-        dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS    dS ← a dS + (r φ(q))ᵀ dy
+        dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS
+        dS ← a dS + (r φ(q))ᵀ dy                       dz ← a dz − (r φ(q))ᵀ δ
 
-    where each query's dy and δ are over its denominator. For KEYS, BV covers all values; for VALUES, BF all features."""
+    where dy and δ are over the denominators. For KEYS, BV covers all values; for VALUES, BF all features."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     places, features, values = tl.arange(0, C), tl.arange(0, BF), tl.arange(0, BV)
     if not VALUES:

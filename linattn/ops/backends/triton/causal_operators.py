@@ -7,8 +7,8 @@ from torch import Tensor
 
 from linattn.ops.backends.triton import causal_kernels as kernels
 from linattn.ops.backends.triton import launch as host
-from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, define, launch
+from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
 from linattn.ops.backends.triton.step_kernel import step as step_kernel
@@ -42,6 +42,7 @@ class _Call:
         self.normalized = normalized
         self.phi, self.derivative = MAPS[feature_map]
         self.dtype, self.device = q.dtype, q.device
+        self.shape = (self.f, self.dv, self.dtype, self.device)
 
     def arguments(self, *outputs: Tensor) -> Arguments:
         """Of q, k, v and these others."""
@@ -61,14 +62,14 @@ class _Call:
     def states(self, taken: Arguments, tiles: Tiles) -> tuple[list[object], int, int]:
         """Where each program finds the state before its split, and the splits' length and number."""
         rows = taken.rows
-        length, splits = split(self.n, rows.count * tiles.parts, self.device)
+        length, splits = split(self.n, rows.number * tiles.parts, tiles.C, self.device)
         if splits == 1:
             return [self.S, self.z, *taken.state, 0, self.f * self.dv, self.f], length, splits
-        parts = Splits.room(rows.count * splits, self.f, self.dv, self.q)
-        by_values = over_values(self.f, self.dv, self.dtype)
+        parts = Splits.room(rows.number * splits, self.f, self.dv, self.q)
+        by_values = over_values(*self.shape)
         _, k, v, *_ = taken.wide
         launch(
-            key_sums, (rows.count * splits, by_values.parts),
+            key_sums, (rows.number * splits, by_values.parts),
             [k, v, taken.key_mask, taken.log_decay, *parts.S_and_z, parts.whole, *parts.units,
              self.n, length, splits, rows.size1, rows.size2],
             by_values, MASKED=self.key_mask is not None, **self.constants(taken),
@@ -90,11 +91,11 @@ def _causal(*inputs: Any) -> tuple[Tensor, ...]:
         inverse = call.scalars(wanted=False)
     if call.n == 0:
         return y, call.S.clone(), call.z.clone(), inverse
-    taken, tiles = call.arguments(y), over_values(call.f, call.dv, call.dtype)
+    taken, tiles = call.arguments(y), over_values(*call.shape)
     states, length, splits = call.states(taken, tiles)
     rows = taken.rows
     launch(
-        kernels.forward, (rows.count * splits, tiles.parts),
+        kernels.forward, (rows.number * splits, tiles.parts),
         [*taken.wide, taken.key_mask, taken.log_decay, states, S_end, z_end, taken.state, inverse,
          call.n, length, splits, rows.size1, rows.size2],
         tiles, NORMALIZED=call.normalized, MASKED=call.key_mask is not None, **call.constants(taken),
@@ -153,13 +154,13 @@ def _query_gradient(
     call: _Call, y: Tensor, dy: Tensor, inverse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """dq, and φ(q)·dφ(q) of each token for the decay."""
-    dq, tiles = like(call.q, call.f), over_features(call.f, call.dv, call.dtype)
+    dq, tiles = like(call.q, call.f), over_features(*call.shape)
     taken = call.arguments(y, dy, dq)
     states, length, splits = call.states(taken, tiles)
     rows, wanted = taken.rows, call.log_decay is not None and not call.normalized
-    log_weight = call.scalars(rows.count, tiles.parts, wanted=wanted)
+    log_weight = call.scalars(rows.number, tiles.parts, wanted=wanted)
     launch(
-        kernels.query_gradient, (rows.count * splits, tiles.parts),
+        kernels.query_gradient, (rows.number * splits, tiles.parts),
         [*taken.wide, taken.key_mask, taken.log_decay, states, inverse, delta, log_weight,
          call.n, length, splits, rows.size1, rows.size2],
         tiles, DERIVATIVE=call.derivative, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
@@ -175,16 +176,16 @@ def _key_gradients(
     dk, dv = _room(call.k, call.lead, call.k_is_shared), _room(call.v, call.lead, call.v_is_shared)
     dS, dz = (x.new_empty(*call.lead, *x.shape[len(call.lead) :]) for x in (call.S, call.z))
     taken = call.arguments(dy, dk, dv)
-    rows, launches = taken.rows, over_both(call.f, call.dv, call.dtype)
-    length, splits = split(call.n, rows.count * launches[0][0].parts, call.device)
+    rows, launches = taken.rows, over_both(*call.shape)
+    length, splits = split(call.n, rows.number * launches[0][0].parts, launches[0][0].C, call.device)
     states: list[object] = [dS_end, dz_end, *taken.state, 0, call.f * call.dv, call.f]
     if splits > 1:
         parts = _entering_gradients(call, taken, dS_end, dz_end, inverse, delta, length, splits)
         states = _split_states(parts, taken, splits)
-    log_weight = call.scalars(rows.count, launches[0][0].parts, wanted=call.log_decay is not None)
+    log_weight = call.scalars(rows.number, launches[0][0].parts, wanted=call.log_decay is not None)
     for tiles, keys, values in launches:
         launch(
-            kernels.key_gradients, (rows.count * splits, tiles.parts),
+            kernels.key_gradients, (rows.number * splits, tiles.parts),
             [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, inverse, delta, log_weight, dS, dz,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, KEYS=keys, VALUES=values, NORMALIZED=call.normalized,
@@ -198,11 +199,11 @@ def _entering_gradients(
     length: int, splits: int,
 ) -> Splits:  # fmt: skip
     """The gradients of the states after each split."""
-    rows, tiles = taken.rows, over_values(call.f, call.dv, call.dtype)
-    parts = Splits.room(rows.count * splits, call.f, call.dv, call.q)
+    rows, tiles = taken.rows, over_values(*call.shape)
+    parts = Splits.room(rows.number * splits, call.f, call.dv, call.q)
     q, _, _, dy, *_ = taken.wide
     launch(
-        query_sums, (rows.count * splits, tiles.parts),
+        query_sums, (rows.number * splits, tiles.parts),
         [q, dy, taken.log_decay, inverse, delta, *parts.S_and_z, parts.whole, *parts.units,
          call.n, length, splits, rows.size1, rows.size2],
         tiles, NORMALIZED=call.normalized, **call.constants(taken),
@@ -216,10 +217,9 @@ def _causal_gradient_shapes(*tensors: Any) -> tuple[Tensor, ...]:
     lead = q.shape[:-2]
 
     def room(x: Tensor) -> Tensor:
-        return like(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
+        alone = x.shape[:-2] == lead and x.shape[-2] > 0
+        return like(readable(x, lead), x.shape[-1]) if alone else x.new_empty(x.shape)
 
-    if q.shape[-2] == 0:
-        room = torch.Tensor.contiguous
     dlog_decay = q.new_empty(0, dtype=torch.float32) if log_decay is None else log_decay.new_empty(log_decay.shape)
     return room(q), room(k), room(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay
 
@@ -230,10 +230,10 @@ def _step(*inputs: Any) -> tuple[Tensor, ...]:
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     taken, tiles = call.arguments(), step_tiles(call.f, call.dv)
     rows = taken.rows
-    if rows.count:
+    if rows.number:
         q, k, v = (x[:4] for x in taken.wide)
         with torch.cuda.device_of(call.q):
-            step_kernel[rows.count, tiles.parts](
+            step_kernel[rows.number, tiles.parts](
                 *q, *k, *v, y, *taken.key_mask[:4], *taken.log_decay[:4], call.S, call.z, S_end, z_end, *taken.state,
                 rows.size1, rows.size2, PHI=call.phi, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
                 DECAYED=call.log_decay is not None, F=call.f, DV=call.dv, BF=tiles.BF, BV=tiles.BV, UNIT=taken.unit,

@@ -14,8 +14,8 @@ _ENTER = 1024
 
 
 class Arguments(NamedTuple):
-    """Kernel arguments of tensors with channels, of the mask and the decay, and a state's strides over the rows, counted
-    in states."""
+    """Kernel arguments of tensors with channels, of the mask and the decay; and a state's strides over the rows, in
+    states."""
 
     rows: Rows
     unit: int
@@ -88,7 +88,7 @@ def enter_splits(
     """From each split's own sums to the states that enter it, in place."""
     width = splits.parts.shape[1]
     rows, state = taken.rows, width - splits.features
-    grid = (rows.count, -(-width // _ENTER))
+    grid = (rows.number, -(-width // _ENTER))
     with torch.cuda.device_of(S):
         enter[grid](
             splits.parts, splits.whole, S, z, *taken.state, number, rows.size1, rows.size2,

@@ -18,9 +18,9 @@ Strides = tuple[int, int, int]
 
 
 class Rows(NamedTuple):
-    """`count` rows, unfolded into (…, size1, size2), and the strides of each tensor over the three."""
+    """`number` rows, unfolded into (…, size1, size2), and the strides of each tensor over the three."""
 
-    count: int
+    number: int
     size1: int
     size2: int
     strides: list[Strides]
@@ -78,8 +78,8 @@ def like(x: Tensor, channels: int) -> Tensor:
 
 
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:
-    """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. It hangs on
-    the channels, hardly ever on the length, so that a new length is no new kernel."""
+    """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. Channels
+    decide it, hardly ever the length, so that a new length is no new kernel."""
     steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in wide)
     return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)
 

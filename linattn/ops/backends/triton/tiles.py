@@ -4,9 +4,10 @@ A program walks along the tokens of one row (a batch element and head), a chunk 
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 # the interpreter multiplies bfloat16 wrongly, and so is given the rounded numbers as float32
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
@@ -74,7 +75,7 @@ def precise_product(a, b, PRECISION: tl.constexpr):
     """Of a rounded tile with float32 sums that will mostly cancel: what rounding takes off them is multiplied too."""
     high = rounded(b, PRECISION)
     result = product(a, high, PRECISION)
-    if PRECISION != "ieee":
+    if PRECISION == "bf16" or PRECISION == "tf32":
         result += product(a, rounded(b - high.to(tl.float32), PRECISION), PRECISION)
     return result
 

@@ -1,19 +1,20 @@
-"""Which tiles, warps and splits a call gets, by rule from its shapes and its device: nothing is tried out at run time."""
+"""Which tiles, warps and splits a call gets, by rule from its shapes and its device: nothing is tried out at run time.
+
+The numbers are from what the compiler says of registers and shared memory (docs/gpu.md), not yet from times."""
 
 from typing import NamedTuple
 
 import torch
 
-CHUNK = 64
-# numbers of a state in a program's registers: 64 a thread with the usual 4 warps
-_STATE = 8192
-_SHORTEST_SPLIT = 512
+# a split shorter than this costs more launches than it saves time
+SHORTEST_SPLIT = 512
 
-PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "ieee"}
+# what tensor cores multiply: float16 as TF32, as weights and sums leave its range; float32 as three products of TF32
+PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 
 
 class Tiles(NamedTuple):
-    """`parts` programs share the channels of a row."""
+    """BF features times BV values, C tokens at a time; `parts` programs share the channels of a row."""
 
     BF: int
     BV: int
@@ -23,44 +24,69 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+class Rule(NamedTuple):
+    """`state`: how many numbers of a state a program keeps in registers."""
+
+    C: int
+    state: int
+    num_warps: int
+    num_stages: int
+
+
+def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Rule:
+    widest, roomy = max(_power(f), _power(dv)), _is_roomy(device)
+    if dtype == torch.float32:
+        return Rule(32, 4096, 8, 1) if widest <= 64 else Rule(16, 2048, 8, 1)
+    if dtype == torch.float16:
+        if widest > 128:
+            return Rule(16, 2048, 8, 1)
+        return Rule(64 if roomy else 32, 4096, 8, 1)
+    if widest > 128 or not roomy:
+        return Rule(32, 4096, 4, 2)
+    return Rule(64, 4096, 4, 2) if widest <= 64 else Rule(64, 8192, 8, 2)
+
+
+def _is_roomy(device: torch.device) -> bool:
+    """Datacentre GPUs have 160 kB or more of shared memory for a program, others 100."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150_000
+
+
 def _power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _tiles(BF: int, BV: int, parts: int, dtype: torch.dtype) -> Tiles:
-    warps = 4 if BF * BV <= _STATE else 8
-    if dtype == torch.float32:
-        # products without tensor cores: smaller chunks, or registers overflow
-        return Tiles(BF, BV, 32, parts, warps, 1)
-    return Tiles(BF, BV, CHUNK, parts, warps, 2 if dtype == torch.bfloat16 else 1)
+def _tiles(BF: int, BV: int, parts: int, chosen: Rule) -> Tiles:
+    return Tiles(BF, BV, chosen.C, parts, chosen.num_warps, chosen.num_stages)
 
 
-def over_values(f: int, dv: int, dtype: torch.dtype) -> Tiles:
+def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """All features and some values in each program."""
-    BF, BV = _power(f), _power(dv)
-    BV = min(BV, max(16, _STATE // BF))
-    return _tiles(BF, BV, -(-dv // BV), dtype)
+    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    BV = min(BV, max(16, chosen.state // BF))
+    return _tiles(BF, BV, -(-dv // BV), chosen)
 
 
-def over_features(f: int, dv: int, dtype: torch.dtype) -> Tiles:
+def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """All values and some features in each program."""
-    BF, BV = _power(f), _power(dv)
-    BF = min(BF, max(16, _STATE // BV))
-    return _tiles(BF, BV, -(-f // BF), dtype)
+    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    BF = min(BF, max(16, chosen.state // BV))
+    return _tiles(BF, BV, -(-f // BF), chosen)
 
 
-def over_both(f: int, dv: int, dtype: torch.dtype) -> list[tuple[Tiles, bool, bool]]:
-    """For the gradients of keys and of values: one program for both where the whole state fits, or one for each."""
-    BF, BV = _power(f), _power(dv)
-    if BF * BV <= (_STATE if dtype != torch.bfloat16 else 2 * _STATE):
-        return [(_tiles(BF, BV, 1, dtype), True, True)]
-    return [(over_features(f, dv, dtype), True, False), (over_values(f, dv, dtype), False, True)]
+def over_both(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tiles, bool, bool]]:
+    """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
+    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    if dtype == torch.bfloat16 and 2 * chosen.state >= BF * BV:
+        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
+    return [(over_features(f, dv, dtype, device), True, False), (over_values(f, dv, dtype, device), False, True)]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:
     """For one token: small tiles, as there is nothing to do but to move the state."""
     BF, BV = _power(f), _power(dv)
-    BV = min(BV, max(16, _STATE // 2 // BF))
+    BV = min(BV, max(16, 4096 // BF))
     return Tiles(BF, BV, 1, -(-dv // BV), 4, 1)
 
 
@@ -68,12 +94,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def split(n: int, programs: int, device: torch.device, chunk: int = CHUNK) -> tuple[int, int]:
+def split(n: int, programs: int, chunk: int, device: torch.device) -> tuple[int, int]:
     """(length, number) of the parts of a sequence: one, unless it would leave half of the device idle; then as many as
     give every processor two programs."""
     wanted = 2 * processors(device) // max(1, programs)
     if wanted < 4:
         return max(n, 1), 1
-    length = max(_SHORTEST_SPLIT, -(-n // wanted))
+    length = max(SHORTEST_SPLIT, -(-n // wanted))
     length = -(-length // chunk) * chunk
     return length, max(1, -(-n // length))

@@ -1,0 +1,53 @@
+"""What the kernels can run, told from shapes, dtypes and devices; and why not."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from linattn.ops.backends.base import CausalCall
+from linattn.ops.backends.triton.layout import shared_in_turns
+
+LARGEST = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INSTALLED = importlib.util.find_spec("triton") is not None
+# Triton's own switch, which it reads once too: kernels are then run by Python, on tensors of the CPU
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(call: CausalCall) -> str | None:
+    reason = cannot(call.q, call.q.shape[-1], call.v.shape[-1])
+    if reason is not None:
+        return reason
+    if call.normalize == "keys":
+        return 'has no causal normalize="keys"'
+    if call.blindspot > 1:
+        return f"has no blindspot, but it is {call.blindspot}"
+    return too_many_turns(call.q.shape[:-2], call.S.shape[:-2])
+
+
+def cannot(x: Tensor, f: int, dv: int) -> str | None:
+    """Why no kernel takes these tensors."""
+    if x.device.type != "cuda" and not (_INTERPRETED and x.device.type == "cpu"):
+        return f"needs CUDA tensors, but they are on {x.device.type}"
+    if not _INSTALLED:
+        return "needs the package triton, which is not installed"
+    if x.dtype not in _DTYPES:
+        return f"takes bfloat16, float16 and float32, but is given {x.dtype}"
+    if not (1 <= f <= LARGEST and 1 <= dv <= LARGEST):
+        return f"takes 1 to {LARGEST} features and as many values, but is given {f} and {dv}"
+    return None if x.device.type == "cpu" else _device_cannot(x)
+
+
+def _device_cannot(x: Tensor) -> str | None:
+    if torch.version.hip is not None:
+        return "is written for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(x.device)
+    return None if capability >= (8, 0) else f"needs compute capability 8.0 or more, but the device has {capability}"
+
+
+def too_many_turns(lead: tuple[int, ...], sums: tuple[int, ...]) -> str | None:
+    if shared_in_turns(lead, sums) <= 3:
+        return None
+    return f"takes keys shared along neighbouring dimensions, but q has {tuple(lead)} and the keys {tuple(sums)}"

@@ -1,0 +1,32 @@
+"""Which backend a call would take, and why not the others: `backend=None` in words."""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.ops.arguments import causal_call, checked, checked_mask
+from linattn.ops.backends import BidirectionalCall, explain_bidirectional, explain_causal
+from linattn.ops.state import LinearState
+
+
+def explain_backend(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b m d"],
+    v: Float[Tensor, "*#b m dv"],
+    /,
+    state: LinearState | None = None,
+    *,
+    is_causal: bool = True,
+    log_decay: Float[Tensor, "*#b #m"] | None = None,
+    key_mask: Bool[Tensor, "*#b #m"] | None = None,
+    normalize: str | None = "output",
+    feature_map: str = "identity",
+    blindspot: int = 1,
+) -> str:
+    """A line for each backend of `causal_linear_attention`, or else of `linear_attention`, called with these arguments.
+
+    The one that runs the call says so; each of the others says why it cannot, or that it can if it is named."""
+    q, k, v = checked(q, k, v, normalize, feature_map)
+    if is_causal:
+        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        return explain_causal(call._replace(blindspot=blindspot))
+    return explain_bidirectional(BidirectionalCall(q, k, v, checked_mask(k, key_mask), normalize, feature_map))
