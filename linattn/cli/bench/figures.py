@@ -1,22 +1,21 @@
 """The pictures of the report: Okabe and Ito's colours, which the colour-blind can tell apart, and a marker for each."""
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from linattn.cli.bench.features import UNIFORM
-from linattn.cli.bench.measuring import RATE
 from linattn.cli.bench.peers import PEERS
-from linattn.cli.bench.record import Record
 
 COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
-HOLLOW = ("x", "+", "1", "2", "3")
+PLACES = {"softmax": 0, "elu": 1, "efficient": 2, "taylor": 3, "local": 4, "favor": 5, "retention": 6, "local+elu": 7}
+HOLLOW = ("x", "s", "^", "D", "v")
 SOFTMAX = "softmax"
 Points = Sequence[tuple[float, float, float, float]]
 
@@ -39,29 +38,30 @@ class Panel(NamedTuple):
     top: float | None = None
 
 
-def styles(record: Record) -> dict[str, Style]:
-    """The same in all pictures: softmax is black, another package has the colour of what it is, and is dashed."""
-    methods = [each.method for each in record.measurements if each.method not in (RATE, UNIFORM)]
+def styles(methods: Iterable[str]) -> dict[str, Style]:
+    """Of one picture: known names look alike in all of them; another package has the colour of what it is, dashed."""
+    methods = list(dict.fromkeys(methods))
     ours = list(dict.fromkeys(PEERS[name].like if name in PEERS else name for name in methods))
-    found = {SOFTMAX: Style(COLOURS[0], MARKERS[0], "-")}
-    for place, name in enumerate(name for name in ours if name != SOFTMAX):
+    free = [place for place in range(len(COLOURS)) if place not in {PLACES.get(name) for name in ours}]
+    free += list(range(len(COLOURS), len(COLOURS) + len(ours)))
+    found = {}
+    for name in ours:
+        place = PLACES[name] if name in PLACES else free.pop(0)
         # beyond the last colour they begin again, with other markers
-        again, colour = divmod(place, len(COLOURS) - 1)
-        found[name] = Style(COLOURS[1 + colour], MARKERS[(1 + place) % len(MARKERS)], ("-", "-.", ":")[again % 3])
-    peers = (name for name in dict.fromkeys(methods) if name in PEERS)
-    for place, name in enumerate(peers):
+        again, colour = divmod(place, len(COLOURS))
+        found[name] = Style(COLOURS[colour], MARKERS[place % len(MARKERS)], ("-", "-.", ":")[again % 3])
+    for place, name in enumerate(name for name in methods if name in PEERS):
         found[name] = Style(found[PEERS[name].like].colour, HOLLOW[place % len(HOLLOW)], "--")
     return found
 
 
-def draw(panels: Sequence[Panel], style: dict[str, Style]) -> Figure:
+def draw(panels: Sequence[Panel]) -> Figure:
+    style = styles(method for panel in panels for method in panel.curves)
     with matplotlib.rc_context({"font.size": 11, "axes.titlesize": 12}):
-        width = 5.4 * len(panels) + 2.6
-        figure = Figure(figsize=(width, 4.6), layout="constrained", facecolor="white")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        figure = Figure(figsize=(5.4 * len(panels) + 2.6, 4.6), layout="constrained", facecolor="white")
         shown: dict[str, Any] = {}
-        for each, panel in zip(axes, panels, strict=True):
-            shown |= _draw_panel(each, panel, style)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            shown |= _draw_panel(axes, panel, style)
         figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
     return figure
 
@@ -74,8 +74,10 @@ def _draw_panel(axes: Any, panel: Panel, style: dict[str, Style]) -> dict[str, A
         error = [[v - low for v, low in zip(values, lows, strict=True)],
                  [high - v for v, high in zip(values, highs, strict=True)]]  # fmt: skip
         look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 6.5, "linewidth": 1.7}
-        edge = 1.6 if marker in HOLLOW else 0.8
-        shown[method] = axes.errorbar(xs, values, yerr=error, markeredgewidth=edge, capsize=2.5, **look)
+        look |= {"markerfacecolor": "white"} if line == "--" else {}
+        # a single point would be hidden by the curves that pass there
+        look |= {"markersize": 9, "zorder": 3} if len(xs) == 1 else {}
+        shown[method] = axes.errorbar(xs, values, yerr=error, markeredgewidth=1.4, capsize=2.5, **look)[0]
     if panel.line_at is not None:
         height, text = panel.line_at
         shown[text] = axes.axhline(height, color="#555555", linestyle=(0, (1, 1.5)), linewidth=1.5)
@@ -85,16 +87,17 @@ def _draw_panel(axes: Any, panel: Panel, style: dict[str, Style]) -> dict[str, A
 
 def _label(axes: Any, panel: Panel) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(float(x))))
     xs = sorted({x for points in panel.curves.values() for x, *_ in points})
-    if len(xs) <= 9:
-        axes.set_xticks(xs)
-        axes.tick_params(axis="x", rotation=35 if len(xs) > 5 else 0)
+    powers = [x for x in xs if math.log2(x).is_integer()]
+    if 0 < len(powers) <= 9:
+        axes.set_xticks(powers)
+        axes.tick_params(axis="x", rotation=35 if len(powers) > 5 else 0)
     axes.xaxis.set_minor_formatter(NullFormatter())
     if panel.y_is_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _narrow(panel) else (1.0,)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)

@@ -10,7 +10,7 @@ from linattn.cli.bench.record import BYTES, ERROR, SECONDS, Measurement, Record
 
 Curves = dict[str, Points]
 MILLI, MICRO, MEBI = 1e3, 1e6, 2.0**-20
-TOKENS = "tokens n"
+TOKENS, POSITION = "tokens n (k = 1,024)", "position (k = 1,024)"
 
 
 class Picture(NamedTuple):
@@ -57,8 +57,8 @@ def _of_dtype(record: Record, dtype: str) -> Iterator[Picture]:
     yield picture(
         "token", "A generated token against its position", "One token from the state, all heads. Softmax reads all "
         "that came before, and its cache grows; the others' states do not.",
-        [_panel(record, SECONDS, cells.DECODING, dtype, _scaled(MICRO), "microseconds a token", "position"),
-         _panel(record, BYTES, cells.DECODING, dtype, _scaled(MEBI), "MiB for state and token", "position")],
+        [_panel(record, SECONDS, cells.DECODING, dtype, _scaled(MICRO), "microseconds a token", POSITION),
+         _panel(record, BYTES, cells.DECODING, dtype, _scaled(MEBI), "MiB for state and token", POSITION)],
     )  # fmt: skip
     yield picture(
         "models", "Whole models: training and prompts", "The default language model but for its attention, one "
@@ -69,8 +69,8 @@ def _of_dtype(record: Record, dtype: str) -> Iterator[Picture]:
     yield picture(
         "generation", "Whole models: generation", "A token at a position of the text, and the memory of the generation "
         "above the weights.",
-        [_panel(record, SECONDS, cells.MODEL_DECODING, dtype, _scaled(MILLI), "milliseconds a token", "position"),
-         _panel(record, BYTES, cells.MODEL_DECODING, dtype, _scaled(MEBI), "MiB above the weights", "position")],
+        [_panel(record, SECONDS, cells.MODEL_DECODING, dtype, _scaled(MILLI), "milliseconds a token", POSITION),
+         _panel(record, BYTES, cells.MODEL_DECODING, dtype, _scaled(MEBI), "MiB above the weights", POSITION)],
     )  # fmt: skip
 
 
@@ -143,7 +143,8 @@ def _errors(record: Record, found: dict[str, list[Measurement]]) -> Picture:
         for method, curve in found.items()
         if method != features.UNIFORM
     }
-    top = 2.5 * uniform
+    top = 1.5 * uniform
+    lowest = min(value for points in curves.values() for _, value, *_ in points)
     beyond = [method for method, points in curves.items() if min(value for _, value, *_ in points) > top]
     text = (
         "‖y − y_softmax‖ / ‖y_softmax‖ of causal attention, the mean over heads and layers; bars span the draws of a "
@@ -153,10 +154,11 @@ def _errors(record: Record, found: dict[str, list[Measurement]]) -> Picture:
     if beyond:
         text += f" Beyond the picture's upper edge, larger than {top:.2g}: {', '.join(beyond)}."
     panel = Panel(
-        "error of the output, relative",
-        "number of features",
+        "causal attention, mean over heads and layers",
+        "number of features (k = 1,024)",
         "relative error of the output",
         {method: points for method, points in curves.items() if method not in beyond},
+        y_is_log=lowest < top / 10,
         line_at=(uniform, features.UNIFORM),
         top=top,
     )

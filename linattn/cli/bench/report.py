@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 
-from linattn.cli.bench.figures import draw, styles, to_svg
+from linattn.cli.bench.figures import draw, to_svg
 from linattn.cli.bench.panels import Picture, pictures
 from linattn.cli.bench.record import Record
 from linattn.cli.bench.text import dropped_lines, machine_line, tables
@@ -41,9 +41,8 @@ def _body(record: Record) -> Iterator[str]:
     yield f"{record.options['head_dim']} channels, {'' if record.options['causal'] else 'not '}causal. Contenders took "
     yield f"turns; medians of up to {record.options['repeats']} runs, {record.seconds:,.0f} s in all.</p>"
     yield f"<p><code>{escape(record.command)}</code></p>"
-    style = styles(record)
     for picture in pictures(record):
-        yield _figure(picture, to_svg(draw(picture.panels, style), picture.name))
+        yield _figure(picture, to_svg(draw(picture.panels), picture.name))
     if dropped := dropped_lines(record):
         yield "<h2>Not measured</h2><ul>"
         yield from (f"<li>{escape(line)}</li>" for line in dropped)

@@ -1,9 +1,10 @@
 """Figures in words: units, tables for the terminal, and the same rows for the report."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from linattn.cli.bench import features
-from linattn.cli.bench.figures import short
+from linattn.cli.bench.figures import SOFTMAX, short
 from linattn.cli.bench.measuring import RATE
 from linattn.cli.bench.record import BYTES, ERROR, SECONDS, Measurement, Record
 
@@ -31,6 +32,11 @@ def tables(record: Record) -> Iterator[Table]:
             yield f"{work}, {dtype}: median time a call, ± fastest run to upper quartile", _grid(times, _time)
         if sizes := record.find(BYTES, work, dtype):
             yield f"{work}, {dtype}: peak memory above the inputs", _grid(sizes, lambda each: shown(each.median, BYTES))
+        if softmax := {each.n: each.median for each in times.get(SOFTMAX, [])}:
+            ours = {method: [each for each in curve if each.n in softmax] for method, curve in times.items()}
+            faster = {method: curve for method, curve in ours.items() if curve and method not in (RATE, SOFTMAX)}
+            if faster:
+                yield f"{work}, {dtype}: times faster than softmax", _grid(faster, partial(_times_faster, softmax))
         if any(each.limit is not None for curve in times.values() for each in curve):
             limits = {method: [each for each in curve if each.limit] for method, curve in times.items()}
             shares = {method: curve for method, curve in limits.items() if curve and method != RATE}
@@ -47,12 +53,16 @@ def _time(each: Measurement) -> str:
     return f"{shown(each.median, SECONDS)} ±{100 * (each.high - each.low) / each.median:.0f}%"
 
 
+def _times_faster(softmax: dict[int, float], each: Measurement) -> str:
+    return three_digits(softmax[each.n] / each.median)
+
+
 def _share(each: Measurement) -> str:
     assert each.limit is not None
     return f"{each.limit / each.median:.2f}"
 
 
-def _grid(curves: dict[str, list[Measurement]], cell) -> list[list[str]]:  # type: ignore[no-untyped-def]
+def _grid(curves: dict[str, list[Measurement]], cell: Callable[[Measurement], str]) -> list[list[str]]:
     ns = sorted({each.n for curve in curves.values() for each in curve})
     rows = [["", *(short(n) for n in ns)]]
     for method, curve in curves.items():

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ SPAN = 0.01
 """Seconds that are timed at once, at least: short calls are repeated."""
 BLOCK = 64
 Stopwatch = Callable[[Call, int], float]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def on_cpu(call: Call, count: int) -> float:
@@ -37,14 +39,14 @@ def stopwatch(device: str) -> Stopwatch:
 
 
 def alternate(
-    calls: Mapping[str, Call], repeats: int, timed: Stopwatch = on_cpu, deadline: float = math.inf
-) -> dict[str, list[float]]:
+    calls: Mapping[Name, Call], repeats: int, timed: Stopwatch = on_cpu, deadline: float = math.inf
+) -> dict[Name, list[float]]:
     """Seconds a call of each contender, `repeats` times, or fewer when the deadline (of `time.monotonic`) passes.
 
     Each is called once untimed right before it is timed: a virtual machine's host takes back memory that stood free
     while the others ran."""
     counts = {name: max(1, math.ceil(SPAN / max(timed(call, 1), 1e-9))) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     for round_ in range(repeats):
         for name, call in calls.items():
             if round_ and time.monotonic() > deadline:

@@ -1,0 +1,279 @@
+"""The benchmark itself: what is asked for is measured or said to be missing, and the report has all of it.
+
+The figures are the machine's, so no test looks at how large they are."""
+
+import dataclasses
+import json
+import math
+import re
+import time
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from linattn.attention import SoftmaxAttention, map_state, named_attention
+from linattn.cli.bench.cells import Cell, Setup
+from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
+from linattn.cli.bench.compare import changes, compared
+from linattn.cli.bench.features import FIXED, RANDOM, UNIFORM
+from linattn.cli.bench.measuring import RATE
+from linattn.cli.bench.past import lengthened, past_of
+from linattn.cli.bench.peers import PEERS, installed
+from linattn.cli.bench.plan import Costs, plan
+from linattn.cli.bench.record import BYTES, SECONDS, Measurement, Record, read_record, write_record
+from linattn.cli.bench.timing import alternate
+from linattn.cli.bench.works import PREPARE, prepare
+from linattn.cli.main import main
+
+METHODS = ("softmax", "elu", "local+elu")
+SIZES = ("--heads", "2", "--head-dim", "8", "--window", "16", "--repeats", "2", "--threads", "1", "--device", "cpu")
+TINY = Setup(heads=2, head_dim=8, window=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A smoke run of all there is."""
+    out = tmp_path_factory.mktemp("bench")
+    asked = ["--methods", ",".join(METHODS), "--lengths", "64,65", "--budget", "10"]
+    assert main(["bench", "--out", str(out), *asked, *SIZES]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def record(folder) -> Record:
+    return read_record(folder / "bench.json")
+
+
+def measured(*values: float, method: str = "elu", n: int = 64, work: str = "forward") -> Measurement:
+    return Measurement(SECONDS, work, method, "float32", n, values)
+
+
+def holding(record: Record, *measurements: Measurement) -> Record:
+    return dataclasses.replace(record, measurements=measurements)
+
+
+def test_every_contender_is_there_or_said_to_be_missing(record):
+    found = {(each.quantity, each.work, each.method, each.n) for each in record.measurements}
+    missing = {(each.work, each.method, each.n) for each in record.dropped}
+    for work in ("forward", "training", "decoding"):
+        for method in METHODS:
+            for n in (64, 65):
+                both = {(quantity, work, method, n) for quantity in (SECONDS, BYTES)}
+                assert both <= found or (work, method, n) in missing
+    assert any(work == "forward" and quantity == SECONDS for quantity, work, *_ in found)
+
+
+def test_every_feature_map_has_an_error(record):
+    found = {each.method for each in record.measurements if each.quantity == "error"}
+    assert {UNIFORM, *FIXED} <= found <= {UNIFORM, *FIXED, *RANDOM}
+
+
+def test_the_record_says_where_how_and_with_what(record):
+    assert record.machine["torch"] == torch.__version__
+    assert record.machine["threads"] == 1
+    assert record.command.startswith("linattn bench --out ")
+    assert "--methods softmax,elu,local+elu" in record.command
+    assert "--lengths 64,65" in record.command
+    assert "--compare" not in record.command
+
+
+def test_the_report_is_one_file_that_needs_no_other(folder, record):
+    page = (folder / "report.html").read_text("utf-8")
+    assert not re.search(r"<(script|img|link|iframe)\b|@import|src=", page)
+    assert all(link.startswith("#") for link in re.findall(r'href="([^"]*)', page))
+    drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
+    assert len(drawings) == page.count("<figure>") >= 5
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    for method in METHODS:
+        assert f"<th>{method}</th>" in page
+    for unit in ("ms", "MiB"):
+        assert f" {unit}" in page
+
+
+def test_ids_of_the_pictures_do_not_meet(folder):
+    ids = re.findall(r'\bid="([^"]+)"', (folder / "report.html").read_text("utf-8"))
+    assert len(ids) == len(set(ids))
+
+
+def test_a_record_is_drawn_again_without_measuring(folder, tmp_path, capsys):
+    assert main(["bench", "--redraw", str(folder / "bench.json"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_bytes() == (folder / "report.html").read_bytes()
+    assert "median time a call" in capsys.readouterr().out
+    assert not (tmp_path / "bench.json").exists()
+
+
+def test_a_record_comes_back_as_it_was(record, tmp_path):
+    write_record(record, tmp_path / "a.json")
+    assert read_record(tmp_path / "a.json") == record
+
+
+def test_the_budget_is_kept_and_what_it_cost_is_said(tmp_path, capsys):
+    started = time.monotonic()
+    asked = ["--methods", "softmax,elu", "--works", "training", "--lengths", "64,4194304", "--no-features"]
+    assert main(["bench", "--out", str(tmp_path), "--budget", "8", *asked, *SIZES]) == 0
+    # drawing and a busy machine may take what they want
+    assert time.monotonic() - started < 60
+    dropped = read_record(tmp_path / "bench.json").dropped
+    assert {(each.method, each.n) for each in dropped} >= {("softmax", 4194304), ("elu", 4194304)}
+    assert "softmax from n = 4,194,304 on: no time" in capsys.readouterr().out
+
+
+def test_a_doubled_time_is_told(record):
+    before = holding(record, measured(1.0, 1.1, 1.2, 1.1, 5.0), measured(1.0, 1.1, 1.2, n=128))
+    after = holding(record, measured(2.0, 2.2, 2.4, 2.2, 2.0), measured(1.0, 1.1, 1.2, n=128))
+    (change, same) = changes(before, after)
+    assert change.is_real and change.verdict == "slower"
+    assert not same.is_real
+    assert "1 of 2 figures changed" in compared(before, after)
+    assert "faster" in compared(after, before)
+
+
+@pytest.mark.parametrize("values", [(1.05, 1.15, 1.25), (1.3, 1.15, 1.6), (0.9, 1.0, 1.1)])
+def test_what_is_within_the_spread_is_not_told(record, values):
+    before, after = (holding(record, measured(*each)) for each in ((1.0, 1.1, 1.2), values))
+    assert "0 of 1 figures changed" in compared(before, after)
+
+
+def test_small_changes_without_spread_are_not_told(record):
+    before, after = holding(record, measured(1.0)), holding(record, measured(1.04))
+    assert not changes(before, after)[0].is_real
+    assert changes(before, holding(record, measured(1.06)))[0].is_real
+
+
+def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder, record, tmp_path, capsys):
+    other = dataclasses.replace(record, machine=record.machine | {"threads": 7}, measurements=record.measurements[1:])
+    write_record(other, tmp_path / "other.json")
+    assert main(["bench", "--compare", str(folder / "bench.json"), str(tmp_path / "other.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "threads: 1 in A, 7 in B" in shown
+    assert "1 figures are in A only" in shown
+    assert "0 of" in shown
+
+
+def test_every_curve_gets_the_same_time():
+    """The slow one ends early, the fast one goes on."""
+    costs = Costs(repeats=2)
+    cells = [Cell("forward", method, "float32", n) for method in ("elu", "softmax") for n in (1024, 2048, 4096)]
+    costs.saw(cells[0], 0.1, 0.0)
+    costs.saw(cells[3], 5.0, 0.0)
+    fitting = costs.fitting(cells, 100.0)
+    assert {cell.n for cell in fitting if cell.method == "elu"} == {1024, 2048, 4096}
+    assert {cell.n for cell in fitting if cell.method == "softmax"} == {1024}
+    assert costs.fitting(cells, 1e9) == set(cells)
+    assert not costs.fitting(cells, 0.0)
+
+
+def test_the_plan_goes_from_short_to_long_and_leaves_out_what_cannot_be():
+    groups = plan(["forward", "decoding"], ["elu", "performer-pytorch"], ["float32"], [64, 128], causal=True)
+    lengths = [cell.n for group in groups for cell in group]
+    assert lengths == sorted(lengths)
+    assert not any(cell.method in PEERS and cell.work == "decoding" for group in groups for cell in group)
+    assert all(len({(cell.n, cell.work, cell.dtype) for cell in group}) == 1 for group in groups)
+
+
+def test_contenders_take_turns_and_each_is_called_before_it_is_timed():
+    calls = []
+    timed = lambda call, count: (calls.append("timing"), call(), 1.0)[-1]  # noqa: E731
+    times = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, timed)
+    assert times == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    once = ["a", "timing", "a", "b", "timing", "b"]
+    assert calls == ["timing", "a", "timing", "b", *once, *once]
+
+
+def test_the_deadline_leaves_one_round():
+    times = alternate({"a": lambda: None, "b": lambda: None}, 5, lambda call, count: 1.0, deadline=-math.inf)
+    assert times == {"a": [1.0], "b": [1.0]}
+
+
+@pytest.mark.parametrize("work", PREPARE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_work_can_be_called_twice(work, dtype):
+    prepared = prepare(TINY, Cell(work, "local+elu", dtype, 33))
+    with torch.set_grad_enabled(prepared.grad):
+        call = prepared.begin()
+        call(), call()
+
+
+@pytest.mark.parametrize(
+    "method, causal", [*((name, True) for name in CAUSAL), *((name, False) for name in NOT_CAUSAL)]
+)
+def test_every_method_of_the_list_can_be_trained(method, causal):
+    prepared = prepare(dataclasses.replace(TINY, causal=causal), Cell("training", method, "float32", 33))
+    prepared.begin()()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_that_is_installed_does_its_work(name, causal):
+    if name not in installed(causal):
+        pytest.skip("not installed, or it cannot be so")
+    for work in ("forward", "training"):
+        prepare(dataclasses.replace(TINY, causal=causal), Cell(work, name, "float32", 128)).begin()()
+
+
+@pytest.mark.parametrize("method", ["softmax", "elu", "local", "retention"])
+def test_the_past_is_as_long_as_it_would_be(method):
+    """Made at once, it has the shapes that reading every token leaves."""
+    inner = named_attention(method, num_heads=2, head_dim=8, causal=True, window=16)
+
+    def extend(n, state):
+        return inner.extend(*torch.randn(3, 1, 2, n, 8), state)[1]
+
+    shapes = []
+    for state in (past_of(extend, 200, 16), extend(200, None)):
+        found = []
+        map_state(lambda x, found=found: found.append(x.shape) or x, state)
+        shapes.append(found)
+    assert shapes[0] == shapes[1]
+
+
+def test_only_softmax_grows():
+    _, state = SoftmaxAttention(causal=True).extend(*torch.randn(3, 1, 2, 3, 8))
+    assert lengthened((state, None), 10)[0].k.shape == (1, 2, 10, 8)
+
+
+def test_products_are_the_limit_in_every_group(record):
+    groups = {(each.work, each.n) for each in record.measurements if each.quantity == SECONDS}
+    with_rate = {(each.work, each.n) for each in record.measurements if each.method == RATE}
+    assert with_rate == {(work, n) for work, n in groups if work != "decoding"}
+
+
+WRONG = {
+    "no such method": (("--methods", "elu,nonsense"), "'nonsense' is no attention"),
+    "no such work": (("--works", "flying"), "--works are of forward, training, decoding"),
+    "no such dtype": (("--dtypes", "int8"), "--dtypes are of float32"),
+    "no length": (("--lengths", "64,0"), "must be a whole number of at least 1"),
+    "decoding without order": (("--not-causal", "--works", "decoding"), "are causal"),
+    "nothing to compare": (("--compare", "a.json", "b.json"), "there is no a.json"),
+    "no run": (("--model", "nowhere"), "there is no run in nowhere"),
+    "no text": (("--text", "nowhere.txt"), "nowhere.txt"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told_in_a_line(case, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments, expected = WRONG[case]
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_benchmark_is_told(tmp_path, capsys):
+    for content in ("{}", "[]", "not JSON", json.dumps({"format": 99})):
+        (tmp_path / "a.json").write_text(content)
+        assert main(["bench", "--compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 2
+        assert "a.json" in capsys.readouterr().err
+
+
+def test_real_queries_and_keys_come_from_a_run(finished, tmp_path, capsys):
+    """Its context is short, but its text is long enough to look at."""
+    asked = ["--model", str(finished), "--methods", "elu", "--works", "forward", "--lengths", "64", "--budget", "10"]
+    assert main(["bench", "--out", str(tmp_path), *asked, *SIZES]) == 0
+    assert f"the model in {finished} on its validation data" in read_record(tmp_path / "bench.json").notes[0]
