@@ -117,7 +117,7 @@ def test_the_budget_is_kept_and_what_it_cost_is_said(tmp_path, capsys):
     assert time.monotonic() - started < 60
     dropped = read_record(tmp_path / "bench.json").dropped
     assert {(each.method, each.n) for each in dropped} >= {("softmax", 4194304), ("elu", 4194304)}
-    assert "softmax from n = 4,194,304 on: no time" in capsys.readouterr().out
+    assert "training, float32, from n = 4,194,304 on, no time was left: softmax (" in capsys.readouterr().out
 
 
 def test_a_doubled_time_is_told(record):

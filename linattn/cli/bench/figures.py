@@ -88,9 +88,10 @@ def _draw_panel(axes: Any, panel: Panel, style: dict[str, Style]) -> dict[str, A
 def _label(axes: Any, panel: Panel) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(float(x))))
-    xs = sorted({x for points in panel.curves.values() for x, *_ in points})
-    powers = [x for x in xs if math.log2(x).is_integer()]
-    if 0 < len(powers) <= 9:
+    xs = [x for points in panel.curves.values() for x, *_ in points]
+    powers = [2**power for power in range(math.ceil(math.log2(min(xs))), math.floor(math.log2(max(xs))) + 1)]
+    powers = powers[:: 1 + len(powers) // 12]
+    if powers:
         axes.set_xticks(powers)
         axes.tick_params(axis="x", rotation=35 if len(powers) > 5 else 0)
     axes.xaxis.set_minor_formatter(NullFormatter())

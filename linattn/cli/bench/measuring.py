@@ -47,7 +47,7 @@ class Measuring:
             elif (size := self.costs.memory(cell)) > LARGEST_SHARE * memory.total_memory(self.setup.device):
                 self._drop(cell, f"it would need about {size / 2**30:.0f} GiB of memory")
             elif cell not in fitting:
-                self._drop(cell, f"no time: it would take about {self.costs.of_cell(cell):,.0f} s")
+                self._drop(cell, f"no time was left: {self.costs.of_cell(cell):,.1f} s")
         return [cell for cell in group if cell.curve not in self.ended]
 
     def _measure(self, cells: list[Cell]) -> None:
@@ -61,7 +61,7 @@ class Measuring:
             if cell.curve in self.ended:
                 continue
             if self.costs.of_timing(cell) > left:
-                self._drop(cell, f"no time: its runs would take about {self.costs.of_timing(cell):,.0f} s")
+                self._drop(cell, f"no time was left: {self.costs.of_timing(cell):,.1f} s")
                 continue
             work = prepare(self.setup, cell)
             calls[cell], flop[cell] = _with_grad(work.begin(), work.grad), work.flop
@@ -69,6 +69,7 @@ class Measuring:
             self._measure_time(calls, flop)
 
     def _measure_memory(self, cell: Cell) -> None:
+        begun = time.monotonic()
         try:
             found = memory.peak(self.setup, cell, max(1.0, self.deadline - time.monotonic()))
         # a contender of others may fail in any way; the rest of the run is still worth having
@@ -76,6 +77,7 @@ class Measuring:
             self._drop(cell, " ".join(str(error).split())[:200] or type(error).__name__)
             return
         self.costs.saw(cell, found.seconds, found.bytes)
+        self.costs.saw_process(time.monotonic() - begun - 2 * found.seconds)
         if not math.isnan(found.bytes):
             self.measurements.append(Measurement(BYTES, cell.work, cell.method, cell.dtype, cell.n, (found.bytes,)))
 

@@ -10,7 +10,7 @@ from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.timing import SPAN
 
 PROCESS = 0.3
-"""Seconds that it takes to begin a process of its own and to make the inputs."""
+"""Seconds that it takes to begin a process of its own and to make the inputs, before there has been one."""
 UNKNOWN = 0.01
 """Seconds of a call before there has been one."""
 
@@ -41,7 +41,7 @@ class Costs:
     """What was seen of each contender's curve, and what follows for longer sequences."""
 
     def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
+        self.repeats, self.process = repeats, PROCESS
         self.seconds: dict[tuple[str, str, str], tuple[int, float]] = {}
         self.bytes: dict[tuple[str, str, str], tuple[int, float]] = {}
         self.spent: dict[tuple[str, str, str], float] = {}
@@ -49,6 +49,10 @@ class Costs:
     def saw(self, cell: Cell, seconds: float, size: float) -> None:
         self.seconds[cell.curve] = cell.n, seconds
         self.bytes[cell.curve] = cell.n, size
+
+    def saw_process(self, seconds: float) -> None:
+        """The first one imports torch, so no single one counts for much."""
+        self.process += (max(0.0, seconds) - self.process) / 8
 
     def spend(self, cell: Cell) -> None:
         """After the cell was measured, so that its cost is known."""
@@ -60,12 +64,12 @@ class Costs:
 
     def of_process(self, cell: Cell) -> float:
         """Memory is measured by one call, after making the inputs, which takes a fraction of a call."""
-        return PROCESS + 2 * self.of_call(cell)
+        return self.process + 2 * self.of_call(cell)
 
     def of_timing(self, cell: Cell) -> float:
         """Two calls before the first round, and two a round, of which the timed one takes SPAN at least."""
         call = self.of_call(cell)
-        return PROCESS / 2 + 2 * call + self.repeats * (call + max(call, SPAN))
+        return self.process / 4 + 2 * call + self.repeats * (call + max(call, SPAN))
 
     def of_cell(self, cell: Cell) -> float:
         return self.of_process(cell) + self.of_timing(cell)

@@ -87,12 +87,14 @@ def machine_line(record: Record) -> str:
 
 
 def dropped_lines(record: Record) -> list[str]:
-    """One for each contender that ended early: the first length that is missing, and why."""
-    first: dict[tuple[str, str, str], str] = {}
-    for each in record.dropped:
-        place = (each.work, each.method, each.dtype)
-        first.setdefault(place, f"{each.work}, {each.dtype}: {each.method} from n = {each.n:,} on: {each.reason}")
-    return list(first.values())
+    """Of each contender that ended early the first length that is missing; those with the same reason in a line."""
+    first = {(each.work, each.method, each.dtype): each for each in reversed(record.dropped)}
+    lines: dict[str, list[str]] = {}
+    for each in sorted(first.values(), key=record.dropped.index):
+        reason, _, figure = each.reason.partition(":")
+        line = lines.setdefault(f"{each.work}, {each.dtype}, from n = {each.n:,} on, {reason}", [])
+        line.append(each.method + (f" ({figure.strip()})" if figure else ""))
+    return [f"{reason}: {', '.join(methods)}" for reason, methods in lines.items()]
 
 
 def printed(record: Record) -> str:
