@@ -12,7 +12,7 @@ from examples.segmentation.task import Batch, Task
 
 @final
 class Nuclei(Task):
-    name, steps, batch_size = "nuclei", 300, 12
+    name, steps, batch_size = "nuclei", 600, 12
 
     def __init__(self, path: Path):
         """From an .npz with `images`, uint8 (count, h, w), and `masks`, bits packed along the last axis. A fifth of it

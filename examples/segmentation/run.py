@@ -22,17 +22,15 @@ from examples.segmentation.task import Task, mean_iou
 from examples.segmentation.training import train
 
 DRAWN_DIGITS = 2_000
-ON_NUCLEI = ("none", "efficient")
+# the mixers for each task
+ON = {BrightestDigit.name: tuple(MIXERS), Nuclei.name: ("none", "efficient")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    tasks: list[Task] = [BrightestDigit(_glyphs(options.mnist))]
-    jobs = [(tasks[0], mixer, options.steps) for mixer in options.mixer]
-    if options.nuclei is not None:
-        tasks.append(Nuclei(options.nuclei))
-        jobs += [(tasks[1], mixer, options.steps) for mixer in options.mixer if mixer in ON_NUCLEI]
+    tasks = _tasks(options)
+    jobs = [(task, mixer, options.steps) for task in tasks for mixer in options.mixer if mixer in ON[task.name]]
     runs = _run(jobs, options.jobs)
     for task in tasks:
         mine = [run for run in runs if run["task"] == task.name]
@@ -43,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with (options.out / "segmentation.jsonl").open("w") as file:
         for run in runs:
             file.write(json.dumps({key: value for key, value in run.items() if key != "predicted"}) + "\n")
+
+
+def _tasks(options: argparse.Namespace) -> list[Task]:
+    tasks: list[Task] = []
+    if "brightest digit" in options.task:
+        tasks.append(BrightestDigit(_glyphs(options.mnist)))
+    if "nuclei" in options.task and options.nuclei is not None:
+        tasks.append(Nuclei(options.nuclei))
+    return tasks
 
 
 def _glyphs(path: Path | None) -> torch.Tensor:
@@ -89,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mnist", type=Path, help="MNIST's images in its own format; without it, digits are drawn")
     parser.add_argument("--nuclei", type=Path, help="an .npz of images and packed masks; without it, no nuclei")
+    parser.add_argument("--task", nargs="+", choices=ON, default=list(ON))
     parser.add_argument("--mixer", nargs="+", choices=MIXERS, default=list(MIXERS))
     parser.add_argument("--steps", type=int, help="instead of the tasks' own numbers")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one thread (2)")
