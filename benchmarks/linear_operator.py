@@ -65,7 +65,7 @@ def measure(n: int, repeats: int) -> list[Measurement]:
     works = {FORWARD: forward, TRAINING: training}
     calls = {(work, name): make(each, n) for work, make in works.items() for name, each in ATTENTIONS.items()}
     rate, flop = products("cpu", torch.float32)
-    times = alternate(calls | {(FORWARD, RATE): rate, (DECODING, ELU): step()}, repeats)
+    times = alternate(calls | {(FORWARD, RATE): rate, (DECODING, ELU): step()}, repeats, warm=1.0)
     per_flop = statistics.median(times[FORWARD, RATE]) / flop
     found = []
     for (work, name), values in times.items():

@@ -39,19 +39,26 @@ def stopwatch(device: str) -> Stopwatch:
 
 
 def alternate(
-    calls: Mapping[Name, Call], repeats: int, timed: Stopwatch = on_cpu, deadline: float = math.inf
+    calls: Mapping[Name, Call],
+    repeats: int,
+    timed: Stopwatch = on_cpu,
+    deadline: float = math.inf,
+    warm: float = 0.0,
 ) -> dict[Name, list[float]]:
     """Seconds a call of each contender, `repeats` times, or fewer when the deadline (of `time.monotonic`) passes.
 
-    Each is called once untimed right before it is timed: a virtual machine's host takes back memory that stood free
-    while the others ran."""
+    Each is called untimed right before it is timed, once or for `warm` seconds: a virtual machine's host takes back
+    memory that stood free while the others ran."""
     counts = {name: max(1, math.ceil(SPAN / max(timed(call, 1), 1e-9))) for name, call in calls.items()}
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for round_ in range(repeats):
         for name, call in calls.items():
             if round_ and time.monotonic() > deadline:
                 return times
+            start = time.monotonic()
             call()
+            while time.monotonic() - start < warm:
+                call()
             times[name].append(timed(call, counts[name]))
     return times
 
