@@ -36,8 +36,9 @@ def _cut(n: int, tiles: Tiles, taken: Arguments, device: torch.device) -> tuple[
 def _add_up(parts: Splits, lead: torch.Size, splits: int, dv: int) -> tuple[Tensor, Tensor]:
     """From the splits' sums to those of the rows."""
     sums = parts.parts.view(*lead, splits, -1).sum(-2)
-    S, z = sums.split([parts.features * dv, parts.features], -1)
-    return S.reshape(*lead, parts.features, dv), z.clone()
+    halves = sums.split([parts.features * dv, parts.features], -1)
+    S, z = (x.clone(memory_format=torch.contiguous_format) for x in halves)
+    return S.view(*lead, parts.features, dv), z
 
 
 class _Keys:

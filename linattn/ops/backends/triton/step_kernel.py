@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from linattn.ops.backends.triton.causal_kernels import kernel
-from linattn.ops.backends.triton.tiles import offset, one_over, owns
+from linattn.ops.backends.triton.tiles import cast, offset, one_over, owns
 
 
 @kernel
@@ -38,7 +38,7 @@ def step(
     y_i = tl.sum(q_i[:, None] * S_i, 0)
     if NORMALIZED:
         y_i *= one_over(tl.sum(q_i * z_i, 0))
-    tl.store(y + row.to(tl.int64) * DV + values, y_i.to(y.dtype.element_ty), mask=wanted)
+    tl.store(y + row.to(tl.int64) * DV + values, cast(y_i, y.dtype.element_ty), mask=wanted)
     mine = owns(row, size1, size2, e0, e1, e2)
     tl.store(S_end + unit * F * DV + tile, S_i, mask=whole_tile & mine)
     tl.store(z_end + unit * F + features, z_i, mask=real & mine & (tl.program_id(1) == 0))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# the interpreter multiplies bfloat16 wrongly, and so is given the rounded numbers as float32
+# the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
@@ -28,6 +28,22 @@ def owns(row, size1, size2, x0, x1, x2):
 
 
 @triton.jit
+def _nearest_bfloat16(x):
+    """Float32 numbers that bfloat16 holds, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def cast(x, TYPE: tl.constexpr):
+    """From float32 to what a tensor holds."""
+    if _INTERPRETED and tl.bfloat16 == TYPE:
+        x = _nearest_bfloat16(x)
+    return x.to(TYPE)
+
+
+@triton.jit
 def load(x, step, start, inside, columns, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     """(C, B): these columns of the tokens from `start`; zeros for tokens that are not inside, and beyond WIDTH."""
     places = tl.arange(0, C)[:, None] * step + columns[None, :]
@@ -39,7 +55,7 @@ def load(x, step, start, inside, columns, WIDTH: tl.constexpr, C: tl.constexpr, 
 def store(x, step, start, inside, columns, tile, WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     places = tl.arange(0, C)[:, None] * step + columns[None, :]
     mask = inside[:, None] if WIDTH % B == 0 else inside[:, None] & (columns < WIDTH)[None, :]
-    tl.store(x + tl.cast(start, tl.int64) * step + places, tile.to(x.dtype.element_ty), mask=mask)
+    tl.store(x + tl.cast(start, tl.int64) * step + places, cast(tile, x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,8 +69,7 @@ def load_present(key_mask, step, start, inside, C: tl.constexpr):
 def rounded(x, PRECISION: tl.constexpr):
     """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
     if PRECISION == "bf16":
-        x = x.to(tl.bfloat16)
-        return x.to(tl.float32) if _INTERPRETED else x
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else x.to(tl.bfloat16)
     elif PRECISION == "tf32":
         return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:

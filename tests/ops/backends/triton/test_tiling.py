@@ -1,0 +1,44 @@
+"""The rules that choose tiles and splits."""
+
+import pytest
+import torch
+
+from linattn.ops.backends.triton import tiling
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("f", "dv"), [(1, 1), (16, 64), (64, 64), (65, 128), (128, 128), (256, 20), (256, 256)])
+@pytest.mark.parametrize("roomy", [True, False])
+def test_tiles_cover_all_channels(
+    f: int, dv: int, dtype: torch.dtype, roomy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiling, "_is_roomy", lambda device: roomy)
+    by_values = tiling.over_values(f, dv, dtype, CPU)
+    assert f <= by_values.BF and by_values.BV * by_values.parts >= dv > by_values.BV * (by_values.parts - 1)
+    by_features = tiling.over_features(f, dv, dtype, CPU)
+    assert dv <= by_features.BV and by_features.BF * by_features.parts >= f > by_features.BF * (by_features.parts - 1)
+    both = tiling.over_both(f, dv, dtype, CPU)
+    assert [sum(keys for _, keys, _ in both), sum(values for _, _, values in both)] == [1, 1]
+    for tiles, keys, values in both:
+        assert dv <= tiles.BV or not keys
+        assert f <= tiles.BF or not values
+    for tiles in (by_values, by_features, *(tiles for tiles, _, _ in both)):
+        # tensor cores take at least 16 rows and columns; more numbers than these overflow registers
+        assert min(tiles.BF, tiles.BV, tiles.C) >= 16 and tiles.BF * tiles.BV <= 16384
+
+
+@pytest.mark.parametrize("n", [1, 63, 512, 513, 65_536, 1_000_003])
+@pytest.mark.parametrize("programs", [1, 8, 65, 66, 67, 10_000])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_splits_cover_the_sequence(n: int, programs: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "processors", lambda device: 132)
+    length, number = tiling.split(n, programs, chunk, CPU)
+    assert length * number >= n > length * (number - 1)
+    assert number == 1 or (length % chunk == 0 and length >= tiling.SHORTEST_SPLIT)
+    if programs > 66:
+        assert number == 1, "half of the device works already"
+    elif n >= 65_536:
+        assert number * programs > 66

@@ -1,0 +1,41 @@
+"""What `explain_backend` says, on a machine without a GPU."""
+
+import pytest
+import torch
+
+from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
+from tests.laws import tokens
+
+
+def choice(text: str) -> str:
+    """The backend that the explanation says runs the call."""
+    chosen = [line.split(":")[0] for line in text.splitlines() if line.endswith("runs this call")]
+    assert len(chosen) == 1
+    return chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "expected"),
+    [(5, {}, "chunked"), (1, {}, "recurrent"), (1, {"blindspot": 4}, "chunked")],
+)
+def test_it_names_the_backend_that_runs(n: int, options: dict[str, int], expected: str) -> None:
+    text = explain_backend(*tokens(n), **options)
+    assert choice(text) == expected
+    assert text.splitlines()[0] == "triton: needs CUDA tensors, but they are on cpu"
+    assert "reference: can run it, when named" in text
+
+
+def test_a_state_is_part_of_the_call() -> None:
+    q, k, v = tokens(5)
+    _, state = causal_linear_attention(q, k, v)
+    assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "chunked"
+
+
+def test_attention_to_all_keys() -> None:
+    assert choice(explain_backend(*tokens(5, 7), is_causal=False)) == "chunked"
+
+
+@pytest.mark.parametrize("attend", [causal_linear_attention, linear_attention])
+def test_a_named_backend_says_why_it_cannot(attend: object) -> None:
+    with pytest.raises(NotImplementedError, match="triton: needs CUDA tensors, but they are on cpu"):
+        attend(*tokens(5), backend="triton")  # type: ignore[operator]
