@@ -162,7 +162,7 @@ def _errors(axes: Any, random: Errors, means: Errors) -> None:
         axes.plot(ranks, [random[k][name]["softmax"] for k in ranks], **style, linestyle=":")
     axes.plot([], [], color=GREY, label="E: means of windows")
     axes.plot([], [], color=GREY, linestyle=":", label="E: Gaussian")
-    axes.set(xscale="log", yscale="log")
+    axes.set(xscale="log", yscale="log", ylim=(0.45, 50))
     axes.set_xticks(ranks, [str(k) for k in ranks])
     axes.minorticks_off()
     axes.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
@@ -198,7 +198,7 @@ def _bars(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
         at = [i + 0.4 * (place - 0.5) for i in range(len(names))]
         colours = [STYLES.get(name, (GREY, ""))[0] for name in names]
         bars = axes.barh(at, heights, height=0.38, color=colours, hatch=hatch, edgecolor="white")
-        axes.bar_label(bars, [f"{x:.0f} %, {task}" for x in heights], padding=3, fontsize=8)
+        axes.bar_label(bars, [f"{x:.1f} %, {task}" for x in heights], padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names])
     axes.invert_yaxis()
     tidy(axes, xlabel="right answers, %", xlim=(0, 150))

@@ -130,7 +130,7 @@ def draw(positions: Sequence[int], found: dict[str, list[tuple[float, int]]], al
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         tidy(axes, xlabel="tokens before it", ylabel=what)
-    row[0].set_ylim(bottom=10)
+    row[0].set_ylim(bottom=5)
     row[0].set_title(f"A layer of {HEADS} heads of {DIM // HEADS} channels", loc="left", fontsize=10)
     row[0].legend(frameon=False, fontsize=8)
     save(figure, path)
