@@ -1,7 +1,6 @@
 """What `explain_backend` says, on a machine without a GPU."""
 
 import pytest
-import torch
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
 from tests.laws import tokens

@@ -22,10 +22,28 @@ def run_laws(**environment: str) -> str:
     return done.stdout
 
 
+def run_script(name: str, *options: str, **environment: str) -> str:
+    root = Path(__file__).parents[4]
+    command = [sys.executable, str(root / "benchmarks" / name), *options]
+    environment |= {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 def test_laws_hold_in_the_interpreter() -> None:
     assert importlib.util.find_spec("triton") is not None, "the test extra brings Triton on Linux"
     assert " passed" in run_laws(TRITON_INTERPRET="1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
+def test_the_benchmark_runs_and_all_kernels_compile() -> None:
+    """Without a GPU: once on tiny shapes; and for a GPU that is not there."""
+    run_script("gpu.py", "--smallest", "--only", "forward,training,long,step,bidirectional,local", TRITON_INTERPRET="1")
+    text = run_script("gpu_compile.py", "--widths", "16", "--dtypes", "bfloat16", TRITON_INTERPRET="0")
+    for kernel in ("forward", "query_gradient", "key_gradients", "key_sums", "query_sums", "enter", "step", "ask"):
+        assert f"kernel {kernel} " in text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,129 @@
+"""What the compiler makes of every kernel: registers, spills and shared memory, for a GPU that need not be there.
+
+    PYTHONPATH=. python benchmarks/gpu_compile.py [--capability 90] [--widths 64 128 256] [--json FILE]
+
+Every operator is called as always, on tensors of the CPU, and its kernels are compiled but not launched; so this also
+shows that they compile, and that calls with other lengths and batches need no other kernels."""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Driver:
+    """As much of a driver as the compiler asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiled(capability: int) -> Iterator[list[dict[str, Any]]]:
+    """What is compiled meanwhile; nothing is launched."""
+    run, found, seen = JITFunction.run, [], set()
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> object:
+        made = run(self, *args, **options | {"warmup": True})
+        if made is not None and made.hash not in seen:
+            seen.add(made.hash)
+            found.append({"kernel": self.__name__, **describe(made, capability)})
+        return made
+
+    triton.runtime.driver.set_active(Driver(capability))
+    JITFunction.run = compile_only
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+
+
+def describe(made: Any, capability: int) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
+        command = [str(PTXAS), "-v", f"-arch={architecture}", file.name, "-o", "/dev/null"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
+    assert registers is not None and spilled is not None, text
+    return {
+        "warps": made.metadata.num_warps,
+        "stages": made.metadata.num_stages,
+        "shared": made.metadata.shared,
+        "registers": int(registers[1]),
+        "spilled": int(spilled[1]),
+    }
+
+
+def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int = 1100) -> None:
+    """Every operator, with its gradients; `extras` are a decay and a mask."""
+    q, k, v = (torch.zeros(batch, n, 4, d, dtype=dtype).transpose(1, 2) for _ in range(3))
+    S, z = torch.zeros(batch, 4, d, d), torch.zeros(batch, 4, d)
+    log_decay = torch.zeros(batch, 4, n) if extras else None
+    key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras else None
+    inputs = (q, k, v, S, z, log_decay, key_mask, True, "elu_plus_one")
+    results = causal_operators.causal(*inputs)
+    causal_operators.causal_gradient(torch.zeros_like(results[0]), *results[1:3], *results, *inputs)
+    first = (x[..., :1, :] for x in (q, k, v))
+    scalars = (None if x is None else x[..., :1] for x in (log_decay, key_mask))
+    causal_operators.step(*first, S, z, *scalars, True, "elu_plus_one")
+    sums = bidirectional_operators.key_sums(k, v, key_mask, "elu_plus_one")
+    bidirectional_operators.key_sums_gradient(*sums, k, v, key_mask, "elu_plus_one")
+    y, inverse = bidirectional_operators.ask(q, S, z, True, "elu_plus_one")
+    bidirectional_operators.ask_gradient(y, y, inverse, q, S, z, True, "elu_plus_one")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--processors", type=int, default=132, help="1: no sequence is split")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    support._INTERPRETED = True
+    tiling.processors = lambda device: options.processors
+    tiling._is_roomy = lambda device: options.capability in (80, 90, 100)
+    rows = []
+    with compiled(options.capability) as found:
+        for d in options.widths:
+            for dtype in options.dtypes:
+                for extras in (False, True):
+                    call_all(d, DTYPES[dtype], extras=extras)
+                    for entry in found:
+                        rows.append({"D": d, "dtype": dtype, "decay and mask": extras, **entry})
+                        print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+                    found.clear()
+                    call_all(d, DTYPES[dtype], extras=extras, batch=3, n=1203)
+                    assert not found, f"another batch and another length were compiled anew: {found}"
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
