@@ -4,7 +4,6 @@ Katharopoulos et al., https://arxiv.org/abs/2006.16236, section 3.3.1
     python -m examples.talk.gradient_memory --out docs/talk-gradient-memory.svg"""
 
 import argparse
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +67,9 @@ def saved_bytes(attention: Attention, n: int, d: int = CHANNELS) -> int:
 
 def peak_bytes(attention: Attention, n: int, d: int = CHANNELS) -> int:
     """By which forward and backward raise the largest memory that this process ever had: for a new process to say."""
+    # Windows has none
+    import resource
+
     tensors, upstream = inputs(n, d), torch.ones(n, d)
     # what the first gradient loads is not counted
     small = inputs(64, d)
