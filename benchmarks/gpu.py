@@ -5,8 +5,8 @@
 First the laws (pytest on tests/ops/backends/triton/laws) and, where compute-sanitizer is, memory and races. Then times:
 medians of single calls, each after the second-level cache was flushed and with the queue full, so that neither the
 cache nor the time that Python takes to launch counts. Shares are the least bytes a call must move, over its time, over
-what a copy reaches in the same run. What fails is reported in its row, and the rest goes on. `--smallest` runs everything once
-on tiny shapes, without a GPU too (TRITON_INTERPRET=1): to see that this file works."""
+what a copy reaches in the same run. What fails is reported in its row, and the rest goes on. `--smallest` runs
+everything once on tiny shapes, without a GPU too (TRITON_INTERPRET=1): to see that this file works."""
 
 import argparse
 import importlib.util

@@ -81,7 +81,15 @@ from linattn.nn import (
     replace_attention,
     with_inner,
 )
-from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops import (
+    LinearState,
+    ask,
+    causal_linear_attention,
+    explain_backend,
+    linear_attention,
+    packed_log_decay,
+    summarize,
+)
 
 __all__ = [
     "ATTENTIONS",
@@ -149,11 +157,13 @@ __all__ = [
     "attention_weights",
     "causal_linear_attention",
     "compare_with_softmax",
+    "explain_backend",
     "generate",
     "linear_attention",
     "map_state",
     "named_attention",
     "next_token_loss",
+    "packed_log_decay",
     "redraw_features_",
     "replace_attention",
     "stream",

@@ -3,6 +3,7 @@
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.explain import explain_backend
 from linattn.ops.linear import ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops.packing import packed_log_decay
 from linattn.ops.state import LinearState
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "causal_linear_attention",
     "explain_backend",
     "linear_attention",
+    "packed_log_decay",
     "summarize",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import ELEMENTWISE, LinearState, causal_linear_attention
+from linattn.ops import ELEMENTWISE, LinearState, causal_linear_attention, packed_log_decay
 from linattn.ops.backends.triton import tiling
 from tests import laws
 
@@ -245,6 +245,16 @@ def test_an_infinite_decay_begins_a_new_sequence(device: torch.device) -> None:
     for start, stop in itertools.pairwise((*starts, 75)):
         part = (x[..., start:stop, :] for x in (q, k, v))
         alone, _ = causal_linear_attention(*part, log_decay=log_decay[..., start:stop], **TRITON)
+        assert_close(y[..., start:stop, :], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences(device: torch.device) -> None:
+    """Of 0, 1, 40 and 34 tokens, in one row each."""
+    q, k, v = tokens(75, device)
+    ends = torch.tensor([0, 0, 1, 41, 75], device=device, dtype=torch.int32)
+    y, _ = causal_linear_attention(q, k, v, log_decay=packed_log_decay(ends, 75), **TRITON)
+    for start, stop in ((0, 1), (1, 41), (41, 75)):
+        alone, _ = causal_linear_attention(*(x[..., start:stop, :] for x in (q, k, v)), **TRITON)
         assert_close(y[..., start:stop, :], alone, rtol=1e-4, atol=1e-5)
 
 
