@@ -13,7 +13,8 @@ SUMS: tuple[Sums, ...] = (triton.SUMS, Sums("chunked", lambda *_: None, lambda *
 
 def run_causal(call: CausalCall, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
     """By the named backend, or the first that can."""
-    _check_name(backend, [b.name for b in BACKENDS])
+    if backend is not None:
+        _check_name(backend, [b.name for b in BACKENDS])
     reasons = []
     for candidate in BACKENDS:
         if backend in (None, candidate.name):
@@ -82,7 +83,7 @@ def _explain(reasons: list[tuple[str, str | None]]) -> str:
 
 
 def _check_name(backend: str | None, names: list[str]) -> None:
-    if backend is not None and backend not in names:
+    if backend not in (None, *names):
         raise ValueError(f"backend must be one of {', '.join(names)}, but is {backend!r}")
 
 

@@ -29,7 +29,7 @@ def unsupported(call: CausalCall) -> str | None:
 
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
     """Why no kernel takes these tensors."""
-    if x.device.type != "cuda" and not (_INTERPRETED and x.device.type == "cpu"):
+    if not x.is_cuda and not (_INTERPRETED and x.device.type == "cpu"):
         return f"needs CUDA tensors, but they are on {x.device.type}"
     if not _INSTALLED:
         return "needs the package triton, which is not installed"
