@@ -32,7 +32,9 @@ def test_dropout_is_on_the_output_in_training():
         assert_close(y[kept], (2 * module.eval()(x))[kept])
 
 
-@pytest.mark.parametrize("activation", [F.relu, F.gelu, torch.sigmoid, nn.Tanh()], ids=["relu", "gelu", "sigmoid", "tanh"])
+@pytest.mark.parametrize(
+    "activation", [F.relu, F.gelu, torch.sigmoid, nn.Tanh()], ids=["relu", "gelu", "sigmoid", "Tanh"]
+)
 def test_any_activation_with_biases(activation):
     x = torch.randn(2, 5, 6)
     plain, gated = FeedForward(6, 10, activation=activation), GatedFeedForward(6, 10, activation=activation, bias=True)
