@@ -55,10 +55,12 @@ def ask(
 def ask_gradient(
     q, q0, q1, q2, qn, y, y0, y1, y2, yn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
     S, z, e0, e1, e2, inverse, delta, n, length, splits, size1, size2,
-    DERIVATIVE: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, CORRECTED: tl.constexpr, NORMALIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries; BV covers all values. Writes δ = dy·y for the gradient of the sums."""
+    """Of the queries; BV covers all values. Writes δ = dy·y for the gradient of the sums. CORRECTED as in
+    `query_gradient`: φ(q)·dφ(q) is zero."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     places, values = tl.arange(0, C), tl.arange(0, BV)
     features = tl.program_id(1) * BF + tl.arange(0, BF)
@@ -76,15 +78,19 @@ def ask_gradient(
     for start in range(split * length, stop, C):
         inside = start + places < stop
         dy_i = load(dy, dyn * UNIT, start, inside, values, DV, C, BV)
+        x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
         dq_i = precise_product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
         if NORMALIZED:
             y_i = load(y, yn * UNIT, start, inside, values, DV, C, BV)
             delta_i = tl.sum(dy_i.to(tl.float32) * y_i.to(tl.float32), 1)
             scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-            dq_i = (dq_i - delta_i[:, None] * total[None, :]) * scale[:, None]
+            dq_i -= delta_i[:, None] * total[None, :]
+            if CORRECTED:
+                q_i = tl.where((features < F)[None, :], rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
+                dq_i -= (tl.sum(q_i * dq_i, 1) * scale)[:, None] * total[None, :]
+            dq_i *= scale[:, None]
             first = inside & (tl.program_id(1) == 0)
             tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=first)
-        x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
         store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
 
 

@@ -11,7 +11,7 @@ from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums as key_sums_kernel
 from linattn.ops.backends.triton.split_kernels import query_sums as query_sums_kernel
-from linattn.ops.backends.triton.tiling import PRECISION, Tiles, over_both, over_features, over_values, split
+from linattn.ops.backends.triton.tiling import PRECISION, Tiles, over_both, over_queries, over_values, split
 
 
 def _lead(*leads: torch.Size) -> torch.Size:
@@ -160,13 +160,14 @@ def _ask_gradient(
     dq, delta = like(call.q, call.f), call.scalars(wanted=normalized)
     if call.n == 0:
         return _summed(dq, q), torch.zeros_like(S), torch.zeros_like(z)
-    taken, tiles = arguments(call.lead, [call.q, y, dy, dq], None, None, call.z), over_features(*call.shape)
+    taken, (tiles, corrected) = arguments(call.lead, [call.q, y, dy, dq], None, None, call.z), over_queries(*call.shape)
     programs, _, numbers = _cut(call.n, tiles, taken, q.device)
     phi, derivative = MAPS[feature_map]
     launch(
         kernels.ask_gradient, (programs, tiles.parts),
         [*taken.wide, call.S, call.z, taken.state, inverse, delta, *numbers],
-        tiles, DERIVATIVE=derivative, NORMALIZED=normalized, **_constants(q, call.dv, taken),
+        tiles, PHI=phi, DERIVATIVE=derivative, CORRECTED=corrected, NORMALIZED=normalized,
+        **_constants(q, call.dv, taken),
     )  # fmt: skip
     tiles = over_values(*call.shape)
     programs, splits, numbers = _cut(call.n, tiles, taken, q.device)

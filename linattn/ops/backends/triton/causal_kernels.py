@@ -113,14 +113,16 @@ def query_gradient(
     dq, dq0, dq1, dq2, dqn, key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
     S, z, s0, s1, s2, s3, S_unit, z_unit, inverse, delta, log_weight,
     n, length, splits, size1, size2,
-    PHI: tl.constexpr, DERIVATIVE: tl.constexpr,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, CORRECTED: tl.constexpr,
     NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """dq = ((dy vᵀ − δ) ∘ D) φ(k) + r (dy Sᵀ − δ z), over the denominator; δ = dy·y. BV covers all values.
 
     Writes δ for the kernels that come after; and φ(q)·dφ(q), of which the gradient of the decay is made, for each block
-    of features (an output that is normalised does not change when its query grows: there it is zero)."""
+    of features. If the output is normalised this is zero, as it does not change when its query grows: where it is not,
+    δ is off by what rounding took off y. CORRECTED takes that back (BF then covers all features), but for the part that
+    goes by the chunk's own keys."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     places, values = tl.arange(0, C), tl.arange(0, BV)
     features = tl.program_id(1) * BF + tl.arange(0, BF)
@@ -153,6 +155,7 @@ def query_gradient(
         visible = places[:, None] >= places[None, :]
         G = product(dy_r, tl.trans(v_j), PRECISION)
         from_state = precise_product(dy_r, tl.trans(S_i), PRECISION)
+        z_start = z_i
         if NORMALIZED:
             y_i = load(y, yn * UNIT, start, inside, values, DV, C, BV)
             delta_i = tl.sum(dy_i.to(tl.float32) * y_i.to(tl.float32), 1)
@@ -169,9 +172,16 @@ def query_gradient(
             S_i, z_i = S_i * whole, z_i * whole
         G = rounded(tl.where(visible, G, 0.0), PRECISION)
         dq_i = product(G, k_j, PRECISION) + from_state
-        if NORMALIZED:
-            dq_i *= tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)[:, None]
         x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
+        if NORMALIZED:
+            scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+            if CORRECTED:
+                q_i = tl.where((features < F)[None, :], rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
+                missed = tl.sum(q_i * dq_i, 1) * scale
+                if DECAYED:
+                    missed *= since
+                dq_i -= missed[:, None] * z_start[None, :]
+            dq_i *= scale[:, None]
         if DECAYED and not NORMALIZED:
             mine = tl.sum(tl.where((features < F)[None, :], PHI(x) * dq_i, 0.0), 1)
             tl.store(log_weight + tl.cast(start, tl.int64) + places, mine, mask=inside)

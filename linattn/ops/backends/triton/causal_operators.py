@@ -16,7 +16,7 @@ from linattn.ops.backends.triton.tiling import (
     PRECISION,
     Tiles,
     over_both,
-    over_features,
+    over_queries,
     over_values,
     split,
     step_tiles,
@@ -154,7 +154,7 @@ def _query_gradient(
     call: _Call, y: Tensor, dy: Tensor, inverse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """dq, and φ(q)·dφ(q) of each token for the decay."""
-    dq, tiles = like(call.q, call.f), over_features(*call.shape)
+    dq, (tiles, corrected) = like(call.q, call.f), over_queries(*call.shape)
     taken = call.arguments(y, dy, dq)
     states, length, splits = call.states(taken, tiles)
     rows, wanted = taken.rows, call.log_decay is not None and not call.normalized
@@ -163,8 +163,8 @@ def _query_gradient(
         kernels.query_gradient, (rows.number * splits, tiles.parts),
         [*taken.wide, taken.key_mask, taken.log_decay, states, inverse, delta, log_weight,
          call.n, length, splits, rows.size1, rows.size2],
-        tiles, DERIVATIVE=call.derivative, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
-        **call.constants(taken),
+        tiles, DERIVATIVE=call.derivative, CORRECTED=corrected, NORMALIZED=call.normalized,
+        MASKED=call.key_mask is not None, **call.constants(taken),
     )  # fmt: skip
     return dq, log_weight if wanted else None
 

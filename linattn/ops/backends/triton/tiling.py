@@ -75,6 +75,18 @@ def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> 
     return _tiles(BF, BV, -(-f // BF), chosen)
 
 
+def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Tiles, bool]:
+    """For the gradient of queries: all values, and all features if they fit; in half precision what rounding has taken
+    off the outputs is then found again (True)."""
+    BF, BV = _power(f), _power(dv)
+    if dtype == torch.float32 or BF * BV > 16384:
+        return over_features(f, dv, dtype, device), False
+    chosen = rule(f, dv, dtype, device)._replace(num_warps=8)
+    if dtype == torch.float16 and chosen.state < BF * BV:
+        chosen = chosen._replace(C=16)
+    return _tiles(BF, BV, 1, chosen), True
+
+
 def over_both(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tiles, bool, bool]]:
     """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
     chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
