@@ -22,6 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
 
+# of a program, in KiB; 99 elsewhere
+MEMORY = {80: 163, 90: 227, 100: 227}
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -108,7 +110,8 @@ def main() -> None:
     options = parser.parse_args()
     support._INTERPRETED = True
     tiling.processors = lambda device: options.processors
-    tiling._is_roomy = lambda device: options.capability in (80, 90, 100)
+    memory = MEMORY.get(options.capability, 99) * 1024
+    tiling.shared_memory = lambda device: memory
     rows = []
     with compiled(options.capability) as found:
         for d in options.widths:
@@ -117,6 +120,7 @@ def main() -> None:
                     call_all(d, DTYPES[dtype], extras=extras)
                     for entry in found:
                         rows.append({"D": d, "dtype": dtype, "decay and mask": extras, **entry})
+                        assert entry["shared"] <= memory, f"{entry} has {memory} bytes"
                         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
                     found.clear()
                     call_all(d, DTYPES[dtype], extras=extras, batch=3, n=1203)

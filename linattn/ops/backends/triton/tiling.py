@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Rule:
-    widest, roomy = max(_power(f), _power(dv)), _is_roomy(device)
+    widest, roomy = max(_power(f), _power(dv)), shared_memory(device) > 160 * 1024
     if dtype == torch.float32:
         return Rule(32, 4096, 8, 1) if widest <= 64 else Rule(16, 2048, 8, 1)
     if dtype == torch.float16:
@@ -46,11 +46,11 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Rule:
     return Rule(64, 4096, 4, 2) if widest <= 64 else Rule(64, 8192, 8, 2)
 
 
-def _is_roomy(device: torch.device) -> bool:
-    """Datacentre GPUs have 160 kB or more of shared memory for a program, others 100."""
+def shared_memory(device: torch.device) -> int:
+    """What a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others."""
     if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150_000
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _power(size: int) -> int:
@@ -79,7 +79,8 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> t
     """For the gradient of queries: all values, and all features if they fit; in half precision what rounding has taken
     off the outputs is then found again (True)."""
     BF, BV = _power(f), _power(dv)
-    if dtype == torch.float32 or BF * BV > 16384:
+    most = 16384 if dtype == torch.bfloat16 or shared_memory(device) > 160 * 1024 else 4096
+    if dtype == torch.float32 or most < BF * BV:
         return over_features(f, dv, dtype, device), False
     chosen = rule(f, dv, dtype, device)._replace(num_warps=8)
     if dtype == torch.float16 and chosen.state < BF * BV:
@@ -90,7 +91,8 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> t
 def over_both(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tiles, bool, bool]]:
     """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
     chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
-    if dtype == torch.bfloat16 and 2 * chosen.state >= BF * BV:
+    most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
+    if dtype == torch.bfloat16 and most >= BF * BV:
         return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
     return [(over_features(f, dv, dtype, device), True, False), (over_values(f, dv, dtype, device), False, True)]
 

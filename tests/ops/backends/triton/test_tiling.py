@@ -11,11 +11,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("f", "dv"), [(1, 1), (16, 64), (64, 64), (65, 128), (128, 128), (256, 20), (256, 256)])
-@pytest.mark.parametrize("roomy", [True, False])
+@pytest.mark.parametrize("memory", [99, 163, 227])
 def test_tiles_cover_all_channels(
-    f: int, dv: int, dtype: torch.dtype, roomy: bool, monkeypatch: pytest.MonkeyPatch
+    f: int, dv: int, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiling, "_is_roomy", lambda device: roomy)
+    monkeypatch.setattr(tiling, "shared_memory", lambda device: memory * 1024)
     by_values = tiling.over_values(f, dv, dtype, CPU)
     assert f <= by_values.BF and by_values.BV * by_values.parts >= dv > by_values.BV * (by_values.parts - 1)
     by_features = tiling.over_features(f, dv, dtype, CPU)
