@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processors", type=int, default=132, help="1: no sequence is split")
+    parser.add_argument("--extras", type=int, nargs="+", default=[0, 1], help="1: with a decay and a mask")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     support._INTERPRETED = True
@@ -116,7 +117,7 @@ def main() -> None:
     with compiled(options.capability) as found:
         for d in options.widths:
             for dtype in options.dtypes:
-                for extras in (False, True):
+                for extras in map(bool, options.extras):
                     call_all(d, DTYPES[dtype], extras=extras)
                     for entry in found:
                         rows.append({"D": d, "dtype": dtype, "decay and mask": extras, **entry})
