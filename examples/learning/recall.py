@@ -81,7 +81,7 @@ TASK = Task(
         "taylor2": replace(_model("taylor2"), key_dim=16),
         "elu": _model("elu"),
         "relu": _model("relu"),
-        "favor": _model("favor"),
+        "favor": replace(_model("favor"), key_dim=32),
         "unnormalized": replace(_model("linear_unnormalized"), head_norm=True),
         "retention": replace(_model("retention"), head_norm=True),
         "local": _model("local"),

@@ -14,7 +14,7 @@ def scaled_exp(x: Float[Tensor, "*b n f"]) -> tuple[Float[Tensor, "*b n f"], Flo
     exponent = x.to(accumulator(x.dtype))
     # any constant gives the same product, so no gradient need flow through this one
     largest = exponent.detach().amax(-1)
-    return (exponent - largest.unsqueeze(-1)).exp().to(value_dtype(x.dtype)), largest
+    return (exponent - largest.unsqueeze(-1)).exp_().to(value_dtype(x.dtype)), largest
 
 
 @final

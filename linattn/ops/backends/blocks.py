@@ -11,7 +11,7 @@ from linattn.ops.backends.memory import Workspace
 from linattn.ops.elementwise import ELEMENTWISE
 
 # half of A is thrown away, so short chunks save products; their states, one a chunk, cost memory traffic
-CHUNK, WIDE_CHUNK, WIDE = 32, 64, 64
+SHORTEST, LONGEST = 16, 64
 # a block's keys or values are a megabyte in float32; blocks of fewer tokens would save a state too often
 BLOCK, SEGMENT = 2**18, 256
 
@@ -58,12 +58,13 @@ def rows_of(x: Tensor, rows: slice) -> Tensor:
 
 
 def chunk_length(call: CausalCall) -> int:
-    """32 tokens, 64 where states are large, or the length of a sequence up to twice that; with a blindspot, a multiple
-    of its blocks."""
-    length, n = WIDE_CHUNK if min(call.S.shape[-2:]) > WIDE else CHUNK, call.q.shape[-2]
+    """Half the shorter side of a state, as a power of two from 16 to 64; with a blindspot, a multiple of its blocks."""
+    length = SHORTEST
+    while length < min(LONGEST, min(call.S.shape[-2:]) / 2):
+        length *= 2
     if call.blindspot > 1:
         return call.blindspot * max(1, length // call.blindspot)
-    return length if n > 2 * length else max(1, n)
+    return min(length, max(1, call.q.shape[-2]))
 
 
 def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from linattn.ops.backends import reference
 from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none, without_autocast
 from linattn.ops.backends.blocks import (
-    SEGMENT,
     Block,
     Tile,
     cut,
@@ -321,8 +320,7 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
         y, S, z = run(call._replace(**one_row))
         return y.squeeze(0), S.squeeze(0), z.squeeze(0)
-    if call.q.shape[-2] > SEGMENT:
-        keep_freed_memory()
+    keep_freed_memory(call.q)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     with without_autocast(call.q):

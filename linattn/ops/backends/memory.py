@@ -12,6 +12,8 @@ from torch import Tensor
 LARGE = 8 * 2**20
 # more than any temporary of a block has
 _LARGER = 24 * 2**20
+# smaller ones glibc keeps anyway
+_NOTICED = 2**15
 _PAGE, _MADV_HUGEPAGE = 4096, 14
 
 
@@ -44,10 +46,11 @@ class Workspace:
         return None if torch.compiler.is_compiling() else self("scratch", *x.shape)
 
 
-def keep_freed_memory() -> None:
-    """glibc hands freed temporaries back to the system, and has them faulted in again, unless it has seen larger ones
-    go."""
-    torch.UntypedStorage(_LARGER)
+def keep_freed_memory(x: Tensor) -> None:
+    """glibc hands freed tensors of the size of x back to the system, and has the next ones faulted in again, unless it
+    has seen larger ones go."""
+    if x.numel() >= _NOTICED:
+        torch.UntypedStorage(_LARGER)
 
 
 def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
