@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
-from linattn.ops.local import Window, local_attention
+from linattn.ops.flex import flex_window
+from linattn.ops.local import Window, in_blocks
 
 LAWS = Path(__file__).parents[1] / "tests" / "ops" / "backends" / "triton" / "laws"
 SECTIONS = ("forward", "training", "long", "step", "bidirectional", "dtypes", "local")
@@ -160,25 +161,19 @@ def step_row(machine: Machine, batch: int, heads: int, d: int) -> Row:
 
 
 def local_rows(machine: Machine) -> Iterator[Row]:
-    """The window as it is now, and through FlexAttention, to see which should be."""
+    """The window through FlexAttention, as it is on a GPU, and in blocks, as it is elsewhere."""
     window = Window(128, causal=True)
-    yield row(machine, "local", "window of 128", lambda q, k, v: local_attention(q, k, v, window=window), 128, 4096, 64)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        return flex_window(q, k, v, window=window)
 
-        n = q.shape[-2]
-        key = (n, q.device.type)
-        if key not in masks:
-            near = lambda b, h, i, j: (i >= j) & (i - j < 128)  # noqa: E731
-            masks[key] = create_block_mask(near, None, None, n, n, device=q.device.type)
-        run = flex_attention if machine.device.type == "cpu" else torch.compile(flex_attention)
-        return run(q, k, v, block_mask=masks[key])  # type: ignore[return-value]
+    def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return in_blocks(q, k, v, window, None)
 
-    masks: dict[tuple[int, str], Any] = {}
     # FlexAttention has no gradients on a CPU
     for training in (False, True) if machine.device.type == "cuda" else (False,):
-        yield row(machine, "local", "window of 128, flex", flex, 128, 4096, 64, training=training)
+        for name, run in (("flex", flex), ("in blocks", blocks)):
+            yield row(machine, "local", f"window of 128, {name}", run, 128, 4096, 64, training=training)
 
 
 def rows(machine: Machine) -> Iterator[Row]:

@@ -130,7 +130,8 @@ class _Prompts(NamedTuple):
     state: Any
 
 
-@torch.no_grad()
+# what it yields are Python's numbers, so that no tensor of this mode, which takes no part in a gradient, gets out
+@torch.inference_mode()
 def _steps(
     model: Generative,
     prompts: _Prompts,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linattn.attention.base import InnerAttention
 from linattn.nn.convolution import ShortConvolution
 from linattn.nn.head_norm import HeadNorm
-from linattn.ops.rotary import rotate
+from linattn.ops.rotary import turn, turns
 
 
 class AttentionState(NamedTuple):
@@ -120,7 +120,8 @@ class MultiheadAttention(nn.Module):
         q, (k, v) = self._queries(mixed), self._keys(mixed)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
-            q, k = (rotate(part, positions.unsqueeze(1), base=self.rotary) for part in (q, k))
+            angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
+            q, k = turn(q, *angles), turn(k, *angles)
         return q, k, v, convolution, position
 
     # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them

@@ -1,7 +1,8 @@
 """Softmax attention in a window: cost and memory are linear in the length times the window.
 
 The sequence is cut into blocks of queries. Every block away from the borders sees keys at the same distances, so all of
-them are one batched call with one small mask, on overlapping views of the keys; nothing is copied or padded."""
+them are one batched call with one small mask, on overlapping views of the keys; nothing is copied or padded. On a GPU
+FlexAttention does the same in one kernel."""
 
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linattn.ops import flex
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
 from linattn.ops.softmax import fused_softmax
 
@@ -21,9 +23,18 @@ class Window(NamedTuple):
     causal: bool = False
     bucketed: bool = False
 
-    def sees(self, i: Int[Tensor, "*#b n 1"], j: Int[Tensor, "*#b 1 m"]) -> Bool[Tensor, "*b n m"]:
-        near = (i // self.size - j // self.size).abs() <= 1 if self.bucketed else (i - j).abs() < self.size
-        return near & (j <= i) if self.causal else near
+    def first(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+        """The first position that query i may see; it may be negative."""
+        return (i // self.size - 1) * self.size if self.bucketed else i - self.size + 1
+
+    def last(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
+        """The last one; it may lie behind the end."""
+        if self.causal:
+            return i
+        return (i // self.size + 2) * self.size - 1 if self.bucketed else i + self.size - 1
+
+    def sees(self, i: Int[Tensor, "*#b"], j: Int[Tensor, "*#b"]) -> Bool[Tensor, "*b"]:
+        return (j >= self.first(i)) & (j <= self.last(i))
 
     @property
     def reach(self) -> int:
@@ -102,6 +113,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
+    if past is None and flex.unsupported(q, v) is None:
+        return flex.flex_window(q, k, v, window=window, real=real)
+    return in_blocks(q, k, v, window, real, past)
+
+
+def in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
+) -> Tensor:
     """Blocks that see as far as the window reaches, and what is left at the two borders."""
     n, block, after = q.shape[-2], window.block, 0 if window.causal else window.reach
     first, last = -(-window.reach // block), (n - after) // block
@@ -159,12 +178,23 @@ def _among(visible: Tensor, real: Tensor, itself: Tensor) -> Tensor:
 
 def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -> Tensor:
     """A few queries after the past, each row from its own position on."""
-    n, kept = q.shape[-2], past.k.shape[-2]
-    i = past.seen.unsqueeze(-1) + torch.arange(n, device=q.device)
-    j = past.seen.unsqueeze(-1) + torch.arange(-kept, n, device=q.device)
+    return _after(past.seen, q, torch.cat([past.k, k], -2), torch.cat([past.v, v], -2), window)
+
+
+def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
+    """The queries belong to the last of the keys, and `seen` tokens went before them."""
+    n = q.shape[-2]
+    i = seen.unsqueeze(-1) + torch.arange(n, device=q.device)
+    j = seen.unsqueeze(-1) + torch.arange(n - k.shape[-2], n, device=q.device)
     visible = window.sees(i.unsqueeze(-1), j.unsqueeze(-2)) & (j >= 0).unsqueeze(-2)
-    k, v = torch.cat([past.k, k], -2), torch.cat([past.v, v], -2)
     return fused_softmax(q, k, v, visible=per_query_head(visible, q.shape[1]))
+
+
+def _next(q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window) -> tuple[Tensor, LocalState]:
+    """One token. The next state is a view of what it was joined to, which is one token longer, and no second copy."""
+    k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+    y = _after(state.seen, q, k, v, window)
+    return y, LocalState(k[..., 1:, :], v[..., 1:, :], state.seen + 1)
 
 
 def _continue(
@@ -173,8 +203,10 @@ def _continue(
     """Outputs and the next state, of packed tokens of which the first `total` are real (None: all)."""
     if state is None:
         return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, total)
-    # rows may stand at different places in their buckets, so buckets go on piece by piece
     n = q.shape[-2]
+    if n == 1 and total is None:
+        return _next(q, k, v, state, window)
+    # rows may stand at different places in their buckets, so buckets go on piece by piece
     size = window.block if window.bucketed else max(n, 1)
     parts = []
     for start in range(0, max(n, 1), size):

@@ -46,7 +46,8 @@ def decoding(setup: Setup, cell: Cell) -> Work:
 
     def begin() -> Call:
         state = past_of(extend, cell.n, model.config.window)
-        return lambda: model.extend(token, state)
+        # as `generate` does it
+        return torch.inference_mode()(lambda: model.extend(token, state))
 
     return Work(begin)
 

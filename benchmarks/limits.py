@@ -1,0 +1,187 @@
+"""How far the CPU forms are from what they cannot do without, and what a busy neighbour costs. Contenders take turns.
+
+    python benchmarks/limits.py [--threads 1] [--repeats 5] [--only local,model,…]
+
+tokens: a token's cost, at 1,048,576 tokens and at 4,096. neighbour: two threads, while another process holds a core.
+linformer, local: attention, and its matrix products alone. model: a generated token of 12 layers, 512 wide, and the
+products of its weights with one vector. step: a token of the operator alone. short: gradients of small shapes,
+beside torch's fused softmax attention and the masked matrix of all similarities."""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu as elu_map
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from linattn.attention import LearnedProjection, LinformerAttention
+from linattn.cli.bench.cells import Call
+from linattn.cli.bench.timing import alternate
+from linattn.models import LanguageModel, LanguageModelConfig
+from linattn.ops import causal_linear_attention
+from linattn.ops.local import Window, local_attention
+
+HEADS, CHANNELS = 8, 64
+Row = tuple[str, float, str]
+
+
+def made(n: int, count: int = 3) -> list[Tensor]:
+    return [torch.randn(1, HEADS, n, CHANNELS) for _ in range(count)]
+
+
+def elu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, feature_map="elu_plus_one")[0]
+
+
+def training(n: int) -> Call:
+    *inputs, upstream = made(n, 4)
+    inputs = [x.requires_grad_() for x in inputs]
+    return lambda: gradients(elu, inputs, upstream)
+
+
+def forward(n: int) -> Call:
+    inputs = made(n)
+    return lambda: elu(*inputs)
+
+
+def medians(calls: Mapping[str, Call], repeats: int, warm: float = 0.5) -> dict[str, float]:
+    return {name: statistics.median(times) for name, times in alternate(calls, repeats, warm=warm).items()}
+
+
+def compared(what: str, ours: Call, limit: Call, repeats: int) -> Row:
+    """The time of ours, and its ratio to the limit's."""
+    found = medians({"ours": ours, "limit": limit}, repeats)
+    return what, found["ours"], f"{found['ours'] / found['limit']:.2f} × {found['limit'] * 1e3:.3f} ms"
+
+
+def tokens(repeats: int) -> Iterator[Row]:
+    long, short = 2**20, 2**12
+    found = medians({"long": forward(long), "short": forward(short)}, repeats)
+    ratio = found["long"] / long / (found["short"] / short)
+    yield f"forward of {long:,} tokens", found["long"], f"a token takes {ratio:.2f} × of what it does in {short:,}"
+
+
+def hold_a_core() -> None:
+    while True:
+        pass
+
+
+def neighbour(repeats: int) -> Iterator[Row]:
+    torch.set_num_threads(2)
+    for name, make in (("forward", forward), ("forward and backward", training)):
+        call = make(4096)
+        alone = medians({name: call}, repeats)[name]
+        process = multiprocessing.get_context("spawn").Process(target=hold_a_core, daemon=True)
+        process.start()
+        time.sleep(3)
+        beside = medians({name: call}, repeats)[name]
+        process.kill()
+        process.join()
+        yield f"{name} of 4,096, two threads, a core held", beside, f"{beside / alone:.2f} × {alone * 1e3:.1f} ms alone"
+
+
+def linformer(repeats: int, n: int = 4096, r: int = 128) -> Iterator[Row]:
+    inner, (q, k, v) = LinformerAttention(LearnedProjection(n, r)).eval(), made(n)
+    E, A, kr = torch.randn(r, n), torch.randn(1, HEADS, n, r), torch.randn(1, HEADS, CHANNELS, r)
+
+    @torch.no_grad()
+    def products() -> object:
+        return E @ k, E @ v, q @ kr, A @ kr.mT
+
+    with torch.no_grad():
+        yield compared(f"Linformer, {n:,} → {r}", lambda: inner(q, k, v), products, repeats)
+
+
+def local(repeats: int) -> Iterator[Row]:
+    for size in (32, 64, 128, 256, 512):
+        yield one_window(Window(size, causal=True), repeats)
+
+
+def one_window(window: Window, repeats: int, n: int = 4096) -> Row:
+    q, k, v = made(n)
+    rows, seen = window.block, window.block + window.reach
+    shapes = (rows, CHANNELS), (CHANNELS, seen), (rows, seen)
+    a, b, c = (torch.randn(HEADS * n // rows, *shape) for shape in shapes)
+    ours, products = partial(local_attention, q, k, v, window=window), lambda: (a @ b, c @ b.mT)
+    return compared(f"local, window of {window.size}, {n:,} tokens", ours, products, repeats)
+
+
+def model(repeats: int) -> Iterator[Row]:
+    for attention in ("elu", "local+elu"):
+        yield one_model(attention, repeats)
+
+
+@torch.inference_mode()
+def one_model(attention: str, repeats: int) -> Row:
+    config = LanguageModelConfig(vocab_size=257, dim=512, depth=12, num_heads=8, attention=attention)
+    model, token = LanguageModel(config).eval(), torch.zeros(1, 1, dtype=torch.long)
+    _, state = model.extend(torch.zeros(1, 300, dtype=torch.long))
+    matrices = [x for x in model.parameters() if x.ndim == 2]
+    vectors = [torch.randn(1, x.shape[1]) for x in matrices]
+    ours, products = partial(model.extend, token, state), lambda: list(map(linear, vectors, matrices))
+    return compared(f"a token of 12 layers of 512, {attention}", ours, products, repeats)
+
+
+def step(repeats: int) -> Iterator[Row]:
+    q, k, v = made(1)
+    _, state = causal_linear_attention(q, k, v, feature_map="elu_plus_one")
+
+    def call() -> object:
+        return causal_linear_attention(q, k, v, state, feature_map="elu_plus_one")
+
+    yield "a token of the operator", medians({"step": call}, repeats)["step"], ""
+    yield "the same in inference mode", medians({"step": torch.inference_mode()(lambda: call())}, repeats)["step"], ""
+
+
+SHORT = ((12, 4, 64, 32), (64, 4, 64, 16), (64, 1, 128, 64), (1, 8, 64, 64), (1, 8, 256, 64), (1, 8, 512, 64))
+
+
+def matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    A = ((elu_map(q) + 1) @ (elu_map(k) + 1).mT).tril()
+    return A @ v / A.sum(-1, keepdim=True)
+
+
+def short(repeats: int) -> Iterator[Row]:
+    forms = {"ours": elu, "softmax": partial(scaled_dot_product_attention, is_causal=True), "matrix": matrix}
+    for shape in SHORT:
+        inputs, upstream = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+        train = {name: partial(gradients, form, inputs, upstream) for name, form in forms.items()}
+        found = medians(train, repeats)
+        note = f"softmax {found['softmax'] * 1e3:.2f} ms, the matrix {found['matrix'] * 1e3:.2f} ms"
+        yield f"batch, heads, n, d = {shape}", found["ours"], note
+
+
+def gradients(form: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> object:
+    return torch.autograd.grad(form(*inputs), inputs, upstream)
+
+
+PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "step": step,
+    "short": short,
+    "linformer": linformer,
+    "local": local,
+    "model": model,
+    "tokens": tokens,
+    "neighbour": neighbour,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    options = parser.parse_args()
+    for part in options.only.split(","):
+        torch.set_num_threads(options.threads)
+        for what, seconds, note in PARTS[part](options.repeats):
+            print(f"{what:45} {seconds * 1e3:10.3f} ms   {note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

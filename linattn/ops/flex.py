@@ -1,0 +1,84 @@
+"""The window as one kernel of PyTorch's FlexAttention, on GPUs. It is told which blocks of queries see which blocks of
+keys, and asks for single pairs only where a block is seen in part. Dong et al., https://arxiv.org/abs/2412.05496"""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from linattn.ops.local import Window
+
+# of queries and of keys; the kernel's own, of which it may take parts
+BLOCK = 128
+
+
+def unsupported(q: Tensor, v: Tensor) -> str | None:
+    """Why the kernel cannot, or should not, run."""
+    if q.device.type != "cuda":
+        return f"needs CUDA tensors, but they are on {q.device}"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"takes float32, bfloat16 and float16, but q is {q.dtype}"
+    if not 16 <= min(q.shape[-1], v.shape[-1]) <= max(q.shape[-1], v.shape[-1]) <= 256:
+        return f"takes 16 to 256 channels, but q is {tuple(q.shape)} and v {tuple(v.shape)}"
+    if q.shape[-2] <= BLOCK or q.numel() == 0:
+        return f"is for sequences longer than {BLOCK}, but q is {tuple(q.shape)}"
+    return None
+
+
+def flex_window(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    /,
+    *,
+    window: "Window",
+    real: Bool[Tensor, "#b #hk n"] | None = None,
+) -> Float[Tensor, "b h n dv"]:
+    """`local_attention` of packed tokens, of which some are not real: those see only themselves."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if real is None else real.shape[1]
+    # as tensors, so that another window compiles nothing anew
+    i = torch.arange(n, dtype=torch.int32, device=q.device)
+    first, last = window.first(i), window.last(i)
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visible = (j >= first[i]) & (j <= last[i])
+        return visible if real is None else visible & (real[b, h // group if heads > 1 else 0, j] | (i == j))
+
+    some, whole = visible_blocks(n, window, q.device)
+    if real is not None:
+        # what is not real may be anywhere
+        some, whole = some | whole, torch.zeros_like(whole)
+    mask = BlockMask.from_kv_blocks(
+        *_listed(some), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n)
+    )
+    return _kernel(q.device.type)(q, k, v, block_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=group > 1)
+
+
+def visible_blocks(n: int, window: "Window", device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
+    """Which blocks of keys a block of queries sees in part, and which as a whole."""
+    first = torch.arange(0, n, BLOCK, device=device)
+    last = (first + BLOCK).clamp(max=n) - 1
+    (i0, i1), (j0, j1) = (first[:, None], last[:, None]), (first, last)
+    # both ends of what a query sees move on with the query
+    seen = (j1 >= window.first(i0)) & (j0 <= window.last(i1))
+    whole = (j0 >= window.first(i1)) & (j1 <= window.last(i0))
+    return seen & ~whole, whole
+
+
+def _listed(blocks: Bool[Tensor, "c c"]) -> tuple[Tensor, Tensor]:
+    """How many of each row, and their columns, those first: (1 1 c) and (1 1 c c)."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
+
+
+@cache
+def _kernel(device: str) -> Any:
+    """Uncompiled, as on a CPU, it computes every similarity: for tests."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if device == "cuda" else flex_attention
