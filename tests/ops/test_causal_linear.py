@@ -83,7 +83,7 @@ def test_agrees_with_the_formula(backend: str, normalize: str | None, blindspot:
     assert_close(y, definition(q, k, v, blindspot=blindspot, **options))
 
 
-def everything(backend: str, n: int, **options: Any) -> list[Tensor]:
+def everything(backend: str, n: int, *, decayed: bool = True, **options: Any) -> list[Tensor]:
     """Outputs, states and gradients of all that has one, for one set of inputs."""
     torch.manual_seed(n)
     q, k, v = tokens(n, positive=options.get("feature_map", "identity") == "identity")
@@ -92,7 +92,8 @@ def everything(backend: str, n: int, **options: Any) -> list[Tensor]:
     state = LinearState(torch.randn(2, 3, 5, 3, dtype=q.dtype), torch.rand(2, 3, 5, dtype=q.dtype) + 1)
     leaves = [x.requires_grad_() for x in (q, k, v, log_decay, state.S, state.z)]
     mask = laws.masks(n)["holes"]
-    y, after = run(q, k, v, state, backend=backend, log_decay=log_decay, key_mask=mask, **options)
+    options["log_decay"] = log_decay if decayed else None
+    y, after = run(q, k, v, state, backend=backend, key_mask=mask, **options)
     results = [y, after.S, after.z]
     loss = torch.stack([(x * torch.randn_like(x)).sum() for x in results]).sum()
     return [*results, *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)]
@@ -110,6 +111,15 @@ def test_outputs_states_and_gradients_agree_with_the_definition(
     options = {"normalize": normalize, "feature_map": feature_map}
     for ours, theirs in zip(everything(backend, n, **options), everything("reference", n, **options), strict=True):
         assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@every_normalization
+@pytest.mark.parametrize("n", LENGTHS)
+def test_without_decay_it_agrees_with_the_definition_too(normalize: str | None, n: int) -> None:
+    options = {"normalize": normalize, "feature_map": "elu_plus_one", "decayed": False}
+    expected = everything("reference", n, **options)
+    for x, y in zip(everything("chunked", n, **options), expected, strict=True):
+        assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("blindspot", [2, 7, 64, 100])
