@@ -18,8 +18,8 @@ def rotate(
 
 def turns(
     positions: Int[Tensor, "*b n"], channels: int, dtype: torch.dtype, /, *, base: float = 10000.0
-) -> tuple[Float[Tensor, "*b n half"], Float[Tensor, "*b n half"]]:
-    """Cosines and sines of the angles, which queries and keys of the same places share."""
+) -> tuple[Float[Tensor, "*b n even"], Float[Tensor, "*b n even"]]:
+    """[cos, cos] and [−sin, sin] of the angles, which queries and keys of the same places share."""
     half = channels // 2
     # in float64 and less than a turn: a float32 product is a tenth of a radian off at the millionth token
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
@@ -27,14 +27,15 @@ def turns(
     angles = (positions.unsqueeze(-1) * base ** (-channel / max(half, 1))).remainder(2 * torch.pi)
     if dtype != torch.float64:
         angles = angles.float()
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def turn(
-    x: Float[Tensor, "*b n d"], cos: Float[Tensor, "*#b n half"], sin: Float[Tensor, "*#b n half"], /
+    x: Float[Tensor, "*b n d"], cos: Float[Tensor, "*#b n even"], sin: Float[Tensor, "*#b n even"], /
 ) -> Float[Tensor, "*b n d"]:
-    """`rotate`, by angles that are known."""
-    half = cos.shape[-1]
-    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+    """`rotate`, by angles that are known: [l cos − r sin, r cos + l sin] of the halves l and r."""
+    even = cos.shape[-1]
+    turned, rest = x[..., :even].to(cos.dtype), x[..., even:]
+    turned = torch.addcmul(turned * cos, turned.roll(even // 2, -1), sin).to(x.dtype)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
