@@ -1,6 +1,7 @@
 """The window as one kernel of PyTorch's FlexAttention, on GPUs. It is told which blocks of queries see which blocks of
 keys, and asks for single pairs only where a block is seen in part. Dong et al., https://arxiv.org/abs/2412.05496"""
 
+import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
 
 # of queries and of keys; the kernel's own, of which it may take parts
 BLOCK = 128
+_COMPILES = importlib.util.find_spec("triton") is not None
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot, or should not, run."""
     if q.device.type != "cuda":
         return f"needs CUDA tensors, but they are on {q.device}"
+    if not _COMPILES:
+        return "needs the package triton, which is not installed"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes float32, bfloat16 and float16, but q is {q.dtype}"
     if not 16 <= min(q.shape[-1], v.shape[-1]) <= max(q.shape[-1], v.shape[-1]) <= 256:
