@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,14 @@ def _performer_efficient(shape: Shape) -> Attention:
 def _linear_attention_transformer(shape: Shape) -> Attention:
     from linear_attention_transformer import linear_attention_transformer as package
 
-    return package.causal_linear_attn if shape.causal else package.linear_attn
+    # a query sees all keys up to its own, as ours do
+    return partial(package.causal_linear_attn, bucket_size=1) if shape.causal else package.linear_attn
+
+
+def _blindspot(shape: Shape) -> Attention:
+    from linear_attention_transformer import linear_attention_transformer as package
+
+    return partial(package.causal_linear_attn, bucket_size=64)
 
 
 def _local_attention(shape: Shape) -> Attention:
@@ -83,6 +91,10 @@ PEERS: dict[str, Peer] = {
     "performer-pytorch": Peer("performer_pytorch", _performer, "favor"),
     "performer-pytorch (efficient)": Peer("performer_pytorch", _performer_efficient, "efficient"),
     "linear-attention-transformer": Peer("linear_attention_transformer", _linear_attention_transformer, "efficient"),
+    # its queries see none of the last 64 keys
+    "linear-attention-transformer (blindspot)": Peer(
+        "linear_attention_transformer", _blindspot, "efficient", causal=True
+    ),
     "local-attention": Peer("local_attention", _local_attention, "local"),
     "linformer package": Peer("linformer", _linformer, "linformer", causal=False),
 }

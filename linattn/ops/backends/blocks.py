@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 class Block(NamedTuple):
     """Features and values of one block in the accumulation dtype. Its c chunks of b sequences stand one after another
     in memory, so that every product is one of three-dimensional batches: k (cb C f), v (cb C dv), and q (cb gC f) with
-    the g queries that share a key."""
+    the g queries that share a key. `blind`: a blindspot hides every key of a query's own chunk."""
 
     q: Tensor
     k: Tensor
@@ -50,6 +50,7 @@ class Block(NamedTuple):
     missing: Tensor | None
     visible: Tensor | None
     decay: Decay | None
+    blind: bool
 
 
 def rows_of(x: Tensor, rows: slice) -> Tensor:
@@ -58,12 +59,13 @@ def rows_of(x: Tensor, rows: slice) -> Tensor:
 
 
 def chunk_length(call: CausalCall) -> int:
-    """Half the shorter side of a state, as a power of two from 16 to 64; with a blindspot, a multiple of its blocks."""
+    """Half the shorter side of a state, as a power of two from 16 to 64; with a blindspot, one of its blocks, or more
+    of them if they are short."""
     length = SHORTEST
     while length < min(LONGEST, min(call.S.shape[-2:]) / 2):
         length *= 2
     if call.blindspot > 1:
-        return call.blindspot * max(1, length // call.blindspot)
+        return call.blindspot if call.blindspot >= SHORTEST else call.blindspot * (length // call.blindspot)
     return min(length, max(1, call.q.shape[-2]))
 
 
@@ -151,7 +153,8 @@ def load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
         log_decay = chunks(call.log_decay, tile).to(k.dtype).reshape(-1, tile.chunk)
         decay = decay_weights(log_decay, visible, tile.sequences)
     # the lower triangle has an operation of its own, faster than a mask
-    return Block(q, k, v, tile.sequences, nonnegative, missing, visible if call.blindspot > 1 else None, decay)
+    visible, blind = (visible, tile.chunk <= call.blindspot) if call.blindspot > 1 else (None, False)
+    return Block(q, k, v, tile.sequences, nonnegative, missing, visible, decay, blind)
 
 
 def dot_of_queries(x: Tensor, y: Tensor, tile: Tile, room: Workspace) -> Tensor:

@@ -111,14 +111,17 @@ def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends
     return ends
 
 
-def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, block: Block, room: Workspace) -> Tensor:
-    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, room))
+def _denominator(A: Tensor | None, q_in: Tensor, z_in: Tensor, block: Block, room: Workspace) -> Tensor:
+    total = _dot(q_in, z_in, room)
+    if A is not None:
+        total = A.sum(-1, keepdim=True).add_(total)
     return infinite_if_none(total, nonnegative=block.nonnegative)
 
 
 def _key_sums(block: Block, z_in: Tensor) -> Tensor:
     """z_i, the sum of the keys that each query sees, (cb C f)."""
-    return _weights(block) @ block.k + _since(z_in.expand_as(block.k), block)
+    before = _since(z_in.expand_as(block.k), block)
+    return before if block.blind else before + _weights(block) @ block.k
 
 
 def _over_key_sums(x: Tensor, total: Tensor, block: Block) -> Tensor:
@@ -129,13 +132,18 @@ def _product(a: Tensor, b: Tensor, room: Workspace, name: str) -> Tensor:
     return room(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
 
 
+def _similarities(q: Tensor, block: Block, room: Workspace) -> Tensor | None:
+    """A = q kᵀ ∘ D; None where no query sees a key of its own chunk."""
+    return None if block.blind else _weigh(_product(q, block.k.mT, room, "A"), block)
+
+
 def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -> Tensor:
     """(cb gC dv)"""
     (S_in, z_in), q = ends.before(), block.q
     if normalize == "keys":
         q = _over_key_sums(q, _key_sums(block, z_in), block)
-    A, q_in = _weigh(_product(q, block.k.mT, room, "A"), block), _since(q, block)
-    y = _product(A, block.v, room, "y").baddbmm_(q_in, S_in)
+    A, q_in = _similarities(q, block, room), _since(q, block)
+    y = _product(q_in, S_in, room, "y") if A is None else _product(A, block.v, room, "y").baddbmm_(q_in, S_in)
     return y.div_(_denominator(A, q_in, z_in, block, room)) if normalize == "output" else y
 
 
@@ -182,11 +190,12 @@ class Gradients(NamedTuple):
 
 class Shared(NamedTuple):
     """What the gradients of keys take from those of queries: N's (cb gC dv), those of D ∘ qkᵀ and that itself
-    (cb gC C), queries as they were multiplied, and as they met the state, and each chunk's share in z's."""
+    (cb gC C; None where there is none), queries as they were multiplied, and as they met the state, and each chunk's
+    share in z's."""
 
     dN: Tensor
-    G: Tensor
-    A: Tensor
+    G: Tensor | None
+    A: Tensor | None
     q: Tensor
     q_in: Tensor
     dz: Tensor | None
@@ -203,17 +212,20 @@ def _to_queries(
     if normalize == "keys":
         total = _key_sums(block, z_in)
         q = _over_key_sums(q, total, block)
-    A, q_in = _weigh(_product(q, k.mT, room, "A"), block), _since(q, block)
+    A, q_in = _similarities(q, block, room), _since(q, block)
     dN, dd = of_queries(dy, tile, room, "y"), None
     if normalize == "output":
         d = _denominator(A, q_in, z_in, block, room)
         dN, dd = dN.div_(d), -dot_of_queries(dy, y, tile, room) / d
-    dq, G = _product(dN, S_in.mT, room, "dq"), _product(dN, block.v.mT, room, "G")
+    dq, G = _product(dN, S_in.mT, room, "dq"), None if A is None else _product(dN, block.v.mT, room, "G")
     if dd is not None:
         dq.addcmul_(dd, z_in)
-        G.add_(dd)
+        if G is not None:
+            G.add_(dd)
         dz = torch.mul(q_in, dd, out=room.scratch(q_in)).sum(1, keepdim=True)
-    dq = _since(dq, block).baddbmm_(_weigh(G, block), k)
+    dq = _since(dq, block)
+    if G is not None:
+        dq.baddbmm_(_weigh(G, block), k)
     if total is not None:
         dtotal = -divide(_per_group(dq * q, block).sum(1), total)
         dz = _since(dtotal, block).sum(1, keepdim=True)
@@ -241,10 +253,13 @@ def _to_keys(
     dz.zero_() if past.dz is None else dz.copy_(past.dz)
     _accumulate(ends, block, reverse=True)
     dS, dz = ends.after()
-    dv = _product(past.A.mT, past.dN, room, "dv").baddbmm_(_until(k, block), dS)
+    dv, dk = _product(_until(k, block), dS, room, "dv"), _product(_until(v, block), dS.mT, room, "dk")
+    if past.A is not None and past.G is not None:
+        dv.baddbmm_(past.A.mT, past.dN)
+        dk.baddbmm_(past.G.mT, past.q)
     write_keys(into.v, tile, dv, block, call)
-    dk = _product(past.G.mT, past.q, room, "dk").baddbmm_(_until(v, block), dS.mT).add_(_until(dz, block))
-    if past.dtotal is not None:
+    dk.add_(_until(dz, block))
+    if past.dtotal is not None and not block.blind:
         dk.baddbmm_(_weights(block).mT, past.dtotal)
     if into.log_weight is not None:
         # D's own gradient follows from q·dq and k·dk
