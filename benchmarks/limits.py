@@ -5,7 +5,8 @@
 tokens: a token's cost, at 1,048,576 tokens and at 4,096. neighbour: two threads, while another process holds a core.
 linformer, local: attention, and its matrix products alone. model: a generated token of 12 layers, 512 wide, and the
 products of its weights with one vector. step: a token of the operator alone. short: gradients of small shapes,
-beside torch's fused softmax attention and the masked matrix of all similarities."""
+beside torch's fused softmax attention and the masked matrix of all similarities. long: gradients and prompts of
+the default language model, and of the same with softmax."""
 
 import argparse
 import multiprocessing
@@ -23,6 +24,8 @@ from linattn.attention import LearnedProjection, LinformerAttention
 from linattn.cli.bench.cells import Call
 from linattn.cli.bench.timing import alternate
 from linattn.models import LanguageModel, LanguageModelConfig
+from linattn.models.generation import stream
+from linattn.models.loss import next_token_loss
 from linattn.ops import causal_linear_attention
 from linattn.ops.local import Window, local_attention
 
@@ -160,12 +163,40 @@ def gradients(form: Callable[..., Tensor], inputs: list[Tensor], upstream: Tenso
     return torch.autograd.grad(form(*inputs), inputs, upstream)
 
 
+def long(repeats: int) -> Iterator[Row]:
+    """Once each, after a short one: softmax takes minutes."""
+    for n in (16_384, 65_536):
+        for attention in ("elu", "local+elu", "softmax"):
+            model = LanguageModel(LanguageModelConfig(vocab_size=257, attention=attention))
+            if (n, attention) != (65_536, "softmax"):
+                yield once(f"a step of training on {n:,} tokens, {attention}", partial(train, model), n)
+            yield once(f"a prompt of {n:,} tokens, {attention}", partial(read, model.eval()), n)
+
+
+def once(what: str, call: Callable[[Tensor], object], n: int) -> Row:
+    tokens = torch.randint(257, (1, n))
+    call(tokens[:, :256])
+    started = time.perf_counter()
+    call(tokens)
+    seconds = time.perf_counter() - started
+    return what, seconds, f"{n / seconds:,.0f} tokens a second"
+
+
+def train(model: LanguageModel, tokens: Tensor) -> None:
+    next_token_loss(model(tokens[:, :-1]), tokens).backward()
+
+
+def read(model: LanguageModel, tokens: Tensor) -> object:
+    return next(stream(model, tokens, max_new_tokens=1))
+
+
 PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "step": step,
     "short": short,
     "linformer": linformer,
     "local": local,
     "model": model,
+    "long": long,
     "tokens": tokens,
     "neighbour": neighbour,
 }
