@@ -1,5 +1,6 @@
 """Queries, keys and values of every layer of a trained model, as its softmax attention gets them."""
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,16 @@ class Captured(NamedTuple):
 def load(path: Path) -> nn.Module:
     """A folder of `linattn train` (it has a config.json), or one of `examples.talk.masked`."""
     return LanguageModel.load(path) if (path / "config.json").exists() else masked.load(path)
+
+
+def parser(description: str | None, *, model: str, count: int) -> argparse.ArgumentParser:
+    """What every page takes that looks into a trained model."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("model", type=Path, help=model)
+    options.add_argument("--data", type=Path, required=True, help="the text")
+    options.add_argument("--texts", type=int, default=count, help=f"windows of it ({count})")
+    options.add_argument("--out", type=Path, required=True, help="the picture")
+    return options
 
 
 def untrained(model: nn.Module, *, seed: int = 0) -> nn.Module:

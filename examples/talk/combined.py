@@ -3,7 +3,6 @@
 python -m examples.talk.masked --data input.txt --out runs/masked
 python -m examples.talk.combined runs/masked --data input.txt --out docs/talk-combined.svg"""
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.learning.run import read
 from examples.talk import lookup
-from examples.talk.captured import capture, load, texts
+from examples.talk.captured import capture, load, parser, texts
 from examples.talk.combining import FeaturesOfProjected, ProjectedFeatures
 from examples.talk.pictures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, panels, save, tidy
 from linattn import (
@@ -235,13 +234,9 @@ def report_runs(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder of examples.talk.masked")
-    parser.add_argument("--data", type=Path, required=True, help="the text")
-    parser.add_argument("--lookup", type=Path, required=True, help="the runs of examples.talk.lookup")
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
-    options = parser.parse_args(arguments)
+    line = parser(__doc__, model="a folder of examples.talk.masked", count=4)
+    line.add_argument("--lookup", type=Path, required=True, help="the runs of examples.talk.lookup")
+    options = line.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = load(options.model)

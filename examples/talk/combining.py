@@ -11,12 +11,8 @@ from linattn import FeatureMap, InnerAttention, LinearAttention, SequenceProject
 from linattn.ops.backends.base import divide
 
 
-@final
-class ProjectedFeatures(InnerAttention):
-    """y_i = φ(q_i) (E φ(K))ᵀ (F V) / φ(q_i)·Σ_j φ(k_j), the talk's own proposal; F = E unless it is given.
-
-    With one matrix for both it is linear attention with EᵀE between keys and values, so its weights may be negative,
-    and their rows sum to one only on average over Gaussian E."""
+class Combination(InnerAttention):
+    """A feature map and Linformer's projections of keys and values, E and F; F = E unless it is given."""
 
     causal = False
 
@@ -29,6 +25,14 @@ class ProjectedFeatures(InnerAttention):
         super().__init__()
         self.feature_map, self.key_projection = feature_map, key_projection
         self.value_projection = key_projection if value_projection is None else value_projection
+
+
+@final
+class ProjectedFeatures(Combination):
+    """y_i = φ(q_i) (E φ(K))ᵀ (F V) / φ(q_i)·Σ_j φ(k_j), the talk's own proposal; F = E unless it is given.
+
+    With one matrix for both it is linear attention with EᵀE between keys and values, so its weights may be negative,
+    and their rows sum to one only on average over Gaussian E."""
 
     def forward(
         self,
@@ -46,22 +50,10 @@ class ProjectedFeatures(InnerAttention):
 
 
 @final
-class FeaturesOfProjected(InnerAttention):
+class FeaturesOfProjected(Combination):
     """y_i = φ(q_i) φ(E K)ᵀ (F V) / φ(q_i)·Σ_r φ(E K)_r: linear attention to Linformer's r keys; F = E unless given.
 
     Its weights over the r projected tokens are those of a kernel: never negative, and their rows sum to one."""
-
-    causal = False
-
-    def __init__(
-        self,
-        feature_map: FeatureMap,
-        key_projection: SequenceProjection,
-        value_projection: SequenceProjection | None = None,
-    ):
-        super().__init__()
-        self.inner, self.key_projection = LinearAttention(feature_map), key_projection
-        self.value_projection = key_projection if value_projection is None else value_projection
 
     def forward(
         self,
@@ -73,4 +65,4 @@ class FeaturesOfProjected(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         projected, present = self.key_projection(k, key_mask=key_mask)
         values, _ = self.value_projection(v, key_mask=key_mask)
-        return self.inner(q, projected, values, key_mask=present)
+        return LinearAttention(self.feature_map)(q, projected, values, key_mask=present)

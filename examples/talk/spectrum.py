@@ -4,7 +4,6 @@ Wang et al., Linformer, https://arxiv.org/abs/2006.04768, figure 1
     linattn train input.txt --attention softmax --convolution 0 --dim 128 --batch 8 --minutes 3 --out runs/causal
     python -m examples.talk.spectrum runs/causal --data input.txt --out docs/talk-spectrum-causal.svg"""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from examples.talk.captured import capture, load, texts, untrained
+from examples.talk.captured import capture, load, parser, texts, untrained
 from examples.talk.pictures import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, panels, save, tidy
 
 # the paper's heat map is of the 128th of 512 singular values: a quarter
@@ -86,12 +85,8 @@ def report(name: str, curves: Tensor) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder of linattn train or of examples.talk.masked")
-    parser.add_argument("--data", type=Path, required=True, help="the text")
-    parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
-    options = parser.parse_args(arguments)
+    folder = "a folder of linattn train or of examples.talk.masked"
+    options = parser(__doc__, model=folder, count=16).parse_args(arguments)
     model = load(options.model)
     tokens = texts(model, options.data, options.texts)
     trained, before = spectra(model, tokens), spectra(untrained(model), tokens)

@@ -6,7 +6,6 @@ Wang et al., https://arxiv.org/abs/2006.04768, section 3 and appendix A
 The theorem promises ‖P RᵀR v − P v‖ ≤ ε ‖P v‖ with high probability for k = 5 ln n / (ε² − ε³). Its lemma bounds the
 error of an inner product x·y by ε |x·y|, but the mean square of that error is (‖x‖²‖y‖² + (x·y)²) / k."""
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from examples.talk.captured import Captured, capture, load, texts
+from examples.talk.captured import Captured, capture, load, parser, texts
 from examples.talk.pictures import BLACK, BLUE, GREEN, ORANGE, panels, save, tidy
 
 RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -162,12 +161,7 @@ def report(found: dict[str, list[Tensor]], ranks: Sequence[int], needed: list[Te
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder of examples.talk.masked")
-    parser.add_argument("--data", type=Path, required=True, help="the text")
-    parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__, model="a folder of examples.talk.masked", count=4).parse_args(arguments)
     model = load(options.model)
     tokens = texts(model, options.data, options.texts)
     found, needed = errors(capture(model, tokens), RANKS), ranks_needed(model, tokens, LENGTHS)

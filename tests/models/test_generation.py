@@ -26,6 +26,17 @@ def test_a_token_is_the_likeliest_after_all_those_before_it(options):
     assert new == logits[0, 2:].argmax(-1).tolist()
 
 
+@every_model
+def test_a_model_that_has_written_can_learn(options):
+    """Nothing of the mode without gradients that it wrote in stays behind, in it or in the state it was given."""
+    model = small_model(options)
+    _, state = model.extend(torch.tensor(PROMPTS[1:2]))
+    generate(model, [[4, 2]], max_new_tokens=3, state=state)
+    y, _ = model.extend(torch.tensor([[4, 2]]), state)
+    (y.square().sum() + model(torch.tensor([[4, 2]])).square().sum()).backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("piece", [1, 4, 5, 13])
 def test_prompts_are_read_in_pieces(monkeypatch, piece):
     model = small_model(elu)

@@ -23,6 +23,7 @@ from linattn.compat.performer_pytorch import (
     orthogonal_matrix_chunk,
     softmax_kernel,
 )
+from linattn.feature_maps import RandomProjection
 
 
 def heads(n: int = 100) -> list[torch.Tensor]:
@@ -115,7 +116,13 @@ def test_performer():
     x, mask = torch.randn(1, 200, 64), torch.ones(1, 200, dtype=torch.bool)
     model = Performer(64, 2, 4, 16, (0, 2), 64, True, 4, None, 1000, True, 2, False, nn.ReLU(), True)
     model(x, mask=mask).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
     model.fix_projection_matrices_()
+    rows = [module.rows.clone() for module in model.modules() if isinstance(module, RandomProjection)]
+    for _ in range(3):
+        model(x, mask=mask)
+    assert rows and all(map(torch.equal, rows, (m.rows for m in model.modules() if isinstance(m, RandomProjection))))
 
 
 def test_performer_lm():

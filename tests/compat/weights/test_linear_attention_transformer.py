@@ -171,5 +171,7 @@ def test_product_keys_cannot_be_carried_over():
 
 def test_our_settings_are_as_good():
     config = SIZE | {"linformer_settings": LinformerSettings(k=5)}
-    old, _ = old_language_model({"linformer_settings": {"k": 5}})
-    weights.load(LinearAttentionTransformerLM, config, old.state_dict())
+    old, theirs = old_language_model({"linformer_settings": {"k": 5}})
+    mine, same = (weights.load(LinearAttentionTransformerLM, each, old.state_dict()) for each in (config, theirs))
+    x = torch.randint(19, (2, 48))
+    assert torch.equal(mine.eval()(x), same.eval()(x))
