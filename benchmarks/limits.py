@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
+from linear_operator import ATTENTIONS, CHANNELS, ELU, HEADS, forward, inputs, training
+from linear_operator import step as one_step
 from torch import Tensor
 from torch.nn.functional import elu as elu_map
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -26,30 +28,10 @@ from linattn.cli.bench.timing import alternate
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
-from linattn.ops import causal_linear_attention
 from linattn.ops.local import Window, local_attention
 
-HEADS, CHANNELS = 8, 64
 Row = tuple[str, float, str]
-
-
-def made(n: int, count: int = 3) -> list[Tensor]:
-    return [torch.randn(1, HEADS, n, CHANNELS) for _ in range(count)]
-
-
-def elu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return causal_linear_attention(q, k, v, feature_map="elu_plus_one")[0]
-
-
-def training(n: int) -> Call:
-    *inputs, upstream = made(n, 4)
-    inputs = [x.requires_grad_() for x in inputs]
-    return lambda: gradients(elu, inputs, upstream)
-
-
-def forward(n: int) -> Call:
-    inputs = made(n)
-    return lambda: elu(*inputs)
+elu = ATTENTIONS[ELU]
 
 
 def medians(calls: Mapping[str, Call], repeats: int, warm: float = 0.5) -> dict[str, float]:
@@ -64,7 +46,7 @@ def compared(what: str, ours: Call, limit: Call, repeats: int) -> Row:
 
 def tokens(repeats: int) -> Iterator[Row]:
     long, short = 2**20, 2**12
-    found = medians({"long": forward(long), "short": forward(short)}, repeats)
+    found = medians({"long": forward(elu, long), "short": forward(elu, short)}, repeats)
     ratio = found["long"] / long / (found["short"] / short)
     yield f"forward of {long:,} tokens", found["long"], f"a token takes {ratio:.2f} × of what it does in {short:,}"
 
@@ -77,7 +59,7 @@ def hold_a_core() -> None:
 def neighbour(repeats: int) -> Iterator[Row]:
     torch.set_num_threads(2)
     for name, make in (("forward", forward), ("forward and backward", training)):
-        call = make(4096)
+        call = make(elu, 4096)
         alone = medians({name: call}, repeats)[name]
         process = multiprocessing.get_context("spawn").Process(target=hold_a_core, daemon=True)
         process.start()
@@ -89,7 +71,7 @@ def neighbour(repeats: int) -> Iterator[Row]:
 
 
 def linformer(repeats: int, n: int = 4096, r: int = 128) -> Iterator[Row]:
-    inner, (q, k, v) = LinformerAttention(LearnedProjection(n, r)).eval(), made(n)
+    inner, (q, k, v) = LinformerAttention(LearnedProjection(n, r)).eval(), inputs(n)
     E, A, kr = torch.randn(r, n), torch.randn(1, HEADS, n, r), torch.randn(1, HEADS, CHANNELS, r)
 
     @torch.no_grad()
@@ -106,7 +88,7 @@ def local(repeats: int) -> Iterator[Row]:
 
 
 def one_window(window: Window, repeats: int, n: int = 4096) -> Row:
-    q, k, v = made(n)
+    q, k, v = inputs(n)
     rows, seen = window.block, window.block + window.reach
     shapes = (rows, CHANNELS), (CHANNELS, seen), (rows, seen)
     a, b, c = (torch.randn(HEADS * n // rows, *shape) for shape in shapes)
@@ -131,14 +113,9 @@ def one_model(attention: str, repeats: int) -> Row:
 
 
 def step(repeats: int) -> Iterator[Row]:
-    q, k, v = made(1)
-    _, state = causal_linear_attention(q, k, v, feature_map="elu_plus_one")
-
-    def call() -> object:
-        return causal_linear_attention(q, k, v, state, feature_map="elu_plus_one")
-
+    call = one_step()
     yield "a token of the operator", medians({"step": call}, repeats)["step"], ""
-    yield "the same in inference mode", medians({"step": torch.inference_mode()(lambda: call())}, repeats)["step"], ""
+    yield "the same in inference mode", medians({"step": torch.inference_mode()(call)}, repeats)["step"], ""
 
 
 SHORT = ((12, 4, 64, 32), (64, 4, 64, 16), (64, 1, 128, 64), (1, 8, 64, 64), (1, 8, 256, 64), (1, 8, 512, 64))
@@ -152,15 +129,15 @@ def matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def short(repeats: int) -> Iterator[Row]:
     forms = {"ours": elu, "softmax": partial(scaled_dot_product_attention, is_causal=True), "matrix": matrix}
     for shape in SHORT:
-        inputs, upstream = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
-        train = {name: partial(gradients, form, inputs, upstream) for name, form in forms.items()}
+        leaves, upstream = [torch.randn(shape, requires_grad=True) for _ in range(3)], torch.randn(shape)
+        train = {name: partial(gradients, form, leaves, upstream) for name, form in forms.items()}
         found = medians(train, repeats)
         note = f"softmax {found['softmax'] * 1e3:.2f} ms, the matrix {found['matrix'] * 1e3:.2f} ms"
         yield f"batch, heads, n, d = {shape}", found["ours"], note
 
 
-def gradients(form: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> object:
-    return torch.autograd.grad(form(*inputs), inputs, upstream)
+def gradients(form: Callable[..., Tensor], leaves: list[Tensor], upstream: Tensor) -> object:
+    return torch.autograd.grad(form(*leaves), leaves, upstream)
 
 
 def long(repeats: int) -> Iterator[Row]:
