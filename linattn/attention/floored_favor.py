@@ -74,7 +74,8 @@ class FlooredFavorAttention(InnerAttention):
     def ask(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
         features = self._queries(q, summary.floor.shape[1])
         y = ask(features, summary.features, normalize=None)
-        return self._with_floor(y, features, summary.floor.unsqueeze(-2), summary.largest).to(q.dtype)
+        largest = _shown(summary.largest)
+        return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 
     def extend(
         self,
@@ -99,11 +100,11 @@ class FlooredFavorAttention(InnerAttention):
             (keys.exponent - top.unsqueeze(-1)).exp().unsqueeze(2),
             keys.values.unsqueeze(2),
             past,
-            log_decay=log_decay.unsqueeze(2),
+            log_decay=None if log_decay is None else log_decay.unsqueeze(2),
             normalize=None,
         )
         floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
-        y = self._with_floor(y, features, floors[..., 1:, :], largest[..., 1:])
+        y = self._with_floor(y, features, floors[..., 1:, :], _shown(largest[..., 1:]) - top)
         # copies, as views would keep the whole sequence alive in a state of constant size
         state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
         return y.to(v.dtype), state
@@ -128,10 +129,9 @@ class FlooredFavorAttention(InnerAttention):
         projected = self.feature_map.projection(x)
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
-    def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, largest: Tensor) -> Tensor:
-        """`y` has the sums of [v, 1] relative to exp(largest), and of this no gradient; the floor brings it."""
-        largest = _shown(largest)
-        weight = self.epsilon * features.sum(-1) * (largest - largest.detach()).exp().unsqueeze(2)
+    def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
+        """`y` has the sums of [v, 1] over what they are relative to; the floor's size, exp(log_floor), is so too."""
+        weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)
 

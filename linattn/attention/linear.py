@@ -14,6 +14,7 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import pack_heads
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.scale import running_scale
@@ -25,6 +26,26 @@ class LinearAttentionState(NamedTuple):
 
     sums: LinearState | RaggedState
     log_scale: Float[Tensor, "b hk 1"] | None
+
+
+class _Keys(NamedTuple):
+    """Features function(value) · exp(log_scale), (b hk 1 n f) and (b hk 1 n) or None. `size` is the logarithm of each
+    token's largest, −inf where it is missing; None: they are in range by themselves."""
+
+    value: Tensor
+    log_scale: Tensor | None
+    function: str
+    size: Tensor | None
+
+    def relative_to(self, top: Tensor | None) -> Tensor:
+        """What the function is to be applied to, for features divided by exp(top)."""
+        if top is None:
+            return self.value
+        if self.function == "exp":
+            shift = top if self.log_scale is None else top - self.log_scale
+            return self.value - shift.unsqueeze(-1)
+        # in the scale's dtype, at least float32, as the scale may be small
+        return self.value if self.log_scale is None else self.value * (self.log_scale - top).exp().unsqueeze(-1)
 
 
 @final
@@ -75,20 +96,19 @@ class LinearAttention(InnerAttention):
     ) -> LinearAttentionState:
         """S and z, of constant size."""
         self.check_not_causal()
-        (features, k_scale, name), key_mask, top = self._keys(k), _for_groups(key_mask), None
-        if k_scale is not None:
-            k_scale = _of_present(k_scale, key_mask)
+        key_mask, top = _for_groups(key_mask), None
+        keys = self._keys(k, key_mask)
+        if keys.size is not None:
             # −inf where there is no key, of a length of zero too
-            top = F.pad(k_scale.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True)
+            top = F.pad(keys.size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
             top = top.masked_fill(top == -torch.inf, 0)
-            features = _scaled(features, k_scale - top)
-        sums = summarize(features, v.unsqueeze(2), key_mask=key_mask, feature_map=name)
+        sums = summarize(keys.relative_to(top), v.unsqueeze(2), key_mask=key_mask, feature_map=keys.function)
         return LinearAttentionState(sums, top)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
         assert isinstance(summary.sums, LinearState)
-        features, q_scale, name = self._queries(q, summary.sums.z.shape[1])
-        y = ask(features, summary.sums, normalize=self.normalize, feature_map=name)
+        features, q_scale, function = self._queries(q, summary.sums.z.shape[1])
+        y = ask(features, summary.sums, normalize=self.normalize, feature_map=function)
         return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
@@ -128,41 +148,61 @@ class LinearAttention(InnerAttention):
         key_mask: Tensor | None,
         attend: Callable[..., tuple[Tensor, LinearState | RaggedState]],
     ) -> tuple[Tensor, LinearAttentionState]:
-        q_features, q_scale, name = self._queries(q, k.shape[1])
-        features, k_scale, _ = self._keys(k)
-        top, log_scale = None, None
+        features, q_scale, function = self._queries(q, k.shape[1])
+        keys, top, log_scale = self._keys(k, key_mask), None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
-        if k_scale is not None:
-            k_scale = _of_present(k_scale, key_mask)
+        if keys.size is not None:
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale
-            top, log_decay, log_scale = running_scale(k_scale, log_decay, start)
-            features = _scaled(features, k_scale - top)
+            top, log_decay, log_scale = running_scale(keys.size, log_decay, start)
         past = None if state is None else state.sums
-        y, sums = attend(q_features, features, v.unsqueeze(2), past, log_decay=log_decay, feature_map=name)
-        return self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype), LinearAttentionState(sums, log_scale)
+        y, sums = attend(
+            features, keys.relative_to(top), v.unsqueeze(2), past, log_decay=log_decay, feature_map=function
+        )
+        y = self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype)
+        return y, LinearAttentionState(sums, log_scale)
 
     def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
-        """Features (b hk g n f), their scale, and the operator's name for φ. Maps are applied while heads are split
-        once, as they may have weights for each head; then queries are grouped by key head."""
+        """What the operator's function is to be applied to (b hk g n f), and the logarithm of what is left out. Maps
+        are applied while heads are split once, as they may have weights for each head; then queries are grouped."""
         if self.feature_map.elementwise is not None:
             return group_queries(q, num_key_heads), None, self.feature_map.elementwise
-        q, scale = self.feature_map.scaled_query(q)
+        if not self.feature_map.logarithmic:
+            (q, scale), function = self.feature_map.scaled_query(q), "identity"
+        else:
+            (q, scale), function = self.feature_map.log_query(q), "exp"
+            if self.normalize != "keys":
+                # any constant gives the same product, so no gradient need flow through this one
+                largest = q.detach().amax(-1).to(accumulator(q.dtype))
+                q, scale = q - largest.unsqueeze(-1), largest if scale is None else largest + scale
+            elif scale is not None:
+                q, scale = q + scale.unsqueeze(-1), None
         scale = None if scale is None else scale.unflatten(1, (num_key_heads, -1))
-        return group_queries(q, num_key_heads), scale, "identity"
+        return group_queries(q, num_key_heads), scale, function
 
-    def _keys(self, k: Tensor) -> tuple[Tensor, Tensor | None, str]:
-        """Features (b hk 1 m f) likewise."""
+    def _keys(self, k: Tensor, key_mask: Tensor | None) -> "_Keys":
         if self.feature_map.elementwise is not None:
-            return k.unsqueeze(2), None, self.feature_map.elementwise
-        k, scale = self.feature_map.scaled_key(k)
-        return k.unsqueeze(2), None if scale is None else scale.unsqueeze(2), "identity"
+            return _Keys(k.unsqueeze(2), None, self.feature_map.elementwise, None)
+        logarithmic = self.feature_map.logarithmic
+        k, scale = self.feature_map.log_key(k) if logarithmic else self.feature_map.scaled_key(k)
+        k, scale, size = k.unsqueeze(2), None if scale is None else scale.unsqueeze(2), None
+        if scale is not None and key_mask is not None:
+            scale = torch.where(key_mask, scale, -torch.inf)
+        if logarithmic:
+            size = k.detach().amax(-1).to(accumulator(k.dtype))
+            size = size if scale is None else size + scale.detach()
+            size = size if key_mask is None else torch.where(key_mask, size, -torch.inf)
+        elif scale is not None:
+            size = scale.detach()
+        return _Keys(k, scale, "exp" if logarithmic else "identity", size)
 
     def _unscaled(self, y: Tensor, q_scale: Tensor | None, top: Tensor | None) -> Tensor:
-        """What was left out of features does not matter to a normalised output; any other is multiplied by it."""
-        scales = [scale for scale in (q_scale, top) if scale is not None]
-        if self.normalize is not None or not scales:
+        """Of what was left out of features, an output normalised by its sum needs nothing, one whose features are each
+        normalised by their own needs the queries', and any other all."""
+        top = top if self.normalize is None else None
+        scales = [scale for scale in (q_scale, top) if scale is not None and self.normalize != "output"]
+        if not scales:
             return y
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
 
@@ -172,12 +212,3 @@ class LinearAttention(InnerAttention):
 
 def _for_groups(key_mask: Tensor | None) -> Tensor | None:
     return None if key_mask is None else key_mask.unsqueeze(2)
-
-
-def _of_present(log_scale: Tensor, key_mask: Tensor | None) -> Tensor:
-    return log_scale if key_mask is None else torch.where(key_mask, log_scale, -torch.inf)
-
-
-def _scaled(features: Tensor, log_scale: Tensor) -> Tensor:
-    """In the scale's dtype, at least float32, as the scale may be small."""
-    return features * log_scale.exp().unsqueeze(-1)

@@ -7,7 +7,7 @@ import torch
 from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.feature_maps.exponential import ExpFeatureMap
+from linattn.feature_maps.exponential import ExpFeatureMap, LogFeatureMap
 from linattn.feature_maps.favor import FavorFeatureMap
 from linattn.feature_maps.favor_hyperbolic import HyperbolicFavorFeatureMap
 from linattn.feature_maps.favor_trigonometric import TrigonometricFavorFeatureMap
@@ -54,6 +54,7 @@ __all__ = [
     "GeneralizedFeatureMap",
     "HedgehogFeatureMap",
     "HyperbolicFavorFeatureMap",
+    "LogFeatureMap",
     "RandomProjection",
     "SecondOrderTaylorFeatureMap",
     "T2RFeatureMap",

@@ -21,6 +21,10 @@ class FeatureMap(nn.Module, ABC):
     normalize: str | None = "output"
     """How the operator normalises with this map, unless the user says otherwise."""
 
+    logarithmic: bool = False
+    """Whether there are `log_query` and `log_key`, of features that are all positive: the operator then takes the
+    exponentials in its loop."""
+
     @abstractmethod
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]: ...
 
@@ -35,6 +39,13 @@ class FeatureMap(nn.Module, ABC):
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
         return self.key(x), None
+
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
+        """(a, s) with the features exp(a) · exp(s), neither in any range; s at least float32, or None for zero."""
+        raise NotImplementedError(f"{type(self).__name__} does not give its features as logarithms")
+
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
+        raise NotImplementedError(f"{type(self).__name__} does not give its features as logarithms")
 
 
 class ExponentialFeatureMap(FeatureMap):

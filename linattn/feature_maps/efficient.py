@@ -17,13 +17,13 @@ class EfficientFeatureMap(FeatureMap):
     """φ_q(x) = softmax(x) over channels, φ_k(x) = exp(x); each feature is normalised by its own sum over keys, which
     makes that exponential the softmax over tokens: y = Σ_c softmax(q)_c · Σ_j softmax_j(k_jc) v_j.
 
-    Key channels that lie more than 87 below the token's largest count as zero. Without `norm_queries`, φ_q(x) = x."""
+    Key channels from about 70 below the largest of the keys count as zero. Without `norm_queries`, φ_q(x) = x."""
 
     normalize = "keys"
 
     def __init__(self, *, norm_queries: bool = True):
         super().__init__()
-        self.norm_queries = norm_queries
+        self.norm_queries = self.logarithmic = norm_queries
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         return self.scaled_query(x)[0].to(x.dtype)
@@ -38,3 +38,9 @@ class EfficientFeatureMap(FeatureMap):
 
     def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], Float[Tensor, "*b n"]]:
         return scaled_exp(x)
+
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], None]:
+        return x.log_softmax(-1, dtype=accumulator(x.dtype)), None
+
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n d"], None]:
+        return x, None

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import ExponentialFeatureMap, value_dtype
-from linattn.feature_maps.exponential import scaled_exp
+from linattn.feature_maps.exponential import LogFeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
 from linattn.ops.backends.base import accumulator
 
@@ -18,16 +17,15 @@ def half_squared_norm(x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"]:
     return x.to(accumulator(x.dtype)).square().sum(-1) / (2 * math.sqrt(x.shape[-1]))
 
 
-def positive_features(
-    exponent: Float[Tensor, "*b n f"], x: Float[Tensor, "*b n d"]
+def log_of_positive(
+    projected: Float[Tensor, "*b n f"], x: Float[Tensor, "*b n d"]
 ) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
-    """exp(exponent − ‖x/d^¼‖²/2) / √f as (value, log_scale)."""
-    value, log_scale = scaled_exp(exponent)
-    return value.to(value_dtype(x.dtype)), log_scale - half_squared_norm(x) - 0.5 * math.log(exponent.shape[-1])
+    """Of exp(projected − ‖x/d^¼‖²/2) / √f, what differs from feature to feature and what does not."""
+    return projected, -half_squared_norm(x) - 0.5 * math.log(projected.shape[-1])
 
 
 @final
-class FavorFeatureMap(ExponentialFeatureMap):
+class FavorFeatureMap(LogFeatureMap):
     """φ(x) = exp(Ω u − ‖u‖²/2) / √f with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d) over draws of Ω.
 
     No constant is added: range is the log_scale's business. The relative variance is exp(‖q + k‖²/√d) / f: at unit
@@ -41,8 +39,8 @@ class FavorFeatureMap(ExponentialFeatureMap):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         self.projection.redraw_(generator)
 
-    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
-        return positive_features(self.projection(x), x)
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
+        return log_of_positive(self.projection(x), x)
 
-    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
-        return self.scaled_query(x)
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
+        return self.log_query(x)

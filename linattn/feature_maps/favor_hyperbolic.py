@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import ExponentialFeatureMap
-from linattn.feature_maps.favor import positive_features
+from linattn.feature_maps.exponential import LogFeatureMap
+from linattn.feature_maps.favor import log_of_positive
 from linattn.feature_maps.random_projection import RandomProjection, num_pairs
 
 
 @final
-class HyperbolicFavorFeatureMap(ExponentialFeatureMap):
+class HyperbolicFavorFeatureMap(LogFeatureMap):
     """φ(x) = exp([Ω u, −Ω u] − ‖u‖²/2) / √f with u = x/d^¼: each direction is used both ways.
 
     As positive features in every respect, with a lower variance from the same number of features, and half the rows."""
@@ -25,9 +25,9 @@ class HyperbolicFavorFeatureMap(ExponentialFeatureMap):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         self.projection.redraw_(generator)
 
-    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
+    def log_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
         projected = self.projection(x)
-        return positive_features(torch.cat([projected, -projected], dim=-1), x)
+        return log_of_positive(torch.cat([projected, -projected], dim=-1), x)
 
-    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
-        return self.scaled_query(x)
+    def log_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"]]:
+        return self.log_query(x)

@@ -26,9 +26,13 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return x.clamp(min=0).add_(x.clamp(max=0).exp_())
 
 
+def _overwrite_with_exp(x: Tensor, _: Tensor | None = None) -> Tensor:
+    # on a CPU torch's exp2 takes a tenth to a third of its exp's time, from some thousand numbers on
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
 def _overwrite_with_elu_plus_one(x: Tensor, scratch: Tensor | None) -> Tensor:
-    # on a CPU torch's exp2 takes a third of its exp's time, from some thousand numbers on
-    exponentials = torch.clamp(x, max=0, out=scratch).mul_(math.log2(math.e)).exp2_()
+    exponentials = _overwrite_with_exp(torch.clamp(x, max=0, out=scratch))
     return x.clamp_(min=0).add_(exponentials)
 
 
@@ -44,7 +48,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "squared_relu": Elementwise(
         lambda x: torch.relu(x).square(), lambda x, _: x.relu_().square_(), lambda y, _: 2 * y.sqrt()
     ),
-    "exp": Elementwise(torch.exp, lambda x, _: x.exp_(), lambda y, _: y),
+    "exp": Elementwise(torch.exp, _overwrite_with_exp, lambda y, _: y),
     # sigmoid(x) = 1 − exp(−softplus(x))
     "softplus": Elementwise(_softplus, lambda x, _: x.copy_(_softplus(x)), lambda y, _: -torch.expm1(-y)),
     "sigmoid": Elementwise(torch.sigmoid, lambda x, _: x.sigmoid_(), lambda y, _: y * (1 - y)),

@@ -5,34 +5,54 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# A scale of −18 to 6 is as good as zero: there is room above for sums and their gradients, and below for small products
+_STEP, _LEAST = 24.0, -18.0
+
 
 def running_scale(
     log_scale: Float[Tensor, "*b n"],
     log_decay: Float[Tensor, "*#b #n"] | None = None,
     start: Float[Tensor, "*b 1"] | None = None,
     /,
-) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"], Float[Tensor, "*b 1"]]:
-    """m_i = max(m_{i-1} + log_decay_i, log_scale_i); the decay of sums relative to it, log_decay_i + m_{i-1} − m_i ≤ 0;
-    and the last m, the next call's start (None: −inf, no key yet).
+) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"] | None, Float[Tensor, "*b 1"]]:
+    """What the sums are relative to at each token, their decay, and the next call's start (None: −inf, no key yet).
 
-    Where there is no key yet (log_scale −inf), m and the decay are zero. No gradient passes through m: any would give
-    the same outputs."""
+    With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start. If
+    nothing fades, m may be rounded: to a multiple of 24, at most 18 above it. Then there is a decay where m has passed
+    such a multiple, which is rare; None: it is seen to be zero everywhere.
+
+    Where there is no key yet (log_scale −inf), both are zero. No gradient passes through m: any would give the same
+    outputs."""
     if start is None:
         start = log_scale.new_full((*log_scale.shape[:-1], 1), -torch.inf)
     m = torch.cat([start, log_scale.detach()], -1)
-    step = m.new_zeros(1) if log_decay is None else log_decay
     if log_decay is None:
         m = m.cummax(-1).values
+        relative_to = ((m - _LEAST) / _STEP).floor() * _STEP
     else:
         exact = torch.float32 if m.device.type == "mps" else torch.float64
         faded = log_decay.detach().to(exact).expand_as(log_scale).cumsum(-1)
         faded = torch.cat([faded.new_zeros(*faded.shape[:-1], 1), faded], -1)
-        m = ((m - faded).cummax(-1).values + faded).to(m.dtype)
+        relative_to = m = ((m - faded).cummax(-1).values + faded).to(m.dtype)
     none = m == -torch.inf
-    shown = m.masked_fill(none, 0)
+    shown = relative_to.masked_fill(none, 0)
     # the differences of rounded maxima, so that pieces of a sequence multiply to exactly what the whole does
-    decay = step + shown[..., :-1] - shown[..., 1:]
-    # rounding may leave it a little above zero, where a clamp would stop the gradient of log_decay
-    decay = (decay - decay.detach().clamp(min=0)).masked_fill(none[..., :-1], 0)
+    decay = shown[..., :-1] - shown[..., 1:]
+    if log_decay is not None:
+        decay = log_decay + decay
+        # rounding may leave it a little above zero, where a clamp would stop the gradient of log_decay
+        decay = decay - decay.detach().clamp(min=0)
+    decay = decay.masked_fill(none[..., :-1], 0)
     # a copy, as a view would keep the whole sequence alive in a state of constant size
-    return shown[..., 1:], decay, m[..., -1:].clone()
+    return shown[..., 1:], None if log_decay is None and _all_zero(decay) else decay, m[..., -1:].clone()
+
+
+def _all_zero(decay: Tensor) -> bool:
+    """If that can be told without waiting for a device, and not of a graph that is being compiled or of vmap's many.
+    For a single token, to decay takes less time than to know."""
+    if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu" or decay.shape[-1] == 1:
+        return False
+    try:
+        return not decay.any()
+    except RuntimeError:
+        return False

@@ -51,10 +51,9 @@ def definition(attention: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_
     similarity = (q @ k.mT) * weight
     if attention.normalize == "output":
         return (similarity @ v / similarity.sum(-1, keepdim=True)).nan_to_num(0)
-    y = similarity @ v
-    if attention.normalize is None:
-        y = y * top.exp() if q_scale is None else y * (top + q_scale.unsqueeze(-1)).exp()
-    return y
+    # features normalised by their own sums need the queries' scale alone
+    scale = top if attention.normalize is None else torch.zeros_like(top)
+    return similarity @ v * (scale if q_scale is None else scale + q_scale.unsqueeze(-1)).exp()
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -66,6 +65,14 @@ def test_agrees_with_the_definition_at_any_size(name: str, size: float, causal: 
         size = 2.0  # what is not normalised is as large as its features
     attention = LinearAttention(feature_map(name), causal=causal, normalize=normalize)
     inputs, mask = heads(70, size), laws.masks(70)["holes"]
+    assert_close(attention(*inputs, key_mask=mask), definition(attention, *inputs, mask), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["elu", "exp", "favor", "efficient"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_normalised_by_their_own_sums_agree_with_the_definition(name: str, causal: bool) -> None:
+    attention = LinearAttention(feature_map(name), causal=causal, normalize="keys")
+    inputs, mask = heads(70, 2.0), laws.masks(70)["holes"]
     assert_close(attention(*inputs, key_mask=mask), definition(attention, *inputs, mask), rtol=1e-6, atol=1e-9)
 
 

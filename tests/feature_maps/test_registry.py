@@ -64,6 +64,19 @@ def test_value_times_scale_is_the_definition(name, side):
 
 
 @every_map
+@both_sides
+def test_exponentials_of_the_logarithms_are_the_definition(name, side):
+    feature_map, x = make(name), tokens(side)
+    logarithms = feature_map.log_query if side == "query" else feature_map.log_key
+    if not feature_map.logarithmic:
+        with pytest.raises(NotImplementedError, match=type(feature_map).__name__):
+            logarithms(x)
+        return
+    a, s = logarithms(x)
+    assert_close((a if s is None else a + s.unsqueeze(-1)).exp(), features(feature_map, side, x))
+
+
+@every_map
 def test_similarities_are_not_negative(name):
     feature_map, q = make(name), tokens("query", 65, std=2)
     k = -q[:, :NUM_KEY_HEADS]
