@@ -47,7 +47,12 @@ class RandomProjection(nn.Module):
             )
         dtype = accumulator(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return x.to(dtype) @ (self.rows.to(dtype) * self.rows.shape[-1] ** -0.25).mT
+            x, rows = x.to(dtype), (self.rows.to(dtype) * self.rows.shape[-1] ** -0.25).mT
+            if x.ndim == 2 or x.shape[-2] == 1:
+                return x @ rows
+            # on a CPU one product of all tokens takes twice as long if the number of rows is no multiple of 8
+            sequences = x.flatten(0, -3)
+            return (sequences @ rows.expand(sequences.shape[0], -1, -1)).unflatten(0, x.shape[:-2])
 
     def extra_repr(self) -> str:
         num_rows, head_dim = self.rows.shape

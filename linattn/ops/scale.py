@@ -5,8 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# A scale of −18 to 6 is as good as zero: there is room above for sums and their gradients, and below for small products
-_STEP, _LEAST = 24.0, -18.0
+# A scale of −14 to 10 is as good as zero: there is room above for sums and their gradients, and below for small products
+_STEP, _LEAST = 24.0, -14.0
 
 
 def running_scale(
@@ -18,7 +18,7 @@ def running_scale(
     """What the sums are relative to at each token, their decay, and the next call's start (None: −inf, no key yet).
 
     With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start. If
-    nothing fades, m may be rounded: to a multiple of 24, at most 18 above it. Then there is a decay where m has passed
+    nothing fades, m may be rounded: to a multiple of 24, at most 14 above it. Then there is a decay where m has passed
     such a multiple, which is rare; None: it is seen to be zero everywhere.
 
     Where there is no key yet (log_scale −inf), both are zero. No gradient passes through m: any would give the same

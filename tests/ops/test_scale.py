@@ -52,7 +52,7 @@ def test_the_largest_feature_has_room_on_either_side(size: float) -> None:
     s = size * torch.randn(3, 200, dtype=torch.float64)
     m, decay, last = running_scale(s)
     largest = s.cummax(-1).values
-    assert (largest - m).min() >= -18 and (largest - m).max() < 6
+    assert (largest - m).min() >= -14 and (largest - m).max() < 10
     assert torch.equal(last, largest[:, -1:])
     shares = torch.zeros_like(m[:, 1:]) if decay is None else decay[:, 1:]
     assert torch.equal(shares, m[:, :-1] - m[:, 1:])

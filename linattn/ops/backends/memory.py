@@ -10,8 +10,8 @@ from torch import Tensor
 
 # tensors from here on are asked to be in pages of 2 MiB
 LARGE = 8 * 2**20
-# more than any temporary of a block has
-_LARGER = 24 * 2**20
+# the largest that glibc learns from
+_LARGER = 31 * 2**20
 # smaller ones glibc keeps anyway
 _NOTICED = 2**15
 _PAGE, _MADV_HUGEPAGE = 4096, 14
