@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# A scale of −14 to 10 is as good as zero: there is room above for sums and their gradients, and below for small products
+# A scale of −14 to 10 is as good as zero: there is room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
 
 

@@ -43,6 +43,71 @@ def test_one_graph_gives_the_same_outputs_and_gradients(operator: Callable[..., 
         assert_close(torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
 
 
+@pytest.mark.parametrize("operator", [causal, decaying, over_all, in_two_halves])
+def test_a_graph_serves_other_lengths_and_does_not_grow_with_them(operator: Callable[..., Tensor]) -> None:
+    torch.compiler.reset()
+    nodes = []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=count)
+    # more numbers than one block of the operator has
+    for n in (3000, 2000, 5000, 1024, 2999):
+        inputs, mask = [x.repeat(1, 5, 1, 4) for x in tokens(n)], torch.rand(2, 1, n) > 0.1
+        assert_close(compiled(*inputs, mask), operator(*inputs, mask))
+    assert len(nodes) == 1
+    assert nodes[0] < 60
+
+
+def test_a_graph_of_any_length_gives_the_same_gradients() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(decaying, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (600, 90, 1, 401):
+        inputs, mask = [x.requires_grad_() for x in tokens(n)], torch.rand(2, 1, n) > 0.1
+        y, expected = compiled(*inputs, mask), decaying(*inputs, mask)
+        assert_close(y, expected)
+        upstream = torch.randn_like(y)
+        assert_close(torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
+
+
+@pytest.mark.parametrize("blindspot", [1, 16])
+@pytest.mark.parametrize("n", [1, 70, 600])
+def test_whole_operators_tell_their_shapes(n: int, blindspot: int) -> None:
+    (q, k, v), mask = tokens(n), masks(n)["holes"].expand(2, 3, n)
+    S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
+    for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
+        inputs = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot, save)
+        torch.library.opcheck(torch.ops.linattn.chunked.default, inputs)
+        results = torch.ops.linattn.chunked(*inputs)
+        upstream = tuple(torch.randn_like(x) for x in results[:3])
+        if save:
+            torch.library.opcheck(torch.ops.linattn.chunked_gradient.default, (*upstream, *results, *inputs))
+    sums = torch.ops.linattn.chunked_sum_keys(k, v, mask, "relu")
+    torch.library.opcheck(torch.ops.linattn.chunked_sum_keys.default, (k, v, mask, "relu"))
+    torch.library.opcheck(torch.ops.linattn.chunked_sum_keys_gradient.default, (*sums, k, v, mask, "relu"))
+    for normalize in ("output", "keys", None):
+        asked = (q, *sums, normalize, "relu", torch.float64)
+        torch.library.opcheck(torch.ops.linattn.chunked_ask.default, asked)
+        y = torch.ops.linattn.chunked_ask(*asked)
+        torch.library.opcheck(torch.ops.linattn.chunked_ask_gradient.default, (torch.randn_like(y), y, *asked))
+
+
+@pytest.mark.parametrize("operator", [causal, over_all])
+def test_forward_mode_in_a_graph_is_that_of_the_definition(operator: Callable[..., Tensor]) -> None:
+    (q, k, v), mask = tokens(40), masks(40)["holes"]
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def tangent(*inputs: Tensor) -> Tensor:
+        return torch.func.jvp(lambda *x: operator(*x, mask), inputs, inputs)[1]
+
+    step = 1e-6
+    moved = operator(*(x * (1 + step) for x in (q, k, v)), mask) - operator(*(x * (1 - step) for x in (q, k, v)), mask)
+    assert_close(tangent(q, k, v), moved / (2 * step), rtol=1e-6, atol=1e-8)
+
+
 def test_one_graph_decodes() -> None:
     torch.compiler.reset()
     graphs = []

@@ -1,5 +1,6 @@
 """Blocks of the sequence, small enough for the cache, as the chunked form loads and writes them."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -69,14 +70,26 @@ def chunk_length(call: CausalCall) -> int:
     return min(length, max(1, call.q.shape[-2]))
 
 
+def sizes(call: CausalCall) -> tuple[int, int, int]:
+    """Of a block: rows of the first dimension and tokens; and of its chunks."""
+    rows, *others, n, _ = call.q.shape
+    chunk, heads = chunk_length(call), max(1, math.prod(others))
+    block = BLOCK // max(1, *call.S.shape[-2:])
+    step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
+    return step, max(SEGMENT, block // max(1, min(rows, step) * heads)) // chunk * chunk or chunk, chunk
+
+
+def number_of_blocks(call: CausalCall) -> int:
+    """That a row's tokens are cut into; of a symbolic length too, as a compiler has it."""
+    n, (_, length, chunk) = call.q.shape[-2], sizes(call)
+    return -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
+
+
 def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     """Cuts the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What
     is left of the tokens is a chunk of its own length."""
-    rows, *others, n, _ = call.q.shape
-    chunk, heads = chunk_length(call), max(1, torch.Size(others).numel())
-    block = BLOCK // max(1, *call.S.shape[-2:])
-    step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
-    length = max(SEGMENT, block // max(1, min(rows, step) * heads)) // chunk * chunk or chunk
+    rows, *_, n, _ = call.q.shape
+    step, length, chunk = sizes(call)
     whole = n // chunk * chunk
     cuts = [(start, min(start + length, whole), chunk) for start in range(0, whole, length)]
     if whole < n:

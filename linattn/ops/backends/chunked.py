@@ -8,7 +8,7 @@ With D_ij the decay from key j to query i, r_i that since the chunk began, w_j t
 The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What
 is saved for it is the inputs, y and one state for every segment of tokens; the rest is computed again."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from linattn.ops.backends.blocks import (
     cut,
     dot_of_queries,
     load,
+    number_of_blocks,
     of_queries,
     rows_of,
     spread_keys,
@@ -28,6 +29,7 @@ from linattn.ops.backends.blocks import (
     write_keys,
 )
 from linattn.ops.backends.differentiable import Tensors, differentiable
+from linattn.ops.backends.library import define, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -157,8 +159,7 @@ def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tens
     plan, dv = cut(call), call.S.shape[-1]
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
-    entering = len(plan[0][1]) if save and plan else 0
-    saved = tuple(x.new_empty(entering, *x.shape) for x in (call.S, call.z))
+    saved = _room_for_states(call, save)
     spread, room = spread_keys(call), Workspace(call.S)
     for rows, tiles in plan:
         state = _state_of(call.S, call.z, rows)
@@ -171,6 +172,11 @@ def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tens
             state = ends.S[-1], ends.z[-1]
         _save(state, (S_end, z_end), rows)
     return y, S_end, z_end, saved[0], saved[1]
+
+
+def _room_for_states(call: CausalCall, save: bool) -> tuple[Tensor, Tensor]:
+    entering = number_of_blocks(call) if save else 0
+    return call.S.new_empty(entering, *call.S.shape), call.z.new_empty(entering, *call.z.shape)
 
 
 def _save(state: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], rows: slice) -> None:
@@ -315,12 +321,51 @@ def _call(inputs: Tensors, options: Options) -> CausalCall:
     return CausalCall(q, k, v, S, z, log_decay, key_mask, *options[:3])
 
 
+def _run_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    return _forward(_call(arguments[:7], arguments[7:]), save=arguments[-1])
+
+
+def _forward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
+    call = _call(arguments[:7], arguments[7:])
+    y = call.v.new_empty(*call.q.shape[:-1], call.S.shape[-1])
+    return y, torch.empty_like(call.S), torch.empty_like(call.z), *_room_for_states(call, arguments[-1])
+
+
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Three gradients, five results, seven inputs and the options; an empty gradient stands for none."""
+    call = _call(arguments[8:15], arguments[15:])
+    *gradients, of_decay, _ = _backward(call, arguments[3:8], arguments[:3])
+    return *(x for x in gradients if x is not None), call.S.new_empty(0) if of_decay is None else of_decay.contiguous()
+
+
+def _backward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, S, z, log_decay, *_ = _call(arguments[8:15], arguments[15:])
+    of_decay = S.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), torch.empty_like(S), torch.empty_like(z), of_decay
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor S, Tensor z, Tensor? log_decay, Tensor? key_mask"
+_OPTIONS = "str? normalize, str feature_map, SymInt blindspot, bool save"
+_whole_forward = define(
+    "chunked", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run_forward, _forward_shapes
+)
+_whole_backward = define(
+    "chunked_gradient",
+    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor y, Tensor S_end, Tensor z_end, Tensor saved_S, Tensor saved_z, "
+    f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _backward_shapes,
+)
+
+
 def _forward_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    return _forward(_call(inputs, options), save=options[3])
+    return (_whole_forward if kept_whole() else _run_forward)(*inputs, *options)
 
 
 def _backward_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
-    return _backward(_call(inputs, options), results, grads)
+    run = _whole_backward if kept_whole() else _run_backward
+    *gradients, of_decay = run(*grads, *results, *inputs, *options)
+    return *gradients, None if inputs[5] is None else of_decay, None
 
 
 def _definition_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:

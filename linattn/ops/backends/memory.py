@@ -49,7 +49,7 @@ class Workspace:
 def keep_freed_memory(x: Tensor) -> None:
     """glibc hands freed tensors of the size of x back to the system, and has the next ones faulted in again, unless it
     has seen larger ones go."""
-    if x.numel() >= _NOTICED:
+    if not torch.compiler.is_compiling() and x.numel() >= _NOTICED:
         torch.UntypedStorage(_LARGER)
 
 

@@ -8,11 +8,15 @@ from torch import Tensor
 
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.backends.differentiable import Tensors, differentiable
+from linattn.ops.backends.library import define, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
 BLOCK, SEGMENT = 2**18, 256
+
+# normalize, feature_map, and the output's dtype
+Options = tuple[str | None, str, torch.dtype]
 
 
 def _segments(x: Tensor) -> list[tuple[int, int]]:
@@ -35,11 +39,15 @@ def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Ten
     return x if key_mask is None else torch.where(key_mask.narrow(-1, start, length).unsqueeze(-1), x, 0)
 
 
+def _lead(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[int, ...]:
+    return torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], () if key_mask is None else key_mask.shape[:-1])
+
+
 def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     k, v, key_mask = inputs
     assert k is not None and v is not None
     dtype = accumulator(k.dtype)
-    lead = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], () if key_mask is None else key_mask.shape[:-1])
+    lead = _lead(k, v, key_mask)
     S, z = (k.new_zeros(*lead, k.shape[-1], width, dtype=dtype) for width in (v.shape[-1], 1))
     room = Workspace(S)
     for start, length in _segments(k):
@@ -65,7 +73,7 @@ def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tens
     return dk, dv, None
 
 
-def _ask(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple[Tensor, ...]:
+def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     q, S, z = inputs
     normalize, feature_map, dtype = options
     assert q is not None and S is not None and z is not None
@@ -82,9 +90,7 @@ def _ask(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple
     return (y,)
 
 
-def _ask_gradient(
-    inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: tuple[str | None, str, torch.dtype]
-) -> Tensors:
+def _ask_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
     (q, S, z), (y,), (dy,), (normalize, feature_map, _) = inputs, results, grads, options
     assert q is not None and S is not None and z is not None and dy is not None
     T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
@@ -116,7 +122,7 @@ def _sum_keys_definition(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...
     return S, features.sum(-2).expand(*S.shape[:-1])
 
 
-def _ask_definition(inputs: Tensors, options: tuple[str | None, str, torch.dtype]) -> tuple[Tensor, ...]:
+def _ask_definition(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     q, S, z = inputs
     normalize, feature_map, dtype = options
     assert q is not None and S is not None and z is not None
@@ -127,8 +133,65 @@ def _ask_definition(inputs: Tensors, options: tuple[str | None, str, torch.dtype
     return ((divide(y, features @ z.unsqueeze(-1)) if normalize else y).to(dtype),)
 
 
-_sum_keys_operator = differentiable(_sum_keys, _sum_keys_gradient, _sum_keys_definition, outputs=2)
-_ask_operator = differentiable(_ask, _ask_gradient, _ask_definition, outputs=1)
+def _sum_keys_shapes(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, ...]:
+    lead, dtype = _lead(k, v, key_mask), accumulator(k.dtype)
+    z = k.new_empty(*lead, k.shape[-1], 1, dtype=dtype).squeeze(-1)
+    return k.new_empty(*lead, k.shape[-1], v.shape[-1], dtype=dtype), z
+
+
+def _ask_shapes(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
+    return q.new_empty(*torch.broadcast_shapes(q.shape[:-2], S.shape[:-2]), q.shape[-2], S.shape[-1], dtype=dtype)
+
+
+_whole_sum_keys = define(
+    "chunked_sum_keys",
+    "(Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
+    lambda *x: _sum_keys(x[:3], x[3]),
+    _sum_keys_shapes,
+)
+_whole_sum_keys_gradient = define(
+    "chunked_sum_keys_gradient",
+    "(Tensor dS, Tensor dz, Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
+    lambda *x: _sum_keys_gradient(x[2:5], (), x[:2], x[5])[:2],
+    lambda dS, dz, k, v, key_mask, feature_map: (k.new_empty(k.shape), v.new_empty(v.shape)),
+)
+_whole_ask = define(
+    "chunked_ask",
+    "(Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) -> Tensor",
+    lambda *x: _ask(x[:3], x[3:])[0],
+    _ask_shapes,
+)
+_whole_ask_gradient = define(
+    "chunked_ask_gradient",
+    "(Tensor dy, Tensor y, Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda *x: tuple(g.contiguous() for g in _ask_gradient(x[2:5], x[1:2], x[:1], x[5:]) if g is not None),
+    lambda dy, y, q, S, z, *options: tuple(x.new_empty(x.shape) for x in (q, S, z)),
+)
+
+
+def _sum_keys_of(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
+    return _whole_sum_keys(*inputs, feature_map) if kept_whole() else _sum_keys(inputs, feature_map)
+
+
+def _sum_keys_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
+    if kept_whole():
+        return *_whole_sum_keys_gradient(*grads, *inputs, feature_map), None
+    return _sum_keys_gradient(inputs, results, grads, feature_map)
+
+
+def _ask_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
+    return (_whole_ask(*inputs, *options),) if kept_whole() else _ask(inputs, options)
+
+
+def _ask_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
+    if kept_whole():
+        return _whole_ask_gradient(*grads, *results, *inputs, *options)
+    return _ask_gradient(inputs, results, grads, options)
+
+
+_sum_keys_operator = differentiable(_sum_keys_of, _sum_keys_gradient_of, _sum_keys_definition, outputs=2)
+_ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outputs=1)
 
 
 def sum_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linattn.ops.backends.library import define
 from linattn.ops.backends.triton import causal_kernels as kernels
 from linattn.ops.backends.triton import launch as host
-from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, define, launch
+from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, launch
 from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums

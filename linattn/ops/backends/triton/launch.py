@@ -1,6 +1,6 @@
 """From tensors to launches: what every operator here does before and after its kernels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,14 +94,3 @@ def enter_splits(
             splits.parts, splits.whole, S, z, *taken.state, number, rows.size1, rows.size2,
             REVERSE=reverse, SHARED=shared, STATE=state, WIDTH=width, B=_ENTER,
         )  # fmt: skip
-
-
-def define(
-    name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, ...]]:
-    """An operator `torch.ops.linattn.<name>`, with `shapes` for tracing. Returns it."""
-    full = f"linattn::{name}"
-    torch.library.define(full, schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
-    torch.library.impl(full, "default", run)
-    torch.library.register_fake(full, shapes)
-    return getattr(torch.ops.linattn, name).default
