@@ -29,7 +29,7 @@ from linattn.ops.backends.blocks import (
     write_keys,
 )
 from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, kept_whole
+from linattn.ops.backends.library import define, differentiate, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -359,11 +359,12 @@ _whole_backward = define(
 
 
 def _forward_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    return (_whole_forward if kept_whole() else _run_forward)(*inputs, *options)
+    run = _whole_forward if kept_whole(inputs[0]) else _run_forward
+    return run(*inputs, *options)
 
 
 def _backward_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
-    run = _whole_backward if kept_whole() else _run_backward
+    run = _whole_backward if kept_whole(inputs[0]) else _run_backward
     *gradients, of_decay = run(*grads, *results, *inputs, *options)
     return *gradients, None if inputs[5] is None else of_decay, None
 
@@ -372,6 +373,7 @@ def _definition_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return reference.run(_call(inputs, options))
 
 
+differentiate("chunked", _backward_of, num_inputs=7, num_outputs=3)
 _operator = differentiable(_forward_of, _backward_of, _definition_of, outputs=3)
 
 
@@ -383,6 +385,8 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     keep_freed_memory(call.q)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    # how many there are depends on the length in steps, and an exported graph has no backward
+    save = save and not torch.compiler.is_exporting()
     with without_autocast(call.q):
         y, S, z, *_ = _operator((*options, save), *inputs)
     return y, S, z

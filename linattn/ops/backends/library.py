@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 
@@ -16,10 +17,31 @@ def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[...
     return getattr(torch.ops.linattn, name).default
 
 
-def kept_whole() -> bool:
-    """Whether a graph is being made that may hold such operators: a compiler would unroll every loop over blocks, and
-    put each temporary in memory of its own. An exported graph holds torch's own operators, as whoever loads it may have
-    no others; and under a function transform these have no tangents, nor gradients."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+def differentiate(name: str, backward: Callable[..., Any], num_inputs: int, num_outputs: int) -> None:
+    """Gradients of its first arguments, by what `differentiable` takes; the other arguments are options. Of an exported
+    operator too, of which nothing but its name is left."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        ctx.options = inputs[num_inputs:]
+        ctx.save_for_backward(*inputs[:num_inputs], *results)
+
+    def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        found = backward(tensors[:num_inputs], tensors[num_inputs:], grads[:num_outputs], ctx.options)
+        return *found, *[None] * len(ctx.options)
+
+    torch.library.register_autograd(f"linattn::{name}", gradient, setup_context=keep)
+
+
+def kept_whole(x: Tensor | None) -> bool:
+    """Whether a graph is being made that may hold such operators, for the tokens of x (..., n, d).
+
+    A compiler would unroll every loop over blocks, and put each temporary in memory of its own. An exported graph holds
+    torch's own operators, as whoever loads it may have no others, unless it is for any length. Under a function
+    transform these have no tangents or gradients."""
+    if x is None or not torch.compiler.is_compiling():
+        return False
+    if torch.compiler.is_exporting() and not isinstance(x.shape[-2], torch.SymInt):
         return False
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, kept_whole
+from linattn.ops.backends.library import define, differentiate, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -171,25 +171,27 @@ _whole_ask_gradient = define(
 
 
 def _sum_keys_of(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
-    return _whole_sum_keys(*inputs, feature_map) if kept_whole() else _sum_keys(inputs, feature_map)
+    return _whole_sum_keys(*inputs, feature_map) if kept_whole(inputs[0]) else _sum_keys(inputs, feature_map)
 
 
 def _sum_keys_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
-    if kept_whole():
+    if kept_whole(inputs[0]):
         return *_whole_sum_keys_gradient(*grads, *inputs, feature_map), None
     return _sum_keys_gradient(inputs, results, grads, feature_map)
 
 
 def _ask_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    return (_whole_ask(*inputs, *options),) if kept_whole() else _ask(inputs, options)
+    return (_whole_ask(*inputs, *options),) if kept_whole(inputs[0]) else _ask(inputs, options)
 
 
 def _ask_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
-    if kept_whole():
+    if kept_whole(inputs[0]):
         return _whole_ask_gradient(*grads, *results, *inputs, *options)
     return _ask_gradient(inputs, results, grads, options)
 
 
+differentiate("chunked_sum_keys", lambda *x: _sum_keys_gradient_of(*x[:3], *x[3]), num_inputs=3, num_outputs=2)
+differentiate("chunked_ask", _ask_gradient_of, num_inputs=3, num_outputs=1)
 _sum_keys_operator = differentiable(_sum_keys_of, _sum_keys_gradient_of, _sum_keys_definition, outputs=2)
 _ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outputs=1)
 
