@@ -223,6 +223,20 @@ def test_a_peer_that_is_installed_does_its_work(name, causal):
     assert y.any() and dq.any()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["performer-pytorch (efficient)", "linear-attention-transformer"])
+def test_a_peer_is_the_method_that_it_is_compared_with(name, causal):
+    if name not in installed(causal):
+        pytest.skip("not installed")
+    setup = dataclasses.replace(TINY, causal=causal)
+    theirs, ours = (
+        prepare(setup, Cell("forward", method, "float32", 64)).begin()() for method in (name, PEERS[name].like[causal])
+    )
+    # theirs have floors under their sums, and a scale of their own where keys are normalised
+    cosine = torch.nn.functional.cosine_similarity(theirs.flatten(), ours.flatten(), 0)
+    assert cosine > 0.9999
+
+
 @pytest.mark.parametrize("method", ["softmax", "elu", "local", "retention"])
 def test_the_past_is_as_long_as_it_would_be(method):
     """Made at once, it has the shapes that reading every token leaves."""

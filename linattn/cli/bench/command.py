@@ -108,7 +108,8 @@ def _names(arguments: argparse.Namespace) -> tuple[Sequence[str], Sequence[str],
     if unknown := [name for name in methods if not is_method(name)]:
         raise CommandError(f"{unknown[0]!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}")
     if arguments.peers:
-        methods += [name for name in installed(causal) if name not in methods]
+        methods += [name for peer in installed(causal) for name in (PEERS[peer].like[causal], peer)]
+        methods = list(dict.fromkeys(methods))
     return [*works, *(MODEL_WORKS if arguments.models else ())], methods, dtypes
 
 

@@ -41,7 +41,7 @@ class Panel(NamedTuple):
 def styles(methods: Iterable[str]) -> dict[str, Style]:
     """Of one picture: known names look alike in all of them; another package has the colour of what it is, dashed."""
     methods = list(dict.fromkeys(methods))
-    ours = list(dict.fromkeys(PEERS[name].like if name in PEERS else name for name in methods))
+    ours = list(dict.fromkeys(_ours(name, methods) for name in methods))
     free = [place for place in range(len(COLOURS)) if place not in {PLACES.get(name) for name in ours}]
     free += list(range(len(COLOURS), len(COLOURS) + len(ours)))
     found = {}
@@ -51,8 +51,16 @@ def styles(methods: Iterable[str]) -> dict[str, Style]:
         again, colour = divmod(place, len(COLOURS))
         found[name] = Style(COLOURS[colour], MARKERS[place % len(MARKERS)], ("-", "-.", ":")[again % 3])
     for place, name in enumerate(name for name in methods if name in PEERS):
-        found[name] = Style(found[PEERS[name].like].colour, HOLLOW[place % len(HOLLOW)], "--")
+        found[name] = Style(found[_ours(name, methods)].colour, HOLLOW[place % len(HOLLOW)], "--")
     return found
+
+
+def _ours(name: str, methods: Sequence[str]) -> str:
+    """Itself, or the method of ours that a peer is, which may depend on what is measured."""
+    if name not in PEERS:
+        return name
+    like = list(PEERS[name].like.values())
+    return next((method for method in like if method in methods), like[0])
 
 
 def draw(panels: Sequence[Panel]) -> Figure:

@@ -26,17 +26,15 @@ class Shape(NamedTuple):
 class Peer(NamedTuple):
     module: str
     build: Callable[[Shape], Attention]
-    like: str
-    """The method of ours that it is."""
-    causal: bool | None = None
-    """What it can be; None: both."""
+    like: dict[bool, str]
+    """The method of ours that it is, causal or not: it can be what is here."""
 
 
 def installed(causal: bool) -> list[str]:
     return [
         name
         for name, peer in PEERS.items()
-        if peer.causal in (None, causal) and importlib.util.find_spec(peer.module) is not None
+        if causal in peer.like and importlib.util.find_spec(peer.module) is not None
     ]
 
 
@@ -87,14 +85,20 @@ def _linformer(shape: Shape) -> Attention:
     return lambda q, k, v: layer(q.transpose(1, 2).flatten(2)).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
 
 
+def _both(method: str) -> dict[bool, str]:
+    return {True: method, False: method}
+
+
+# softmax of the keys over all tokens is no causal thing: there they take exponentials, divided by their sum with the
+# query, where the softmax of the query cancels
+_EFFICIENT = {True: "exp", False: "efficient"}
+
 PEERS: dict[str, Peer] = {
-    "performer-pytorch": Peer("performer_pytorch", _performer, "favor"),
-    "performer-pytorch (efficient)": Peer("performer_pytorch", _performer_efficient, "efficient"),
-    "linear-attention-transformer": Peer("linear_attention_transformer", _linear_attention_transformer, "efficient"),
+    "performer-pytorch": Peer("performer_pytorch", _performer, _both("favor")),
+    "performer-pytorch (efficient)": Peer("performer_pytorch", _performer_efficient, _EFFICIENT),
+    "linear-attention-transformer": Peer("linear_attention_transformer", _linear_attention_transformer, _EFFICIENT),
     # its queries see none of the last 64 keys
-    "linear-attention-transformer (blindspot)": Peer(
-        "linear_attention_transformer", _blindspot, "efficient", causal=True
-    ),
-    "local-attention": Peer("local_attention", _local_attention, "local"),
-    "linformer package": Peer("linformer", _linformer, "linformer", causal=False),
+    "linear-attention-transformer (blindspot)": Peer("linear_attention_transformer", _blindspot, {True: "exp"}),
+    "local-attention": Peer("local_attention", _local_attention, _both("local")),
+    "linformer package": Peer("linformer", _linformer, {False: "linformer"}),
 }
