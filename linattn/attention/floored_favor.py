@@ -16,7 +16,8 @@ from linattn.ops.state import LinearState
 
 
 class FlooredFavorState(NamedTuple):
-    """Sums over the keys so far, of features relative to exp(largest) and of the floor alone: both of [v, 1]."""
+    """Sums over the keys so far, of features and of the floor alone: both of [v, 1]. Features are relative to
+    exp(largest), or, if causal, to what `running_scale` makes of it."""
 
     features: LinearState
     floor: Float[Tensor, "b hk c"]

@@ -22,7 +22,8 @@ from linattn.ops.state import LinearState
 
 
 class LinearAttentionState(NamedTuple):
-    """The sums over the past; of exponential features, the logarithm of what they are still to be multiplied by."""
+    """The sums over the past; of exponential features, the logarithm of the largest, which tells what they are relative
+    to: if causal, what `running_scale` makes of it, else itself."""
 
     sums: LinearState | RaggedState
     log_scale: Float[Tensor, "b hk 1"] | None
@@ -181,7 +182,7 @@ class LinearAttention(InnerAttention):
         scale = None if scale is None else scale.unflatten(1, (num_key_heads, -1))
         return group_queries(q, num_key_heads), scale, function
 
-    def _keys(self, k: Tensor, key_mask: Tensor | None) -> "_Keys":
+    def _keys(self, k: Tensor, key_mask: Tensor | None) -> _Keys:
         if self.feature_map.elementwise is not None:
             return _Keys(k.unsqueeze(2), None, self.feature_map.elementwise, None)
         logarithmic = self.feature_map.logarithmic

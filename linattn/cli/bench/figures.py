@@ -1,4 +1,5 @@
-"""The pictures of the report: Okabe and Ito's colours, which the colour-blind can tell apart, and a marker for each."""
+"""The pictures of the report: Okabe and Ito's colours and a dark red, which the colour-blind can tell apart, and a
+marker for each."""
 
 import io
 import math
@@ -12,9 +13,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from linattn.cli.bench.peers import PEERS
 
-COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
-PLACES = {"softmax": 0, "elu": 1, "efficient": 2, "taylor": 3, "local": 4, "favor": 5, "retention": 6, "local+elu": 7}
+KNOWN = ("softmax", "elu", "efficient", "taylor", "local", "favor", "retention", "local+elu", "exp")
+PLACES = {name: place for place, name in enumerate(KNOWN)}
 HOLLOW = ("x", "s", "^", "D", "v")
 SOFTMAX = "softmax"
 Points = Sequence[tuple[float, float, float, float]]
