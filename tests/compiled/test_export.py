@@ -44,6 +44,19 @@ def test_the_operator(operator: Callable[..., Tensor], grad: bool) -> None:
         assert_close(torch.autograd.grad(y, others, upstream), torch.autograd.grad(expected, others, upstream))
 
 
+@pytest.mark.parametrize("operator", [causal, over_all])
+def test_autocast_does_not_round_what_was_exported(operator: Callable[..., Tensor]) -> None:
+    class Module(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return operator(q, k, v)
+
+    inputs = tokens(70, dtype=torch.float32)
+    exported = torch.export.export(Module(), inputs, dynamic_shapes=[{2: LENGTH}] * 3).module()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = exported(*inputs)
+    assert_close(y, operator(*inputs))
+
+
 @pytest.mark.parametrize("attention", ["elu", "efficient", "favor", "softmax"])
 def test_a_language_model(attention: str) -> None:
     model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=16, depth=2, num_heads=2, attention=attention)).eval()

@@ -7,12 +7,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from linattn.ops.backends.base import without_autocast
+
 
 def define(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
     """An operator `torch.ops.linattn.<name>`, with `shapes` for tracing. Returns it."""
     full = f"linattn::{name}"
+
+    def run_exactly(*arguments: Any) -> Any:
+        # an exported graph may be called where autocast is on
+        with without_autocast(arguments[0]):
+            return run(*arguments)
+
     torch.library.define(full, schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
-    torch.library.impl(full, "default", run)
+    torch.library.impl(full, "default", run_exactly)
     torch.library.register_fake(full, shapes)
     return getattr(torch.ops.linattn, name).default
 
@@ -34,14 +42,19 @@ def differentiate(name: str, backward: Callable[..., Any], num_inputs: int, num_
     torch.library.register_autograd(f"linattn::{name}", gradient, setup_context=keep)
 
 
+def transformed() -> bool:
+    """Whether a graph is being made through a function transform, or in forward mode, of which such operators know
+    nothing: their tangents would be zero without a word."""
+    if not torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def kept_whole(x: Tensor | None) -> bool:
     """Whether a graph is being made that may hold such operators, for the tokens of x (..., n, d).
 
     A compiler would unroll every loop over blocks, and put each temporary in memory of its own. An exported graph holds
-    torch's own operators, as whoever loads it may have no others, unless it is for any length. Under a function
-    transform these have no tangents or gradients."""
-    if x is None or not torch.compiler.is_compiling():
+    torch's own operators, as whoever loads it may have no others, unless it is for any length."""
+    if x is None or not torch.compiler.is_compiling() or transformed():
         return False
-    if torch.compiler.is_exporting() and not isinstance(x.shape[-2], torch.SymInt):
-        return False
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return not torch.compiler.is_exporting() or isinstance(x.shape[-2], torch.SymInt)

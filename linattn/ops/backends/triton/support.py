@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall
+from linattn.ops.backends.library import transformed
 from linattn.ops.backends.triton.layout import shared_in_turns
 
 LARGEST = 256
@@ -31,6 +32,8 @@ def cannot(x: Tensor, f: int, dv: int) -> str | None:
     """Why no kernel takes these tensors."""
     if not x.is_cuda and not (_INTERPRETED and x.device.type == "cpu"):
         return f"needs CUDA tensors, but they are on {x.device.type}"
+    if transformed():
+        return "has no tangents inside a compiled graph"
     if not _INSTALLED:
         return "needs the package triton, which is not installed"
     if x.dtype not in _DTYPES:

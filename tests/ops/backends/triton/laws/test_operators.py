@@ -1,6 +1,7 @@
 """The kernels as operators of torch: tracing, transforms, and what is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,20 @@ def test_one_graph_decodes(device: torch.device) -> None:
         y, state = step(*(x[..., i : i + 1, :] for x in (q, k, v)), state)
         ys.append(y)
     close(torch.cat(ys, -2), causal(q, k, v))
+
+
+@pytest.mark.parametrize("attend", [causal_linear_attention, linear_attention])
+def test_forward_mode_in_a_graph_is_not_the_kernels(attend: Callable[..., Any], device: torch.device) -> None:
+    def tangent(backend: str | None, *x: Tensor) -> Tensor:
+        def operator(*x: Tensor) -> Tensor:
+            y = attend(*x, feature_map="elu_plus_one", backend=backend)
+            return y[0] if isinstance(y, tuple) else y
+
+        return torch.func.jvp(operator, x, x)[1]
+
+    torch.compiler.reset()
+    inputs = tokens(6, device)
+    close(torch.compile(tangent, fullgraph=True, backend="aot_eager")(None, *inputs), tangent("reference", *inputs))
 
 
 @every_operator
