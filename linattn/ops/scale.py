@@ -48,9 +48,8 @@ def running_scale(
 
 
 def _all_zero(decay: Tensor) -> bool:
-    """If that can be told without waiting for a device, and not of a graph that is being compiled or of vmap's many.
-    For a single token, to decay takes less time than to know."""
-    if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu" or decay.shape[-1] == 1:
+    """If that can be told without waiting for a device, and not of a graph that is being compiled or of vmap's many."""
+    if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu":
         return False
     try:
         return not decay.any()
