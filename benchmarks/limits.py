@@ -5,8 +5,8 @@
 tokens: a token's cost, at 1,048,576 tokens and at 4,096. neighbour: two threads, while another process holds a core.
 linformer, local: attention, and its matrix products alone. model: a generated token of 12 layers, 512 wide, and the
 products of its weights with one vector. step: a token of the operator alone. short: gradients of small shapes,
-beside torch's fused softmax attention and the masked matrix of all similarities. long: gradients and prompts of
-the default language model, and of the same with softmax."""
+beside torch's fused softmax attention and the masked matrix of all similarities. options: what each costs. long:
+gradients and prompts of the default language model, and of the same with softmax."""
 
 import argparse
 import multiprocessing
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from linear_operator import ATTENTIONS, CHANNELS, ELU, HEADS, forward, inputs, training
@@ -28,6 +29,7 @@ from linattn.cli.bench.timing import alternate
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
+from linattn.ops import causal_linear_attention
 from linattn.ops.local import Window, local_attention
 
 Row = tuple[str, float, str]
@@ -140,6 +142,34 @@ def gradients(form: Callable[..., Tensor], leaves: list[Tensor], upstream: Tenso
     return torch.autograd.grad(form(*leaves), leaves, upstream)
 
 
+def options(repeats: int, n: int = 4096) -> Iterator[Row]:
+    """Grouped: four query heads share a key head, so that there are a quarter as many keys, values and states."""
+    choices: dict[str, dict[str, object]] = {
+        "plain": {},
+        "a decay for each token": {"log_decay": -torch.rand(1, HEADS, n) / 10},
+        "a key mask": {"key_mask": torch.rand(1, 1, n) < 0.7},
+        "a blindspot of 64": {"blindspot": 64},
+        "each feature over its own sum": {"normalize": "keys"},
+        "no denominator": {"normalize": None},
+    }
+    forms = {name: linear_attention(**choice) for name, choice in choices.items()}
+    leaves, upstream = [x.requires_grad_() for x in inputs(n)], torch.randn(1, HEADS, n, CHANNELS)
+    calls = {name: partial(gradients, form, leaves, upstream) for name, form in forms.items()}
+    grouped = (x.detach().unflatten(1, (-1, 4)) for x in leaves)
+    few = [x[:, :, :heads].clone().requires_grad_() for x, heads in zip(grouped, (4, 1, 1), strict=True)]
+    calls["grouped queries"] = partial(gradients, forms["plain"], few, upstream.unflatten(1, (-1, 4)))
+    forwards = {name: torch.no_grad()(partial(form, *leaves)) for name, form in forms.items()}
+    forwards["grouped queries"] = torch.no_grad()(partial(forms["plain"], *few))
+    for work, kinds in (("forward", forwards), ("training", calls)):
+        found = medians(kinds, repeats)
+        for name, seconds in found.items():
+            yield f"{work}, {name}", seconds, f"{seconds / found['plain']:.2f} × plain"
+
+
+def linear_attention(**choice: Any) -> Callable[..., Tensor]:
+    return lambda *x: causal_linear_attention(*x, feature_map="elu_plus_one", **choice)[0]
+
+
 def long(repeats: int) -> Iterator[Row]:
     """Once each, after a short one: softmax takes minutes."""
     for n in (16_384, 65_536):
@@ -170,6 +200,7 @@ def read(model: LanguageModel, tokens: Tensor) -> object:
 PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "step": step,
     "short": short,
+    "options": options,
     "linformer": linformer,
     "local": local,
     "model": model,
