@@ -6,10 +6,10 @@ once, however many queries come later; each walks through its tokens in segments
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.backends.base import accumulator, divide, infinite_if_none
 from linattn.ops.backends.differentiable import Tensors, differentiable
 from linattn.ops.backends.library import define, differentiate, kept_whole
-from linattn.ops.backends.memory import Workspace, empty_like
+from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
@@ -73,6 +73,11 @@ def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tens
     return dk, dv, None
 
 
+def _denominator(features: Tensor, z: Tensor) -> Tensor:
+    """φ(q)·z of rows, (…, n, 1): as a product it would take half a matrix product's time."""
+    return infinite_if_none((features * z.unsqueeze(-2)).sum(-1, keepdim=True))
+
+
 def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     q, S, z = inputs
     normalize, feature_map, dtype = options
@@ -85,7 +90,7 @@ def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
         features = _features(q, start, length, feature_map, room)
         part = features @ S
         if normalize == "output":
-            part = divide(part, features @ z.unsqueeze(-1))
+            part.div_(_denominator(features, z))
         y.narrow(-2, start, length).copy_(part)
     return (y,)
 
@@ -100,7 +105,7 @@ def _ask_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, 
         dy_part = dy.narrow(-2, start, length).to(T.dtype)
         if normalize == "output":
             # y = N / d: dN = dy / d and dd = −dN·y
-            dy_part = divide(dy_part, features @ total)
+            dy_part = dy_part / _denominator(features, z)
             dd = -(dy_part * y.narrow(-2, start, length)).sum(-1, keepdim=True)
             part = (dy_part @ T.mT).add_(dd * total.mT)
             dtotal += (features * dd).sum(-2).unsqueeze(-1).sum_to_size(*total.shape)
@@ -197,9 +202,11 @@ _ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outpu
 
 
 def sum_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+    keep_freed_memory(k)
     S, z = _sum_keys_operator(feature_map, k, v, key_mask)
     return S, z
 
 
 def ask(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
+    keep_freed_memory(q)
     return _ask_operator((normalize, feature_map, dtype), q, S, z)[0]
