@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from linear_operator import ATTENTIONS, CHANNELS, ELU, HEADS, forward, inputs, training
+from linear_operator import linear as operator
 from linear_operator import step as one_step
 from torch import Tensor
 from torch.nn.functional import elu as elu_map
@@ -29,7 +30,6 @@ from linattn.cli.bench.timing import alternate
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
-from linattn.ops import causal_linear_attention
 from linattn.ops.local import Window, local_attention
 
 Row = tuple[str, float, str]
@@ -144,7 +144,7 @@ def gradients(form: Callable[..., Tensor], leaves: list[Tensor], upstream: Tenso
 
 def options(repeats: int, n: int = 4096) -> Iterator[Row]:
     """Grouped: four query heads share a key head, so that there are a quarter as many keys, values and states."""
-    choices: dict[str, dict[str, object]] = {
+    choices: dict[str, dict[str, Any]] = {
         "plain": {},
         "a decay for each token": {"log_decay": -torch.rand(1, HEADS, n) / 10},
         "a key mask": {"key_mask": torch.rand(1, 1, n) < 0.7},
@@ -152,7 +152,7 @@ def options(repeats: int, n: int = 4096) -> Iterator[Row]:
         "each feature over its own sum": {"normalize": "keys"},
         "no denominator": {"normalize": None},
     }
-    forms = {name: linear_attention(**choice) for name, choice in choices.items()}
+    forms = {name: operator("elu_plus_one", **choice) for name, choice in choices.items()}
     leaves, upstream = [x.requires_grad_() for x in inputs(n)], torch.randn(1, HEADS, n, CHANNELS)
     calls = {name: partial(gradients, form, leaves, upstream) for name, form in forms.items()}
     grouped = (x.detach().unflatten(1, (-1, 4)) for x in leaves)
@@ -164,10 +164,6 @@ def options(repeats: int, n: int = 4096) -> Iterator[Row]:
         found = medians(kinds, repeats)
         for name, seconds in found.items():
             yield f"{work}, {name}", seconds, f"{seconds / found['plain']:.2f} × plain"
-
-
-def linear_attention(**choice: Any) -> Callable[..., Tensor]:
-    return lambda *x: causal_linear_attention(*x, feature_map="elu_plus_one", **choice)[0]
 
 
 def long(repeats: int) -> Iterator[Row]:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,8 +30,8 @@ SOFTMAX, GIVEN, ELU = "softmax", "linear, features given", "linear, elu + 1 insi
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def linear(feature_map: str) -> Attention:
-    return lambda q, k, v: causal_linear_attention(q, k, v, feature_map=feature_map)[0]
+def linear(feature_map: str, **options: Any) -> Attention:
+    return lambda q, k, v: causal_linear_attention(q, k, v, feature_map=feature_map, **options)[0]
 
 
 ATTENTIONS: dict[str, Attention] = {

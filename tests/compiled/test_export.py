@@ -8,23 +8,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from linattn.models import LanguageModel, LanguageModelConfig
-from linattn.ops import causal_linear_attention, linear_attention
 from tests.laws import tokens
+from tests.operators import causal, decaying, over_all
 
-OPTIONS = {"feature_map": "elu_plus_one"}
 LENGTH = torch.export.Dim("n", min=2, max=100_000)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return causal_linear_attention(q, k, v, **OPTIONS)[0]
-
-
-def over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return linear_attention(q, k, v, **OPTIONS)
-
-
-def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return causal_linear_attention(q, k, v, log_decay=-k[..., 0].exp(), normalize="keys", **OPTIONS)[0]
 
 
 @pytest.mark.parametrize("operator", [causal, over_all, decaying])

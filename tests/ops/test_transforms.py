@@ -8,23 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from linattn.ops import causal_linear_attention, linear_attention
+from linattn.ops import causal_linear_attention
 from tests.laws import tokens
-
-OPTIONS = {"feature_map": "elu_plus_one"}
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return causal_linear_attention(q, k, v, **OPTIONS)[0]
-
-
-def over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return linear_attention(q, k, v, **OPTIONS)
-
-
-def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return causal_linear_attention(q, k, v, log_decay=-k[..., 0].exp(), normalize="keys", **OPTIONS)[0]
-
+from tests.operators import OPTIONS, causal, decaying, over_all
 
 every_operator = pytest.mark.parametrize("operator", [causal, over_all, decaying])
 

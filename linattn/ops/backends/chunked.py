@@ -385,7 +385,7 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     keep_freed_memory(call.q)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # how many there are depends on the length in steps, and an exported graph has no backward
+    # in an exported graph their number would be tied to the length; its backward makes them again
     save = save and not torch.compiler.is_exporting()
     with without_autocast(call.q):
         y, S, z, *_ = _operator((*options, save), *inputs)

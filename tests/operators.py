@@ -1,0 +1,19 @@
+"""The operator in three of its forms, for tests of what torch makes of them."""
+
+from torch import Tensor
+
+from linattn.ops import causal_linear_attention, linear_attention
+
+OPTIONS = {"feature_map": "elu_plus_one"}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, **OPTIONS)[0]
+
+
+def over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return linear_attention(q, k, v, **OPTIONS)
+
+
+def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, log_decay=-k[..., 0].exp(), normalize="keys", **OPTIONS)[0]
