@@ -56,6 +56,30 @@ def a_masked_key_is_a_missing_key(attend: Attend, q: Tensor, k: Tensor, v: Tenso
     assert torch.isfinite(y).all()
 
 
+def a_masked_token_has_no_effect_on_gradients(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, rubbish: float, *, queries: bool, **to: Any
+) -> None:
+    """Compared with the sequence without it, where keys and values (and queries, if they are masked too) hold rubbish."""
+    upstream = torch.randn(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
+    absent = ~key_mask.unsqueeze(-1)
+    if queries:
+        upstream = upstream.masked_fill(absent, 0)
+        q = q.masked_fill(absent, rubbish)
+    leaves = [x.clone().requires_grad_() for x in (q, k.masked_fill(absent, rubbish), v.masked_fill(absent, rubbish))]
+    y = attend(*leaves, key_mask=key_mask)
+    gradients = torch.autograd.grad(y, leaves, upstream)
+    for row, kept in enumerate(key_mask[:, 0]):
+        asking = kept if queries else torch.ones_like(upstream[0, 0, :, 0], dtype=torch.bool)
+        places = (asking, kept, kept)
+        alone = [x[row : row + 1, :, at].detach().requires_grad_() for x, at in zip((q, k, v), places, strict=True)]
+        y_alone = attend(*alone)
+        assert_close(y[row : row + 1, :, asking], y_alone, **to)
+        expected = torch.autograd.grad(y_alone, alone, upstream[row : row + 1, :, asking])
+        for gradient, other, at in zip(gradients, expected, places, strict=True):
+            assert_close(gradient[row : row + 1, :, at], other, **to)
+            assert not gradient[row, :, ~at].any()
+
+
 def batch_elements_do_not_mix(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **to: Any) -> None:
     together = attend(q, k, v)
     for row in range(len(q)):

@@ -231,6 +231,17 @@ def test_a_masked_key_is_a_missing_key(backend: str, normalize: str | None, kind
 
 @every_backend
 @every_normalization
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
+def test_what_a_masked_token_holds_reaches_no_gradient(backend: str, normalize: str | None, rubbish: float) -> None:
+    for n in (1, 70):
+        for feature_map in ("softplus", "elu_plus_one"):
+            attend = attention(backend, normalize=normalize, feature_map=feature_map)
+            mask = laws.masks(n)["holes"]
+            laws.a_masked_token_has_no_effect_on_gradients(attend, *tokens(n), mask, rubbish, queries=True)
+
+
+@every_backend
+@every_normalization
 def test_batch_elements_do_not_mix(backend: str, normalize: str | None) -> None:
     laws.batch_elements_do_not_mix(attention(backend, normalize=normalize), *tokens(100, positive=True))
 
@@ -333,6 +344,60 @@ def test_gradcheck(backend: str, normalize: str | None) -> None:
     arguments = [x.requires_grad_() for x in (*inputs, log_decay, *state)]
     assert torch.autograd.gradcheck(call, arguments)
     assert torch.autograd.gradgradcheck(call, arguments)
+
+
+@every_backend
+@every_normalization
+def test_the_third_derivative(backend: str, normalize: str | None) -> None:
+    n = 1 if backend == "recurrent" else 4
+    inputs = [torch.randn(n, d, dtype=torch.float64, requires_grad=True) for d in (2, 2, 1)]
+    inputs.append(torch.randn(n, dtype=torch.float64, requires_grad=True))
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        options = {"log_decay": -w.exp(), "normalize": normalize, "feature_map": "elu_plus_one"}
+        y, state = causal_linear_attention(q, k, v, backend=backend, **options)
+        total = y.sin().sum() + state.S.square().sum() + state.z.sum()
+        return torch.autograd.grad(total, (q, k, v, w), create_graph=True)
+
+    assert torch.autograd.gradgradcheck(gradients, inputs)
+
+
+@every_backend
+@pytest.mark.parametrize("sizes", [(0, 3, 5, 4), (2, 0, 5, 4), (2, 3, 0, 4), (2, 3, 5, 0), (0, 0, 0, 0)])
+@every_normalization
+def test_nothing_at_all(backend: str, normalize: str | None, sizes: tuple[int, int, int, int]) -> None:
+    """No rows, tokens, features or values: shapes and sums are those of the definition, zeros where none is left."""
+    rows, n, d, dv = sizes
+    q, k, v = (torch.rand(2, rows, n, width, dtype=torch.float64, requires_grad=True) for width in (d, d, dv))
+    y, state = run(q, k, v, backend=backend, normalize=normalize)
+    assert y.shape == (2, rows, n, dv) and not y.any()
+    assert_close(state.S, k.mT @ v)
+    assert_close(state.z, k.sum(-2))
+    gradients = torch.autograd.grad(y.sum() + state.S.sum() + state.z.sum(), (q, k, v), materialize_grads=True)
+    assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
+    assert_close(gradients[1], v.sum(-1, keepdim=True).expand_as(k) + 1)
+
+
+@every_backend
+def test_no_query_leaves_the_keys_their_sums(backend: str) -> None:
+    k, v = torch.rand(1, 2, 70, 5, dtype=torch.float64), torch.randn(1, 2, 70, 3, dtype=torch.float64)
+    y, state = run(k[:0], k, v, backend=backend)
+    assert y.shape == (0, 2, 70, 3)
+    assert_close(state[:2], (k.mT @ v, k.sum(-2)))
+
+
+@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+def test_tiny_key_sums_have_finite_gradients(backend: str) -> None:
+    """In float32 a sum of 1e-29 still divides: the means of values that it gives are exact."""
+    q, k, v = torch.rand(2, 3, 1, 4), torch.rand(2, 3, 1, 4) * 1e-29 + 1e-29, torch.randn(2, 3, 1, 5)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    y, _ = run(*leaves, backend=backend, normalize="keys")
+    assert_close(y, q.sum(-1, keepdim=True) * v)
+    of_q, of_k, of_v = torch.autograd.grad(y.sum(), leaves)
+    assert_close(of_q, v.sum(-1, keepdim=True).expand_as(q))
+    assert_close(of_v, q.sum(-1, keepdim=True).expand_as(v))
+    # that of k is zero but for rounding: y does not depend on it
+    assert (of_k * k).abs().max() <= 1e-5
 
 
 @every_backend

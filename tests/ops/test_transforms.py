@@ -32,6 +32,50 @@ def test_vmap_of_gradients_is_a_loop(operator: Callable[..., Tensor]) -> None:
 
 
 @every_operator
+@pytest.mark.parametrize(("n", "cotangents"), [(5, 15), (300, 2), (600, 3), (1100, 5)])
+def test_many_cotangents_at_once_are_a_loop(operator: Callable[..., Tensor], n: int, cotangents: int) -> None:
+    """As many as the sequence has blocks too: 2, 3 and 5 here, of the shapes before and behind."""
+    inputs = [torch.rand(1, 2, n, d, dtype=torch.float64, requires_grad=True) for d in (16, 16, 3)]
+    y = operator(*inputs)
+    upstream = torch.randn(cotangents, *y.shape, dtype=y.dtype)
+    looped = [torch.autograd.grad(y, inputs, each, retain_graph=True) for each in upstream]
+    expected = [torch.stack(each) for each in zip(*looped, strict=True)]
+    _, pull_back = torch.func.vjp(operator, *inputs)
+    assert_close(torch.func.vmap(pull_back)(upstream), tuple(expected))
+
+
+@every_operator
+def test_jacobians_are_those_of_the_definition(operator: Callable[..., Tensor]) -> None:
+    inputs = tuple(torch.rand(2, 4, d, dtype=torch.float64) for d in (3, 3, 2))
+    looped = torch.autograd.functional.jacobian(operator, inputs)
+    assert_close(torch.func.jacrev(operator, argnums=(0, 1, 2))(*inputs), looped)
+
+
+@every_operator
+def test_what_no_rule_covers_is_refused_by_name(operator: Callable[..., Tensor]) -> None:
+    inputs = [x.requires_grad_() for x in tokens(5)]
+    y = operator(*inputs)
+    with pytest.raises(NotImplementedError, match="jacrev"):
+        torch.autograd.grad(y, inputs, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
+    with pytest.raises(NotImplementedError, match="jacrev"):
+        torch.autograd.functional.jacobian(operator, tuple(inputs), vectorize=True)
+    with pytest.raises(NotImplementedError, match="jacrev"):
+        torch.func.jacfwd(operator)(*inputs)
+
+
+@every_operator
+def test_hessians_of_function_transforms(operator: Callable[..., Tensor]) -> None:
+    inputs = tuple(torch.rand(4, d, dtype=torch.float64) for d in (2, 2, 1))
+
+    def loss(*x: Tensor) -> Tensor:
+        return operator(*x).sin().sum()
+
+    expected = torch.autograd.functional.hessian(loss, inputs)
+    everything = (0, 1, 2)
+    assert_close(torch.func.jacrev(torch.func.jacrev(loss, everything), everything)(*inputs), expected)
+
+
+@every_operator
 def test_gradient_of_vmap_is_the_gradient(operator: Callable[..., Tensor]) -> None:
     inputs = [x.requires_grad_() for x in tokens(70)]
     mapped = torch.func.vmap(operator)(*inputs).square().sum()
@@ -41,7 +85,7 @@ def test_gradient_of_vmap_is_the_gradient(operator: Callable[..., Tensor]) -> No
 @every_operator
 def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor]) -> None:
     q, k, v = tokens(70)
-    with pytest.raises(NotImplementedError, match="jvp"):
+    with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(operator, (q, k, v), (q, k, v))
 
 

@@ -27,15 +27,18 @@ class Decay(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`. b is `sequences`;
+    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`, in chunks of `chunk`.
     `shared` are the leading dimensions of queries that share a key and so a state."""
 
     rows: slice
     start: int
     stop: int
     chunk: int
-    sequences: int
     shared: list[int]
+
+    @property
+    def chunks(self) -> int:
+        return (self.stop - self.start) // self.chunk
 
 
 class Block(NamedTuple):
@@ -46,7 +49,7 @@ class Block(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    sequences: int
+    chunks: int
     nonnegative: bool
     missing: Tensor | None
     visible: Tensor | None
@@ -72,7 +75,8 @@ def chunk_length(call: CausalCall) -> int:
 
 def sizes(call: CausalCall) -> tuple[int, int, int]:
     """Of a block: rows of the first dimension and tokens; and of its chunks."""
-    rows, *others, n, _ = call.q.shape
+    *others, n, _ = call.q.shape[1:]
+    rows = max(call.q.shape[0], call.S.shape[0])
     chunk, heads = chunk_length(call), max(1, math.prod(others))
     block = BLOCK // max(1, *call.S.shape[-2:])
     step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
@@ -88,7 +92,7 @@ def number_of_blocks(call: CausalCall) -> int:
 def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     """Cuts the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What
     is left of the tokens is a chunk of its own length."""
-    rows, *_, n, _ = call.q.shape
+    n, rows = call.q.shape[-2], max(call.q.shape[0], call.S.shape[0])
     step, length, chunk = sizes(call)
     whole = n // chunk * chunk
     cuts = [(start, min(start + length, whole), chunk) for start in range(0, whole, length)]
@@ -97,8 +101,7 @@ def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     shared = [i for i, (a, b) in enumerate(zip(call.q.shape[:-2], call.S.shape[:-2], strict=True)) if a != b]
     plan = []
     for part in (slice(first, first + step) for first in range(0, rows, step)):
-        sequences = rows_of(call.z, part).shape[:-1].numel()
-        plan.append((part, [Tile(part, *cut, sequences, shared) for cut in cuts]))
+        plan.append((part, [Tile(part, *cut, shared) for cut in cuts]))
     return plan
 
 
@@ -117,13 +120,13 @@ def queries_last(x: Tensor, tile: Tile) -> Tensor:
 
 def of_keys(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
     """(cb C d)"""
-    return room.copy(name, chunks(x, tile)).view(-1, tile.chunk, x.shape[-1])
+    return room.copy(name, chunks(x, tile)).flatten(0, -3)
 
 
 def of_queries(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
     """(cb gC d)"""
     x = room.copy(name, queries_last(chunks(x, tile), tile))
-    return x.view(x.shape[0] * tile.sequences, -1, x.shape[-1])
+    return x.flatten(0, -3 - len(tile.shared)).flatten(1, -2)
 
 
 def spread_keys(call: CausalCall) -> CausalCall:
@@ -136,7 +139,7 @@ def spread_keys(call: CausalCall) -> CausalCall:
     return call._replace(k=spread(call.k), v=spread(call.v), log_decay=log_decay, key_mask=key_mask)
 
 
-def decay_weights(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
+def decay_weights(log_decay: Tensor, visible: Tensor, chunks: int) -> Decay:
     """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     fresh = log_decay == -torch.inf
@@ -146,7 +149,7 @@ def decay_weights(log_decay: Tensor, visible: Tensor, sequences: int) -> Decay:
     since = total.masked_fill(count > 0, -torch.inf)
     until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
     inside, since, until = (x.to(log_decay.dtype).exp().unsqueeze(1) for x in (inside, since, until))
-    whole = since[..., -1].view(-1, sequences, 1, 1)
+    whole = since[..., -1].unflatten(0, (chunks, -1)).unsqueeze(-1)
     return Decay(inside, since.unsqueeze(-1), until.unsqueeze(-1), whole)
 
 
@@ -157,24 +160,20 @@ def load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
     v = of_keys(call.v, tile, room, "v")
     visible, decay, missing = None, None, None
     if call.key_mask is not None:
-        missing = ~chunks(call.key_mask, tile).reshape(-1, tile.chunk, 1)
+        missing = ~chunks(call.key_mask, tile).flatten(0, -3)
         k.masked_fill_(missing, 0)
         v.masked_fill_(missing, 0)
+        # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
+        asking = q.unflatten(1, (-1, tile.chunk))
+        asking.masked_fill_(missing.unsqueeze(1) & ~asking.sum(-1, keepdim=True).isfinite(), 0)
     if call.blindspot > 1 or call.log_decay is not None:
         visible = reference.visible(tile.chunk, call.blindspot, k.device)
     if call.log_decay is not None and visible is not None:
-        log_decay = chunks(call.log_decay, tile).to(k.dtype).reshape(-1, tile.chunk)
-        decay = decay_weights(log_decay, visible, tile.sequences)
+        log_decay = chunks(call.log_decay, tile).to(k.dtype).flatten(0, -3).squeeze(-1)
+        decay = decay_weights(log_decay, visible, tile.chunks)
     # the lower triangle has an operation of its own, faster than a mask
     visible, blind = (visible, tile.chunk <= call.blindspot) if call.blindspot > 1 else (None, False)
-    return Block(q, k, v, tile.sequences, nonnegative, missing, visible, decay, blind)
-
-
-def dot_of_queries(x: Tensor, y: Tensor, tile: Tile, room: Workspace) -> Tensor:
-    """(cb gC 1), of two that are (…, n, d)."""
-    x, y = (queries_last(chunks(part, tile), tile) for part in (x, y))
-    product = room.copy("scratch", x).mul_(y)
-    return product.sum(-1).view(x.shape[0] * tile.sequences, -1, 1)
+    return Block(q, k, v, tile.chunks, nonnegative, missing, visible, decay, blind)
 
 
 def write(total: Tensor, tile: Tile, part: Tensor) -> None:
@@ -188,5 +187,5 @@ def write_keys(total: Tensor, tile: Tile, part: Tensor, block: Block, call: Caus
     if block.missing is not None:
         part = part.masked_fill(block.missing, 0)
     target, lead = chunks(total, tile), rows_of(call.z, tile.rows).shape[:-1]
-    part = part.view(-1, *lead, *part.shape[-2:]).sum_to_size(*target.shape)
+    part = part.view(tile.chunks, *lead, *part.shape[-2:]).sum_to_size(*target.shape)
     target.add_(part) if total.shape[0] == 1 and tile.rows.start > 0 else target.copy_(part)

@@ -6,7 +6,8 @@ With D_ij the decay from key j to query i, r_i that since the chunk began, w_j t
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
 
 The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What
-is saved for it is the inputs, y and one state for every segment of tokens; the rest is computed again."""
+is saved for it is the inputs and one state for every segment of tokens; the rest is computed again, y included: what
+rounding to half precision takes off y would be most of dN·(v − y) where values have a mean."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from linattn.ops.backends.blocks import (
     Block,
     Tile,
     cut,
-    dot_of_queries,
     load,
     number_of_blocks,
     of_queries,
@@ -84,10 +84,11 @@ def _dot(x: Tensor, y: Tensor, room: Workspace) -> Tensor:
     return torch.mul(x, y, out=room.scratch(x)).sum(-1, keepdim=True)
 
 
-def _ends(state: tuple[Tensor, Tensor], block: Block, first: int, room: Workspace) -> Ends:
+def _ends(
+    state: tuple[Tensor, Tensor], block: Block, first: int, room: Workspace, names: tuple[str, str] = ("S", "z")
+) -> Ends:
     """Room for the states at the ends of all chunks, that at the first or the last of them given."""
-    chunks = block.k.shape[0] // block.sequences
-    ends = Ends(*(room(name, chunks + 1, *x.shape) for name, x in zip(("S", "z"), state, strict=True)))
+    ends = Ends(*(room(name, block.chunks + 1, *x.shape) for name, x in zip(names, state, strict=True)))
     for x, given in zip(ends, state, strict=True):
         x[first] = given
     return ends
@@ -151,7 +152,7 @@ def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -
 
 def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     """(b f dv) and (b f)"""
-    return rows_of(S, rows).reshape(-1, *S.shape[-2:]), rows_of(z, rows).reshape(-1, z.shape[-1])
+    return rows_of(S, rows).flatten(0, -3), rows_of(z, rows).flatten(0, -2)
 
 
 def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -186,61 +187,80 @@ def _save(state: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], rows: slice
 
 
 class Gradients(NamedTuple):
-    """Of the call's queries, keys and values, and of the logarithms of its tokens' weights."""
+    """Gradients of the call's queries, keys, values and decays, the last as (…, n, 1)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    log_weight: Tensor | None
+    log_decay: Tensor | None
 
 
 class Shared(NamedTuple):
-    """What the gradients of keys take from those of queries: N's (cb gC dv), those of D ∘ qkᵀ and that itself
-    (cb gC C; None where there is none), queries as they were multiplied, and as they met the state, and each chunk's
-    share in z's."""
+    """What the gradients of keys take from those of queries."""
 
-    dN: Tensor
-    G: Tensor | None
-    A: Tensor | None
-    q: Tensor
-    q_in: Tensor
-    dz: Tensor | None
-    dtotal: Tensor | None
-    log_weight: Tensor | None
+    dN: Tensor  # gradient of the numerator, (cb gC dv)
+    G: Tensor | None  # gradient of q kᵀ, (cb gC C); None where no query sees a key of its own chunk
+    A: Tensor | None  # D ∘ q kᵀ, (cb gC C); likewise
+    q: Tensor  # queries as the keys meet them: over the key sums with "keys", (cb gC f)
+    q_in: Tensor  # the same, decayed since the chunk began
+    dz: Tensor | None  # gradient of the z that enters each chunk, (cb 1 f)
+    dtotal: Tensor | None  # gradient of the key sums, (cb C f)
+    crossing: Tensor | None  # gradient of the decays through this chunk's queries, (cb C 1)
 
 
 def _to_queries(
-    call: CausalCall, tile: Tile, block: Block, ends: Ends, y: Tensor, dy: Tensor, into: Gradients, room: Workspace
+    call: CausalCall, tile: Tile, block: Block, ends: Ends, dy: Tensor, into: Gradients, room: Workspace
 ) -> Shared:
-    """Writes their gradients. With y = N / d, dN = dy / d and dd = −dN·y."""
+    """Writes their gradients. With y = N / d, dN = dy / d and dd = −dN·y = −dN·N / d."""
     (S_in, z_in), normalize = ends.before(), call.normalize
-    q, k, total, dz, dtotal, log_weight = block.q, block.k, None, None, None, None
+    q, k, total, dz, dtotal, crossing = block.q, block.k, None, None, None, None
     if normalize == "keys":
         total = _key_sums(block, z_in)
         q = _over_key_sums(q, total, block)
     A, q_in = _similarities(q, block, room), _since(q, block)
-    dN, dd = of_queries(dy, tile, room, "y"), None
+    dN, d = of_queries(dy, tile, room, "y"), None
     if normalize == "output":
         d = _denominator(A, q_in, z_in, block, room)
-        dN, dd = dN.div_(d), -dot_of_queries(dy, y, tile, room) / d
+        dN.div_(d)
     dq, G = _product(dN, S_in.mT, room, "dq"), None if A is None else _product(dN, block.v.mT, room, "G")
-    if dd is not None:
+    if d is not None:
+        # dN·N from the products at hand: y itself was rounded
+        dd = _dot(q_in, dq, room)
+        if A is not None and G is not None:
+            dd.add_(_dot(A, G, room))
+        dd.div_(d).neg_()
         dq.addcmul_(dd, z_in)
         if G is not None:
             G.add_(dd)
         dz = torch.mul(q_in, dd, out=room.scratch(q_in)).sum(1, keepdim=True)
+    if block.decay is not None:
+        crossing = _crossing(A, G, _dot(q_in, dq, room), block)
     dq = _since(dq, block)
     if G is not None:
         dq.baddbmm_(_weigh(G, block), k)
     if total is not None:
         dtotal = -divide(_per_group(dq * q, block).sum(1), total)
-        dz = _since(dtotal, block).sum(1, keepdim=True)
+        of_z = _since(dtotal, block)
+        dz = of_z.sum(1, keepdim=True)
         dq = _over_key_sums(dq, total, block)
-    # an output that is normalised does not change when its query grows: then q·dq is zero
-    if block.decay is not None and normalize is None:
-        log_weight = _per_group(_dot(q, dq, room), block).sum(1)
+        if crossing is not None:
+            D = None if block.blind else _weights(block)
+            crossing += _crossing(D, dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), room), block)
     write(into.q, tile, _through_map(dq, block.q, call, room))
-    return Shared(dN, G, A, q, q_in, dz, dtotal, log_weight)
+    return Shared(dN, G, A, q, q_in, dz, dtotal, crossing)
+
+
+def _crossing(A: Tensor | None, G: Tensor | None, Q: Tensor, block: Block) -> Tensor:
+    """The gradient of each token's decay through the queries of its chunk, (cb C 1): Σ A_ij G_ij over the pairs that
+    cross it, i ≥ t > j, and Σ Q_i over i ≥ t for the state before the chunk. A difference of sums over all pairs would
+    leave their rounding where decays are strong."""
+    Q = _per_group(Q, block).sum(1)
+    C = Q.shape[1]
+    before = Q.expand(-1, C, C)
+    if A is not None and G is not None:
+        pairs = _per_group(A * G, block).sum(1)
+        before = before + pairs @ pairs.new_ones(C, C).triu(1)
+    return before.tril().sum(1).unsqueeze(-1)
 
 
 def _to_keys(
@@ -248,71 +268,68 @@ def _to_keys(
     tile: Tile,
     block: Block,
     past: Shared,
+    entering: tuple[Tensor, Tensor],
     dstate: tuple[Tensor, Tensor],
     into: Gradients,
     room: Workspace,
 ) -> tuple[Tensor, Tensor]:
-    """Writes the gradients of keys and values; returns that of the state before, from that of the state after."""
-    k, v, ends = block.k, block.v, _ends(dstate, block, -1, room)
+    """Writes the gradients of keys, values and decays; returns that of the state before the block, from that of the
+    state after it. `entering` are the states before each chunk."""
+    k, v, ends = block.k, block.v, _ends(dstate, block, -1, room, ("dS", "dz"))
     dS, dz = ends.before()
     dS.baddbmm_(past.q_in.mT, past.dN, beta=0)
     dz.zero_() if past.dz is None else dz.copy_(past.dz)
     _accumulate(ends, block, reverse=True)
     dS, dz = ends.after()
     dv, dk = _product(_until(k, block), dS, room, "dv"), _product(_until(v, block), dS.mT, room, "dk")
+    dk.add_(_until(dz, block))
+    if into.log_decay is not None and past.crossing is not None and block.decay is not None:
+        later = _dot(k, dk, room)
+        over = block.decay.whole.flatten(0, 1) * sum(
+            (x * dx).sum((1, 2), keepdim=True) for x, dx in zip(entering, (dS, dz), strict=True)
+        )
+        of_decay = past.crossing + (later.cumsum(1) - later) + over
+        write_keys(into.log_decay, tile, of_decay, block._replace(missing=None), call)
     if past.A is not None and past.G is not None:
         dv.baddbmm_(past.A.mT, past.dN)
         dk.baddbmm_(past.G.mT, past.q)
     write_keys(into.v, tile, dv, block, call)
-    dk.add_(_until(dz, block))
     if past.dtotal is not None and not block.blind:
         dk.baddbmm_(_weights(block).mT, past.dtotal)
-    if into.log_weight is not None:
-        # D's own gradient follows from q·dq and k·dk
-        log_weight = -_dot(k, dk, room) if past.log_weight is None else past.log_weight - _dot(k, dk, room)
-        write_keys(into.log_weight, tile, log_weight, block._replace(missing=None), call)
     write_keys(into.k, tile, _through_map(dk, k, call, room), block, call)
     return ends.S[0].clone(), ends.z[0].clone()
 
 
-def _backward(call: CausalCall, results: tuple[Tensor, ...], grads: Tensors) -> Tensors:
+def _backward(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
-    (y, S_end, z_end, *saved), (dy, dS_end, dz_end) = results, grads
+    dy, dS_end, dz_end = grads
     assert dy is not None and dS_end is not None and dz_end is not None
-    if saved[0].shape[0] == 0:
-        # inside vmap a tensor does not tell that a gradient will be asked for
-        saved = _forward(call, save=True)[3:]
+    saved_S, saved_z = saved
+    if saved_S is None or saved_z is None or saved_S.shape[0] == 0:
+        # inside vmap no states are saved: a tensor does not tell there that a gradient will be asked for
+        saved_S, saved_z = _forward(call, save=True)[3:]
     dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
     dS_start, dz_start = torch.empty_like(call.S), torch.empty_like(call.z)
-    log_weight = (
-        None if call.log_decay is None else call.log_decay.new_empty(*call.log_decay.shape, 1, dtype=S_end.dtype)
-    )
-    spread, into, room = spread_keys(call), Gradients(dq, dk, dv, log_weight), Workspace(call.S)
+    of_decay = None if call.log_decay is None else call.S.new_empty(*call.log_decay.shape, 1)
+    spread, into, room = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
     for rows, tiles in cut(call):
         dstate = _state_of(dS_end, dz_end, rows)
         for i, tile in reversed(list(enumerate(tiles))):
             block = load(spread, tile, room)
-            ends = _states(block, _state_of(saved[0][i], saved[1][i], rows), room)
-            past = _to_queries(call, tile, block, ends, y, dy, into, room)
-            dstate = _to_keys(call, tile, block, past, dstate, into, room)
+            ends = _states(block, _state_of(saved_S[i], saved_z[i], rows), room)
+            past = _to_queries(call, tile, block, ends, dy, into, room)
+            dstate = _to_keys(call, tile, block, past, ends.before(), dstate, into, room)
         _save(dstate, (dS_start, dz_start), rows)
-    if call.log_decay is None or log_weight is None:
-        return dq, dk, dv, dS_start, dz_start, None, None
-    end = (S_end * dS_end).sum((-1, -2)) + (z_end * dz_end).sum(-1)
-    dlog_decay = _decay_gradient(call.log_decay, log_weight.squeeze(-1), end.unsqueeze(-1))
-    return dq, dk, dv, dS_start, dz_start, dlog_decay, None
+    if call.log_decay is not None and of_decay is not None:
+        # a decay of −inf has no gradient: it begins a new sequence
+        of_decay = of_decay.squeeze(-1).masked_fill(call.log_decay == -torch.inf, 0).to(call.log_decay.dtype)
+    return dq, dk, dv, dS_start, dz_start, of_decay, None
 
 
 def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Workspace) -> Tensor:
     """The chain rule: from the gradient of φ(x) that of x, in place."""
     derivative = ELEMENTWISE[call.feature_map].derivative
     return gradient if derivative is None else gradient.mul_(derivative(features, room.scratch(features)))
-
-
-def _decay_gradient(log_decay: Tensor, dlog_weight: Tensor, end: Tensor) -> Tensor:
-    """A decay at t weighs what the queries from t on, and the last state, get from before t."""
-    total = dlog_weight.flip(-1).cumsum(-1).flip(-1) + end.sum_to_size(*dlog_weight.shape[:-1], 1)
-    return total.masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
 
 
 def _call(inputs: Tensors, options: Options) -> CausalCall:
@@ -332,14 +349,14 @@ def _forward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Three gradients, five results, seven inputs and the options; an empty gradient stands for none."""
-    call = _call(arguments[8:15], arguments[15:])
-    *gradients, of_decay, _ = _backward(call, arguments[3:8], arguments[:3])
+    """Three gradients, two saved states, seven inputs and the options; an empty gradient stands for none."""
+    call = _call(arguments[5:12], arguments[12:])
+    *gradients, of_decay, _ = _backward(call, arguments[3:5], arguments[:3])
     return *(x for x in gradients if x is not None), call.S.new_empty(0) if of_decay is None else of_decay.contiguous()
 
 
 def _backward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, S, z, log_decay, *_ = _call(arguments[8:15], arguments[15:])
+    q, k, v, S, z, log_decay, *_ = _call(arguments[5:12], arguments[12:])
     of_decay = S.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v)), torch.empty_like(S), torch.empty_like(z), of_decay
 
@@ -351,7 +368,7 @@ _whole_forward = define(
 )
 _whole_backward = define(
     "chunked_gradient",
-    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor y, Tensor S_end, Tensor z_end, Tensor saved_S, Tensor saved_z, "
+    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor saved_S, Tensor saved_z, "
     f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _backward_shapes,
@@ -363,9 +380,9 @@ def _forward_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return run(*inputs, *options)
 
 
-def _backward_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
+def _backward_of(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
     run = _whole_backward if kept_whole(inputs[0]) else _run_backward
-    *gradients, of_decay = run(*grads, *results, *inputs, *options)
+    *gradients, of_decay = run(*grads, *saved, *inputs, *options)
     return *gradients, None if inputs[5] is None else of_decay, None
 
 

@@ -30,9 +30,9 @@ def differentiate(name: str, backward: Callable[..., Any], num_inputs: int, num_
     operator too, of which nothing but its name is left."""
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results = output if isinstance(output, tuple) else (output,)
+        saved = output[num_outputs:] if isinstance(output, tuple) else ()
         ctx.options = inputs[num_inputs:]
-        ctx.save_for_backward(*inputs[:num_inputs], *results)
+        ctx.save_for_backward(*inputs[:num_inputs], *saved)
 
     def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors

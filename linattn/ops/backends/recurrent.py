@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.reference import of_present_tokens
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -21,22 +22,23 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
     if q.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = of_present_tokens(q, k, v, call.key_mask)
     # for a single token the number of operations is all that counts
     if q.shape == k.shape:
         q, k = phi.function(torch.cat([q, k], -2)).unbind(-2)
     else:
         q, k = phi.function(q).squeeze(-2), phi.function(k).squeeze(-2)
     if call.key_mask is not None:
-        k, v = torch.where(call.key_mask, k, 0), torch.where(call.key_mask.unsqueeze(-1), v, 0)
+        k = torch.where(call.key_mask, k, 0)
     if call.log_decay is not None:
         decay = call.log_decay.to(dtype).exp()
         S, z = decay.unsqueeze(-1) * S, decay * z
     # (f, 1) times (1, dv) is the outer product
     S, z = torch.addcmul(S, k.unsqueeze(-1), v), z + k
-    if call.normalize == "keys":
-        q = divide(q, z)
+    # S over z is a mean of values: q over z may leave the range of its dtype, and its derivative does so earlier
+    means = divide(S, z.unsqueeze(-1)) if call.normalize == "keys" else S
     # a sum, as autocast, which would take products in half precision, leaves it alone: asking for it takes longer
-    y = (q.unsqueeze(-1) * S).sum(-2, keepdim=True)
+    y = (q.unsqueeze(-1) * means).sum(-2, keepdim=True)
     if call.normalize == "output":
         denominator = infinite_if_none((q * z).sum(-1, keepdim=True), nonnegative=phi.nonnegative)
         y = y / denominator.unsqueeze(-1)

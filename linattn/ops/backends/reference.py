@@ -21,12 +21,17 @@ def decay_between(log_decay: Tensor) -> Tensor:
     return torch.where(after, steps, 0).cumsum(-2).exp()
 
 
+def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros for masked keys, whatever stands there, also in the gradient."""
+    return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
+
+
 def run_bidirectional(call: BidirectionalCall) -> Tensor:
     """y_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), or with each feature of the keys divided by its sum."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
-    if call.key_mask is not None:
-        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
+    # masked before φ too, or a NaN there would come back from φ's derivative
+    k, v = (present(x.to(dtype), call.key_mask) for x in (call.k, call.v))
+    q, k = phi(call.q.to(dtype)), present(phi(k), call.key_mask)
     if call.normalize == "keys":
         k = divide(k, k.sum(-2, keepdim=True))
     similarity = q @ k.mT
@@ -34,13 +39,20 @@ def run_bidirectional(call: BidirectionalCall) -> Tensor:
     return (divide(y, similarity.sum(-1, keepdim=True)) if call.normalize == "output" else y).to(call.v.dtype)
 
 
+def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for masked keys and values, and for masked queries that are not finite: these would spoil the gradients of
+    the keys before them. A finite query still asks. Needed before φ, whose derivative may not be finite there."""
+    if key_mask is None:
+        return q, k, v
+    q = torch.where(key_mask.unsqueeze(-1) | q.isfinite(), q, 0)
+    return q, present(k, key_mask), present(v, key_mask)
+
+
 def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = phi(call.q.to(dtype)), phi(call.k.to(dtype)), call.v.to(dtype)
-    if call.key_mask is not None:
-        k, v = (torch.where(call.key_mask.unsqueeze(-1), x, 0) for x in (k, v))
-    n = q.shape[-2]
+    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k, n = phi(q), present(phi(k), call.key_mask), q.shape[-2]
     log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(dtype)
     weight = torch.where(visible(n, call.blindspot, q.device), decay_between(log_decay), 0)
     start = log_decay.cumsum(-1).exp().unsqueeze(-1)

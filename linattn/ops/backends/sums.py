@@ -13,7 +13,9 @@ from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
-BLOCK, SEGMENT = 2**18, 256
+BLOCK = 2**18
+# tokens of a segment: with more of them, products of narrow tensors would add up rounding errors
+SHORTEST, LONGEST = 256, 2048
 
 # normalize, feature_map, and the output's dtype
 Options = tuple[str | None, str, torch.dtype]
@@ -21,7 +23,7 @@ Options = tuple[str | None, str, torch.dtype]
 
 def _segments(x: Tensor) -> list[tuple[int, int]]:
     n = x.shape[-2]
-    length = max(SEGMENT, BLOCK // max(1, x[..., :1, :].numel()))
+    length = min(LONGEST, max(SHORTEST, BLOCK // max(1, x[..., :1, :].numel())))
     return [(start, min(length, n - start)) for start in range(0, n, length)]
 
 
@@ -57,19 +59,18 @@ def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     return S, z.squeeze(-1)
 
 
-def _sum_keys_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
+def _sum_keys_gradient(inputs: Tensors, saved: Tensors, grads: Tensors, feature_map: str) -> Tensors:
     (k, v, key_mask), (dS, dz) = inputs, grads
     assert k is not None and v is not None and dS is not None and dz is not None
     dk, dv, room = empty_like(k, k.shape), empty_like(v, v.shape), Workspace(dS)
     for start, length in _segments(k):
-        features, x = _features(k, start, length, feature_map, room), k.narrow(-2, start, length)
+        features = _present(_features(k, start, length, feature_map, room), key_mask, start, length)
         values = v.narrow(-2, start, length).to(dS.dtype)
-        # the sum over what was broadcast comes first, so that a masked infinity cannot enter it
         of_k = _present((values @ dS.mT).add_(dz.unsqueeze(-2)), key_mask, start, length)
-        of_v = _present(features @ dS, key_mask, start, length)
-        of_k = of_k.sum_to_size(*x.shape)
-        dk.narrow(-2, start, length).copy_(_through_map(of_k, features, feature_map, room))
-        dv.narrow(-2, start, length).copy_(of_v.sum_to_size(*values.shape))
+        of_k, of_v = _through_map(of_k, features, feature_map, room), features @ dS
+        for x, of_x in ((dk, of_k), (dv, of_v)):
+            part = x.narrow(-2, start, length)
+            part.copy_(of_x.sum_to_size(*part.shape))
     return dk, dv, None
 
 
@@ -95,8 +96,8 @@ def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return (y,)
 
 
-def _ask_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
-    (q, S, z), (y,), (dy,), (normalize, feature_map, _) = inputs, results, grads, options
+def _ask_gradient(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    (q, S, z), (dy,), (normalize, feature_map, _) = inputs, grads, options
     assert q is not None and S is not None and z is not None and dy is not None
     T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
     dq, dT, dtotal, room = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(total), Workspace(S)
@@ -104,10 +105,12 @@ def _ask_gradient(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, 
         features, x = _features(q, start, length, feature_map, room), q.narrow(-2, start, length)
         dy_part = dy.narrow(-2, start, length).to(T.dtype)
         if normalize == "output":
-            # y = N / d: dN = dy / d and dd = −dN·y
-            dy_part = dy_part / _denominator(features, z)
-            dd = -(dy_part * y.narrow(-2, start, length)).sum(-1, keepdim=True)
-            part = (dy_part @ T.mT).add_(dd * total.mT)
+            # y = N / d: dN = dy / d and dd = −dN·N / d, as y itself was rounded
+            d = _denominator(features, z)
+            dy_part = dy_part / d
+            part = dy_part @ T.mT
+            dd = (features * part).sum(-1, keepdim=True).div_(d).neg_()
+            part.add_(dd * total.mT)
             dtotal += (features * dd).sum(-2).unsqueeze(-1).sum_to_size(*total.shape)
         else:
             part = dy_part @ T.mT
@@ -168,10 +171,10 @@ _whole_ask = define(
 )
 _whole_ask_gradient = define(
     "chunked_ask_gradient",
-    "(Tensor dy, Tensor y, Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) "
+    "(Tensor dy, Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) "
     "-> (Tensor, Tensor, Tensor)",
-    lambda *x: tuple(g.contiguous() for g in _ask_gradient(x[2:5], x[1:2], x[:1], x[5:]) if g is not None),
-    lambda dy, y, q, S, z, *options: tuple(x.new_empty(x.shape) for x in (q, S, z)),
+    lambda *x: tuple(g.contiguous() for g in _ask_gradient(x[1:4], (), x[:1], x[4:]) if g is not None),
+    lambda dy, q, S, z, *options: tuple(x.new_empty(x.shape) for x in (q, S, z)),
 )
 
 
@@ -179,20 +182,20 @@ def _sum_keys_of(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     return _whole_sum_keys(*inputs, feature_map) if kept_whole(inputs[0]) else _sum_keys(inputs, feature_map)
 
 
-def _sum_keys_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, feature_map: str) -> Tensors:
+def _sum_keys_gradient_of(inputs: Tensors, saved: Tensors, grads: Tensors, feature_map: str) -> Tensors:
     if kept_whole(inputs[0]):
         return *_whole_sum_keys_gradient(*grads, *inputs, feature_map), None
-    return _sum_keys_gradient(inputs, results, grads, feature_map)
+    return _sum_keys_gradient(inputs, saved, grads, feature_map)
 
 
 def _ask_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return (_whole_ask(*inputs, *options),) if kept_whole(inputs[0]) else _ask(inputs, options)
 
 
-def _ask_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
+def _ask_gradient_of(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
     if kept_whole(inputs[0]):
-        return _whole_ask_gradient(*grads, *results, *inputs, *options)
-    return _ask_gradient(inputs, results, grads, options)
+        return _whole_ask_gradient(*grads, *inputs, *options)
+    return _ask_gradient(inputs, saved, grads, options)
 
 
 differentiate("chunked_sum_keys", lambda *x: _sum_keys_gradient_of(*x[:3], *x[3]), num_inputs=3, num_outputs=2)
