@@ -1,6 +1,5 @@
-"""What a backend is, and the one description of a call that all of them take."""
+"""The calls that backends take, and what all backends agree on: dtypes, denominators, autocast."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -25,35 +24,24 @@ class CausalCall(NamedTuple):
     blindspot: int
 
 
-class BidirectionalCall(NamedTuple):
-    """Checked arguments of `linear_attention`; leading dimensions broadcast."""
+class SumCall(NamedTuple):
+    """Checked arguments of `summarize`; leading dimensions broadcast. It returns S and z."""
 
-    q: Tensor
     k: Tensor
     v: Tensor
     key_mask: Tensor | None
-    normalize: str | None
     feature_map: str
 
 
-class Backend(NamedTuple):
-    """`run` returns outputs and the sums after the last token; `unsupported` tells why it cannot, from shapes, dtypes
-    and devices alone."""
+class ReadCall(NamedTuple):
+    """Checked arguments of `ask`; leading dimensions broadcast. It returns y in `dtype`."""
 
-    name: str
-    unsupported: Callable[[CausalCall], str | None]
-    run: Callable[[CausalCall], tuple[Tensor, Tensor, Tensor]]
-
-
-class Sums(NamedTuple):
-    """The two halves of attention to all keys, `sum_keys(k, v, key_mask, feature_map)` and `ask(q, S, z, normalize,
-    feature_map, dtype)`; why they cannot is told from (k, v) and from (q, S, z)."""
-
-    name: str
-    keys_unsupported: Callable[[Tensor, Tensor], str | None]
-    ask_unsupported: Callable[[Tensor, Tensor, Tensor], str | None]
-    sum_keys: Callable[[Tensor, Tensor, Tensor | None, str], tuple[Tensor, Tensor]]
-    ask: Callable[[Tensor, Tensor, Tensor, str | None, str, torch.dtype], Tensor]
+    q: Tensor
+    S: Tensor
+    z: Tensor
+    normalize: str | None
+    feature_map: str
+    dtype: torch.dtype
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

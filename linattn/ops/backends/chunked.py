@@ -9,13 +9,12 @@ The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxi
 is saved for it is the inputs and one state for every segment of tokens; the rest is computed again, y included: what
 rounding to half precision takes off y would be most of dN·(v − y) where values have a mean."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends import reference
-from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none, without_autocast
+from linattn.ops.backends.base import CausalCall, divide, infinite_if_none
 from linattn.ops.backends.blocks import (
     Block,
     Tile,
@@ -28,14 +27,9 @@ from linattn.ops.backends.blocks import (
     write,
     write_keys,
 )
-from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, differentiate, kept_whole
-from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
+from linattn.ops.backends.memory import Workspace, empty_like
+from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.elementwise import ELEMENTWISE
-
-# normalize, feature_map, blindspot, and whether states are saved for a gradient
-Options = tuple[str | None, str, int, bool]
-
 
 class Ends(NamedTuple):
     """States at the c + 1 ends of a block's chunks, (c+1 b f dv) and (c+1 b f)."""
@@ -155,11 +149,11 @@ def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
     return rows_of(S, rows).flatten(0, -3), rows_of(z, rows).flatten(0, -2)
 
 
-def _forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs, the last state, and the states (i, lead, f, dv) that enter each block if they are to be saved."""
     plan, dv = cut(call), call.S.shape[-1]
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
-    S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
+    S_end, z_end = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
     saved = _room_for_states(call, save)
     spread, room = spread_keys(call), Workspace(call.S)
     for rows, tiles in plan:
@@ -300,16 +294,15 @@ def _to_keys(
     return ends.S[0].clone(), ends.z[0].clone()
 
 
-def _backward(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
+def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
     dy, dS_end, dz_end = grads
     assert dy is not None and dS_end is not None and dz_end is not None
     saved_S, saved_z = saved
     if saved_S is None or saved_z is None or saved_S.shape[0] == 0:
-        # inside vmap no states are saved: a tensor does not tell there that a gradient will be asked for
-        saved_S, saved_z = _forward(call, save=True)[3:]
+        saved_S, saved_z = forward(call, save=True)[3:]
     dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
-    dS_start, dz_start = torch.empty_like(call.S), torch.empty_like(call.z)
+    dS_start, dz_start = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
     of_decay = None if call.log_decay is None else call.S.new_empty(*call.log_decay.shape, 1)
     spread, into, room = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
     for rows, tiles in cut(call):
@@ -332,81 +325,9 @@ def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Wor
     return gradient if derivative is None else gradient.mul_(derivative(features, room.scratch(features)))
 
 
-def _call(inputs: Tensors, options: Options) -> CausalCall:
-    q, k, v, S, z, log_decay, key_mask = inputs
-    assert q is not None and k is not None and v is not None and S is not None and z is not None
-    return CausalCall(q, k, v, S, z, log_decay, key_mask, *options[:3])
-
-
-def _run_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    return _forward(_call(arguments[:7], arguments[7:]), save=arguments[-1])
-
-
-def _forward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    call = _call(arguments[:7], arguments[7:])
+def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     y = call.v.new_empty(*call.q.shape[:-1], call.S.shape[-1])
-    return y, torch.empty_like(call.S), torch.empty_like(call.z), *_room_for_states(call, arguments[-1])
+    return y, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), *_room_for_states(call, save)
 
 
-def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Three gradients, two saved states, seven inputs and the options; an empty gradient stands for none."""
-    call = _call(arguments[5:12], arguments[12:])
-    *gradients, of_decay, _ = _backward(call, arguments[3:5], arguments[:3])
-    return *(x for x in gradients if x is not None), call.S.new_empty(0) if of_decay is None else of_decay.contiguous()
-
-
-def _backward_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, S, z, log_decay, *_ = _call(arguments[5:12], arguments[12:])
-    of_decay = S.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), torch.empty_like(S), torch.empty_like(z), of_decay
-
-
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor S, Tensor z, Tensor? log_decay, Tensor? key_mask"
-_OPTIONS = "str? normalize, str feature_map, SymInt blindspot, bool save"
-_whole_forward = define(
-    "chunked", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run_forward, _forward_shapes
-)
-_whole_backward = define(
-    "chunked_gradient",
-    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor saved_S, Tensor saved_z, "
-    f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
-    _backward_shapes,
-)
-
-
-def _forward_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    run = _whole_forward if kept_whole(inputs[0]) else _run_forward
-    return run(*inputs, *options)
-
-
-def _backward_of(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-    run = _whole_backward if kept_whole(inputs[0]) else _run_backward
-    *gradients, of_decay = run(*grads, *saved, *inputs, *options)
-    return *gradients, None if inputs[5] is None else of_decay, None
-
-
-def _definition_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    return reference.run(_call(inputs, options))
-
-
-differentiate("chunked", _backward_of, num_inputs=7, num_outputs=3)
-_operator = differentiable(_forward_of, _backward_of, _definition_of, outputs=3)
-
-
-def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
-    if call.q.ndim == 2:
-        one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
-        y, S, z = run(call._replace(**one_row))
-        return y.squeeze(0), S.squeeze(0), z.squeeze(0)
-    keep_freed_memory(call.q)
-    inputs, options = call[:7], call[7:]
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # in an exported graph their number would be tied to the length; its backward makes them again
-    save = save and not torch.compiler.is_exporting()
-    with without_autocast(call.q):
-        y, S, z, *_ = _operator((*options, save), *inputs)
-    return y, S, z
-
-
-BACKEND = Backend("chunked", lambda call: None, run)
+BACKEND = Backend("chunked", lambda call: None, forward, gradient, empty, saved=2)

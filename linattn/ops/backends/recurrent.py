@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import Backend, CausalCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.base import CausalCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.operator import Backend
 from linattn.ops.backends.reference import of_present_tokens
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -16,7 +17,7 @@ def unsupported(call: CausalCall) -> str | None:
     return None
 
 
-def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+def run(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z

@@ -1,9 +1,11 @@
-"""The definition: build the matrix of similarities. Quadratic; every other backend must agree with it."""
+"""The definitions, with which every other backend must agree: each formula in plain torch. The causal one builds the
+matrix of similarities."""
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import Backend, BidirectionalCall, CausalCall, accumulator, divide, without_autocast
+from linattn.ops.backends.base import CausalCall, ReadCall, SumCall, accumulator, divide
+from linattn.ops.backends.operator import Backend
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -26,17 +28,23 @@ def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
-def run_bidirectional(call: BidirectionalCall) -> Tensor:
-    """y_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), or with each feature of the keys divided by its sum."""
-    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j)."""
+    dtype, phi = accumulator(call.k.dtype), ELEMENTWISE[call.feature_map].function
     # masked before φ too, or a NaN there would come back from φ's derivative
     k, v = (present(x.to(dtype), call.key_mask) for x in (call.k, call.v))
-    q, k = phi(call.q.to(dtype)), present(phi(k), call.key_mask)
+    k = present(phi(k), call.key_mask)
+    S = k.mT @ v
+    return S, k.sum(-2).expand(S.shape[:-1])
+
+
+def read(call: ReadCall, save: bool) -> tuple[Tensor]:
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S."""
+    q, S, z = ELEMENTWISE[call.feature_map].function(call.q.to(call.S.dtype)), call.S, call.z.unsqueeze(-1)
     if call.normalize == "keys":
-        k = divide(k, k.sum(-2, keepdim=True))
-    similarity = q @ k.mT
-    y = similarity @ v
-    return (divide(y, similarity.sum(-1, keepdim=True)) if call.normalize == "output" else y).to(call.v.dtype)
+        S = divide(S, z)
+    y = q @ S
+    return ((divide(y, q @ z) if call.normalize == "output" else y).to(call.dtype),)
 
 
 def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +56,7 @@ def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) 
     return q, present(k, key_mask), present(v, key_mask)
 
 
-def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
+def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
     q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
@@ -70,9 +78,4 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(call.v.dtype), S, z
 
 
-def _run_exactly(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
-    with without_autocast(call.q):
-        return run(call)
-
-
-BACKEND = Backend("reference", lambda call: None, _run_exactly)
+CAUSAL, SUM_KEYS, READ = (Backend("reference", lambda call: None, run) for run in (causal, sum_keys, read))

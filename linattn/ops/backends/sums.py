@@ -6,20 +6,15 @@ once, however many queries come later; each walks through its tokens in segments
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import accumulator, divide, infinite_if_none
-from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, differentiate, kept_whole
-from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
+from linattn.ops.backends.base import ReadCall, SumCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.memory import Workspace, empty_like
+from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
 BLOCK = 2**18
 # tokens of a segment: with more of them, products of narrow tensors would add up rounding errors
 SHORTEST, LONGEST = 256, 2048
-
-# normalize, feature_map, and the output's dtype
-Options = tuple[str | None, str, torch.dtype]
-
 
 def _segments(x: Tensor) -> list[tuple[int, int]]:
     n = x.shape[-2]
@@ -41,15 +36,14 @@ def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Ten
     return x if key_mask is None else torch.where(key_mask.narrow(-1, start, length).unsqueeze(-1), x, 0)
 
 
-def _lead(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[int, ...]:
-    return torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], () if key_mask is None else key_mask.shape[:-1])
+def _lead(call: SumCall) -> tuple[int, ...]:
+    mask = () if call.key_mask is None else call.key_mask.shape[:-1]
+    return torch.broadcast_shapes(call.k.shape[:-2], call.v.shape[:-2], mask)
 
 
-def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
-    k, v, key_mask = inputs
-    assert k is not None and v is not None
-    dtype = accumulator(k.dtype)
-    lead = _lead(k, v, key_mask)
+def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
+    k, v, key_mask, feature_map = call
+    dtype, lead = accumulator(k.dtype), _lead(call)
     S, z = (k.new_zeros(*lead, k.shape[-1], width, dtype=dtype) for width in (v.shape[-1], 1))
     room = Workspace(S)
     for start, length in _segments(k):
@@ -59,9 +53,9 @@ def _sum_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     return S, z.squeeze(-1)
 
 
-def _sum_keys_gradient(inputs: Tensors, saved: Tensors, grads: Tensors, feature_map: str) -> Tensors:
-    (k, v, key_mask), (dS, dz) = inputs, grads
-    assert k is not None and v is not None and dS is not None and dz is not None
+def sum_keys_gradient(call: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
+    (k, v, key_mask, feature_map), (dS, dz) = call, grads
+    assert dS is not None and dz is not None
     dk, dv, room = empty_like(k, k.shape), empty_like(v, v.shape), Workspace(dS)
     for start, length in _segments(k):
         features = _present(_features(k, start, length, feature_map, room), key_mask, start, length)
@@ -79,10 +73,8 @@ def _denominator(features: Tensor, z: Tensor) -> Tensor:
     return infinite_if_none((features * z.unsqueeze(-2)).sum(-1, keepdim=True))
 
 
-def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    q, S, z = inputs
-    normalize, feature_map, dtype = options
-    assert q is not None and S is not None and z is not None
+def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
+    q, S, z, normalize, feature_map, dtype = call
     if normalize == "keys":
         S = divide(S, z.unsqueeze(-1))
     lead = torch.broadcast_shapes(q.shape[:-2], S.shape[:-2])
@@ -96,9 +88,9 @@ def _ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return (y,)
 
 
-def _ask_gradient(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-    (q, S, z), (dy,), (normalize, feature_map, _) = inputs, grads, options
-    assert q is not None and S is not None and z is not None and dy is not None
+def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
+    (q, S, z, normalize, feature_map, _), (dy,) = call, grads
+    assert dy is not None
     T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
     dq, dT, dtotal, room = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(total), Workspace(S)
     for start, length in _segments(q):
@@ -122,94 +114,16 @@ def _ask_gradient(inputs: Tensors, saved: Tensors, grads: Tensors, options: Opti
     return dq, dT, dtotal.squeeze(-1)
 
 
-def _sum_keys_definition(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
-    k, v, key_mask = inputs
-    assert k is not None and v is not None
-    features = _present(ELEMENTWISE[feature_map].function(k.to(accumulator(k.dtype))), key_mask, 0, k.shape[-2])
-    S = features.mT @ _present(v.to(features.dtype), key_mask, 0, k.shape[-2])
-    return S, features.sum(-2).expand(*S.shape[:-1])
+def empty_sums(call: SumCall, save: bool) -> tuple[Tensor, ...]:
+    lead, dtype = _lead(call), accumulator(call.k.dtype)
+    S = call.k.new_empty(*lead, call.k.shape[-1], call.v.shape[-1], dtype=dtype)
+    return S, call.k.new_empty(*lead, call.k.shape[-1], dtype=dtype)
 
 
-def _ask_definition(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    q, S, z = inputs
-    normalize, feature_map, dtype = options
-    assert q is not None and S is not None and z is not None
-    features = ELEMENTWISE[feature_map].function(q.to(S.dtype))
-    if normalize == "keys":
-        return ((features @ divide(S, z.unsqueeze(-1))).to(dtype),)
-    y = features @ S
-    return ((divide(y, features @ z.unsqueeze(-1)) if normalize else y).to(dtype),)
+def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
+    lead = torch.broadcast_shapes(call.q.shape[:-2], call.S.shape[:-2])
+    return (call.q.new_empty(*lead, call.q.shape[-2], call.S.shape[-1], dtype=call.dtype),)
 
 
-def _sum_keys_shapes(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, ...]:
-    lead, dtype = _lead(k, v, key_mask), accumulator(k.dtype)
-    z = k.new_empty(*lead, k.shape[-1], 1, dtype=dtype).squeeze(-1)
-    return k.new_empty(*lead, k.shape[-1], v.shape[-1], dtype=dtype), z
-
-
-def _ask_shapes(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
-    return q.new_empty(*torch.broadcast_shapes(q.shape[:-2], S.shape[:-2]), q.shape[-2], S.shape[-1], dtype=dtype)
-
-
-_whole_sum_keys = define(
-    "chunked_sum_keys",
-    "(Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
-    lambda *x: _sum_keys(x[:3], x[3]),
-    _sum_keys_shapes,
-)
-_whole_sum_keys_gradient = define(
-    "chunked_sum_keys_gradient",
-    "(Tensor dS, Tensor dz, Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
-    lambda *x: _sum_keys_gradient(x[2:5], (), x[:2], x[5])[:2],
-    lambda dS, dz, k, v, key_mask, feature_map: (k.new_empty(k.shape), v.new_empty(v.shape)),
-)
-_whole_ask = define(
-    "chunked_ask",
-    "(Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) -> Tensor",
-    lambda *x: _ask(x[:3], x[3:])[0],
-    _ask_shapes,
-)
-_whole_ask_gradient = define(
-    "chunked_ask_gradient",
-    "(Tensor dy, Tensor q, Tensor S, Tensor z, str? normalize, str feature_map, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-    lambda *x: tuple(g.contiguous() for g in _ask_gradient(x[1:4], (), x[:1], x[4:]) if g is not None),
-    lambda dy, q, S, z, *options: tuple(x.new_empty(x.shape) for x in (q, S, z)),
-)
-
-
-def _sum_keys_of(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
-    return _whole_sum_keys(*inputs, feature_map) if kept_whole(inputs[0]) else _sum_keys(inputs, feature_map)
-
-
-def _sum_keys_gradient_of(inputs: Tensors, saved: Tensors, grads: Tensors, feature_map: str) -> Tensors:
-    if kept_whole(inputs[0]):
-        return *_whole_sum_keys_gradient(*grads, *inputs, feature_map), None
-    return _sum_keys_gradient(inputs, saved, grads, feature_map)
-
-
-def _ask_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
-    return (_whole_ask(*inputs, *options),) if kept_whole(inputs[0]) else _ask(inputs, options)
-
-
-def _ask_gradient_of(inputs: Tensors, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-    if kept_whole(inputs[0]):
-        return _whole_ask_gradient(*grads, *inputs, *options)
-    return _ask_gradient(inputs, saved, grads, options)
-
-
-differentiate("chunked_sum_keys", lambda *x: _sum_keys_gradient_of(*x[:3], *x[3]), num_inputs=3, num_outputs=2)
-differentiate("chunked_ask", _ask_gradient_of, num_inputs=3, num_outputs=1)
-_sum_keys_operator = differentiable(_sum_keys_of, _sum_keys_gradient_of, _sum_keys_definition, outputs=2)
-_ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outputs=1)
-
-
-def sum_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
-    keep_freed_memory(k)
-    S, z = _sum_keys_operator(feature_map, k, v, key_mask)
-    return S, z
-
-
-def ask(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
-    keep_freed_memory(q)
-    return _ask_operator((normalize, feature_map, dtype), q, S, z)[0]
+SUM_KEYS = Backend("chunked", lambda call: None, sum_keys, sum_keys_gradient, empty_sums)
+READ = Backend("chunked", lambda call: None, read, read_gradient, empty_outputs)

@@ -1,0 +1,296 @@
+"""What follows from an operator's record: which backend runs a call, gradients of any order, vmap, graphs and exports.
+
+A call is a NamedTuple of tensors, then options. Its operator names the backends in order of preference, the definition
+last: torch differentiates that one, twice if need be, and so it serves the second derivatives of all others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from linattn.ops.backends.base import without_autocast
+
+Tensors = tuple[Tensor | None, ...]
+
+_SCHEMA = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", int: "SymInt", bool: "bool",
+    torch.dtype: "ScalarType",
+}  # fmt: skip
+
+
+class Backend(NamedTuple):
+    """One form of an operator.
+
+    `unsupported(call)` says why it cannot run a call, from shapes, dtypes and devices alone. `forward(call, save)`
+    returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the call, empty unless
+    `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and computes again what
+    was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are results without
+    numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
+
+    name: str
+    unsupported: Callable[[Any], str | None]
+    forward: Callable[[Any, bool], tuple[Tensor, ...]]
+    gradient: Callable[[Any, Tensors, Tensors], Tensors] | None = None
+    empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
+    empty_gradient: Callable[[Any], Tensors] | None = None
+    saved: int = 0
+
+
+class Operator:
+    """Runs calls of one kind, each of which returns `outputs` tensors."""
+
+    def __init__(self, name: str, call: type[Any], outputs: int, backends: Sequence[Backend]):
+        self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
+        self.run = {b.name: _run_plain(b) if b.gradient is None else Form(self, b) for b in self.backends}
+
+    def __call__(self, call: Any, backend: str | None = None) -> tuple[Tensor, ...]:
+        """By the named backend, or the first that can."""
+        if backend is not None and backend not in self.run:
+            raise ValueError(f"backend must be one of {', '.join(self.run)}, but is {backend!r}")
+        reasons = []
+        for candidate in self.backends:
+            if backend in (None, candidate.name):
+                reason = candidate.unsupported(call)
+                if reason is None:
+                    return self.run[candidate.name](call)
+                reasons.append(f"  {candidate.name}: {reason}")
+        raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
+
+    def explain(self, call: Any) -> str:
+        """What `backend=None` does with the call, and what each of the others would do: a line per backend."""
+        reasons = {b.name: b.unsupported(call) for b in self.backends}
+        chosen = next(name for name, reason in reasons.items() if reason is None)
+        can = {name: "runs this call" if name == chosen else "can run it, when named" for name in reasons}
+        return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
+
+
+def _run_plain(backend: Backend) -> Callable[[Any], tuple[Tensor, ...]]:
+    def run(call: Any) -> tuple[Tensor, ...]:
+        with without_autocast(call[0]):
+            return backend.forward(call, False)
+
+    return run
+
+
+class Form:
+    """A backend with a gradient of its own as one operation: of autograd, and of torch.library for graphs."""
+
+    def __init__(self, operator: Operator, backend: Backend):
+        self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
+        self.make, fields = operator.call, get_type_hints(operator.call)
+        self.tensors = sum(_SCHEMA[kind].startswith("Tensor") for kind in fields.values())
+        self.options = len(fields) - self.tensors
+        schema = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in fields.items())
+        self.whole, self.whole_gradient = _define(self, f"{operator.name}_{backend.name}", schema)
+
+    def __call__(self, call: Any) -> tuple[Tensor, ...]:
+        tensors = call[: self.tensors]
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if torch.compiler.is_compiling():
+            return self._traced(call, save)
+        _refuse_forward_mode(tensors)
+        if save or torch._C._are_functorch_transforms_active():
+            return _Differentiable.apply(self, (*call[self.tensors :], save), *tensors)[: self.outputs]
+        return self.forward(call, save)[: self.outputs]
+
+    def _traced(self, call: Any, save: bool) -> tuple[Tensor, ...]:
+        """A compiler would unroll every loop over blocks: a graph holds the operation whole, but where a function
+        transform or forward mode would pass it by, with tangents of zero. An exported graph holds torch's own operations,
+        as whoever loads it may have no others, unless it is for any length."""
+        exporting = torch.compiler.is_exporting()
+        if in_transform() or (exporting and not isinstance(call[0].shape[-2], torch.SymInt)):
+            return self.forward(call, False)[: self.outputs]
+        # in an exported graph the number of saved states would be tied to the length: its backward makes them again
+        return self.whole(*call, save and not exporting)[: self.outputs]
+
+    def forward(self, call: Any, save: bool) -> tuple[Tensor, ...]:
+        with without_autocast(call[0]):
+            return self.backend.forward(call, save)
+
+    def gradient(self, call: Any, saved: Tensors, grads: Tensors) -> Tensors:
+        assert self.backend.gradient is not None
+        with without_autocast(call[0]):
+            return self.backend.gradient(call, saved, grads)
+
+
+def in_transform() -> bool:
+    """True under a function transform or in forward mode."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _define(form: Form, name: str, schema: str) -> tuple[Any, Any]:
+    """`torch.ops.linattn.<name>` and its gradient, in whose results an empty tensor stands for none."""
+    count, outputs, saved = form.tensors, form.outputs, form.backend.saved
+
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return form.forward(form.make(*arguments[:-1]), arguments[-1])
+
+    def empty(*arguments: Any) -> tuple[Tensor, ...]:
+        assert form.backend.empty is not None
+        return form.backend.empty(form.make(*arguments[:-1]), arguments[-1])
+
+    def gradient(*arguments: Any) -> tuple[Tensor, ...]:
+        grads, kept, call = _split(arguments, outputs, saved)
+        found = form.gradient(form.make(*call), kept, grads)
+        return tuple(call[0].new_empty(0) if g is None else g for g in found)
+
+    def empty_gradient(*arguments: Any) -> tuple[Tensor, ...]:
+        call = form.make(*_split(arguments, outputs, saved)[2])
+        if form.backend.empty_gradient is not None:
+            found = form.backend.empty_gradient(call)
+        else:
+            found = tuple(None if not differentiable(x) else x.new_empty(x.shape) for x in call[:count])
+        return tuple(call[0].new_empty(0) if g is None else g for g in found)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.options = inputs[count:-1]
+        ctx.save_for_backward(*inputs[:count], *(output[outputs:] if isinstance(output, tuple) else ()))
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        found = whole_gradient(*grads[:outputs], *kept, *tensors, *ctx.options)
+        found = [g if differentiable(x) else None for g, x in zip(found, tensors, strict=True)]
+        return *found, *[None] * (len(ctx.options) + 1)
+
+    upstream = ", ".join(f"Tensor upstream{i}" for i in range(outputs)) + "".join(
+        f", Tensor saved{i}" for i in range(saved)
+    )
+    whole = _library(name, f"({schema}, bool save) -> {_tensors(outputs + saved)}", forward, empty)
+    whole_gradient = _library(
+        f"{name}_gradient", f"({upstream}, {schema}) -> {_tensors(count)}", gradient, empty_gradient
+    )
+    torch.library.register_autograd(f"linattn::{name}", backward, setup_context=keep)
+    return whole, whole_gradient
+
+
+def _split(arguments: tuple[Any, ...], outputs: int, saved: int) -> tuple[Tensors, Tensors, tuple[Any, ...]]:
+    return arguments[:outputs], arguments[outputs : outputs + saved], arguments[outputs + saved :]
+
+
+def _tensors(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
+
+
+def _library(name: str, schema: str, run: Callable[..., Any], empty: Callable[..., Any]) -> Any:
+    full = f"linattn::{name}"
+    torch.library.define(full, schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    torch.library.impl(full, "default", run)
+    torch.library.register_fake(full, empty)
+    packet = getattr(torch.ops.linattn, name).default
+    # torch returns one tensor for a schema of one
+    return packet
+
+
+def differentiable(x: Tensor | None) -> bool:
+    return x is not None and x.is_floating_point()
+
+
+class _Differentiable(Function):
+    """One call: forward, and the backend's gradient."""
+
+    @staticmethod
+    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return form.forward(form.make(*tensors, *options[:-1]), options[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.form, ctx.options, *tensors = inputs
+        saved = output[ctx.form.outputs :]
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*tensors, *saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grads = grads[: ctx.form.outputs]
+        _refuse_old_vmap(grads)
+        return None, None, *_Gradient.apply(ctx.form, ctx.options[:-1], *ctx.saved_tensors, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _vmap(_Differentiable, info.batch_size, in_dims, args)
+
+
+class _Gradient(Function):
+    """The gradient of a call, differentiable by the definition."""
+
+    @staticmethod
+    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
+        count, outputs = form.tensors, form.outputs
+        call = form.make(*tensors[:count], *options)
+        return form.gradient(call, tensors[count:-outputs], tensors[-outputs:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.form, ctx.options, *tensors = inputs
+        ctx.saved = len(tensors) - ctx.form.tensors - ctx.form.outputs
+        ctx.save_for_backward(*tensors[: ctx.form.tensors], *tensors[-ctx.form.outputs :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
+        count = ctx.form.tensors
+        with without_autocast(ctx.saved_tensors[0]):
+            second = _second_derivative(ctx.form, ctx.options, ctx.saved_tensors, grads)
+        return None, None, *second[:count], *[None] * ctx.saved, *second[count:]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        # what was saved was laid out for another number of dimensions
+        form, options, *tensors = args
+        saved = slice(form.tensors, len(tensors) - form.outputs)
+        tensors[saved] = [None] * len(tensors[saved])
+        return _vmap(_Gradient, info.batch_size, in_dims, (form, options, *tensors))
+
+
+def _second_derivative(
+    form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
+) -> list[Tensor | None]:
+    """Derivatives of the definition's gradient, with respect to the call's tensors and to the outputs' gradients. As it
+    is made of torch's own operations, further derivatives follow."""
+    wanted = [differentiable(x) for x in tensors]
+    inputs, among_inputs = tensors[: form.tensors], wanted[: form.tensors]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found = iter(given)
+        filled = [next(found) if w else x for x, w in zip(inputs, among_inputs, strict=True)]
+        return form.definition(form.make(*filled, *options), False)
+
+    def gradient(*given: Tensor) -> tuple[Tensor, ...]:
+        _, pull_back = torch.func.vjp(run, *given[: -form.outputs])
+        return pull_back(given[-form.outputs :])
+
+    _, pull_back = torch.func.vjp(gradient, *(x for x, w in zip(tensors, wanted, strict=True) if w))
+    second = iter(pull_back(tuple(g for g, w in zip(grads, among_inputs, strict=True) if w)))
+    return [next(second) if w else None for w in wanted]
+
+
+def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One more leading dimension, which is all that vmap asks of an operator that takes any number of them."""
+
+    def front(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    # the form and the options stand first and are no tensors
+    results = function.apply(*args[:2], *map(front, args[2:], in_dims[2:]))
+    return results, tuple(None if x is None else 0 for x in results)
+
+
+def _refuse_old_vmap(grads: tuple[Tensor, ...]) -> None:
+    if any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        raise NotImplementedError(
+            "is_grads_batched and jacobian(vectorize=True) use a vmap that knows no custom operators: take "
+            'torch.func.jacrev, torch.func.vmap of a function of torch.func.vjp, or backend="reference"'
+        )
+
+
+def _refuse_forward_mode(tensors: Tensors) -> None:
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "linear attention has no forward-mode derivative: take a reverse-mode one (torch.func.grad, vjp or jacrev) "
+            'or backend="reference"'
+        )
