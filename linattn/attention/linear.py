@@ -14,9 +14,11 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.arguments import NORMALIZATIONS
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import pack_heads
 from linattn.ops.linear import ask, causal_linear_attention, summarize
+from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
 
@@ -71,8 +73,8 @@ class LinearAttention(InnerAttention):
         if blindspot < 1:
             raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
         normalize = feature_map.normalize if normalize == "default" else normalize
-        if normalize not in ("output", "keys", None):
-            raise ValueError(f'normalize must be "output", "keys", None or "default", but is {normalize!r}')
+        if normalize not in NORMALIZATIONS:
+            raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
         self.feature_map, self.decay = feature_map, decay
         self.causal, self.normalize, self.blindspot = causal, normalize, blindspot
 

@@ -23,6 +23,7 @@ from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.names import did_you_mean
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
 PROJECTED_LENGTH = 128
@@ -145,7 +146,8 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
     unknown = [name for name, _ in pairs if name not in ATTENTIONS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention: there are {', '.join(sorted(ATTENTIONS))}")
+        hint = did_you_mean(unknown[0] or spec, ATTENTIONS)
+        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
     given = [count for _, count in pairs if count]
     if not given:
         if num_heads % len(pairs):

@@ -6,6 +6,7 @@ from torch import Tensor
 from linattn.ops.backends import CausalCall
 from linattn.ops.backends.base import accumulator
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.names import unknown_name
 from linattn.ops.state import LinearState
 
 NORMALIZATIONS = ("output", "keys", None)
@@ -26,9 +27,9 @@ def checked(
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"every key must have a value, but k is {shape(k)} and v is {shape(v)}")
     if normalize not in NORMALIZATIONS:
-        raise ValueError(f'normalize must be "output", "keys" or None, but is {normalize!r}')
+        raise unknown_name("normalize", normalize, NORMALIZATIONS)
     if feature_map not in ELEMENTWISE:
-        raise ValueError(f"feature_map must be one of {', '.join(ELEMENTWISE)}, but is {feature_map!r}")
+        raise unknown_name("feature_map", feature_map, ELEMENTWISE)
     if not q.dtype == k.dtype == v.dtype:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

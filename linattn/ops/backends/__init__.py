@@ -5,6 +5,7 @@ from torch import Tensor
 
 from linattn.ops.backends import chunked, recurrent, reference, sums, triton
 from linattn.ops.backends.base import Backend, BidirectionalCall, CausalCall, Sums
+from linattn.ops.names import unknown_name
 
 BACKENDS: tuple[Backend, ...] = (triton.BACKEND, recurrent.BACKEND, chunked.BACKEND, reference.BACKEND)
 # attention to all keys has no form of its own for one token, and its definition does not add keys up
@@ -84,7 +85,7 @@ def _explain(reasons: list[tuple[str, str | None]]) -> str:
 
 def _check_name(backend: str | None, names: list[str]) -> None:
     if backend not in (None, *names):
-        raise ValueError(f"backend must be one of {', '.join(names)}, but is {backend!r}")
+        raise unknown_name("backend", backend, names)
 
 
 def _none_can(reasons: list[str]) -> NotImplementedError:
