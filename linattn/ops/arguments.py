@@ -7,7 +7,7 @@ from linattn.ops.backends import CausalCall
 from linattn.ops.backends.base import accumulator
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_blindspot, checked_kind
 
 NORMALIZATIONS = ("output", "keys", None)
 
@@ -75,15 +75,22 @@ def causal_call(
     key_mask: Tensor | None,
     normalize: str | None,
     feature_map: str,
+    blindspot: int,
 ) -> CausalCall:
     """The state has the leading dimensions of the keys' side, queries those of all; the rest stays broadcast."""
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
+    if blindspot < 1:
+        raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
+    if state is not None:
+        check_blindspot(checked_kind(state, LinearState), blindspot)
     n, f = k.shape[-2:]
     if log_decay is None and key_mask is None and q.shape == k.shape and k.shape[:-1] == v.shape[:-1]:
         # nothing to align: the loop of generation, where checking costs as much as computing
         lead = k.shape[:-2]
         if state is None or state.S.shape[:-2] == lead == state.z.shape[:-1]:
             S, z = _start(k, v, lead, state)
-            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, 1)
+            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, blindspot)
     sides = {"k": k.shape[:-2], "v": v.shape[:-2]}
     key_mask = checked_mask(k, key_mask)
     if key_mask is not None:
@@ -103,21 +110,26 @@ def causal_call(
     if log_decay is not None:
         log_decay = align(log_decay, len(lead) + 1)
     q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
-    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, 1)
+    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, blindspot)
 
 
 def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | None) -> tuple[Tensor, Tensor]:
     f, dv, dtype = k.shape[-1], v.shape[-1], accumulator(k.dtype)
     if state is None:
         return k.new_zeros(*lead, f, dv, dtype=dtype), k.new_zeros(*lead, f, dtype=dtype)
-    if state.S.shape[-2:] != (f, dv) or state.z.shape[-1:] != (f,):
-        raise ValueError(
-            f"the state must have S (..., {f}, {dv}) and z (..., {f}) for these k and v, "
-            f"but has {shape(state.S)} and {shape(state.z)}"
-        )
-    if state.S.dtype != dtype or state.z.dtype != dtype:
-        raise ValueError(f"the state must be {dtype} for these inputs, but is {state.S.dtype} and {state.z.dtype}")
+    check_sums(state.S, state.z, f, dv, k.dtype)
     return expand(state.S, (*lead, f, dv)), expand(state.z, (*lead, f))
+
+
+def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:
+    """S (..., f, dv) and z (..., f) in the dtype that inputs of `dtype` are summed in; dv None: any."""
+    if z.shape[-1:] != (f,) or S.shape[:-1] != z.shape or dv not in (None, S.shape[-1]):
+        raise ValueError(
+            f"the state must have S (..., {f}, {'dv' if dv is None else dv}) and z (..., {f}) for these inputs, "
+            f"but has {shape(S)} and {shape(z)}"
+        )
+    if not S.dtype == z.dtype == accumulator(dtype):
+        raise ValueError(f"the state must be {accumulator(dtype)} for these inputs, but is {S.dtype} and {z.dtype}")
 
 
 def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
