@@ -42,6 +42,7 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
         )
 
 
-def check_blindspot(state: LinearState | Any, blindspot: int) -> None:
-    if state.blindspot != blindspot:
+def check_blindspot(state: LinearState, blindspot: int) -> None:
+    """Sums without a block are the past of any call: blocks are counted from there."""
+    if state.block_S is not None and state.blindspot != blindspot:
         raise ValueError(f"the state was made with a blindspot of {state.blindspot}, but here it is {blindspot}")

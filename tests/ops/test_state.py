@@ -22,7 +22,8 @@ def test_a_state_of_another_blindspot_is_refused(made: int, used: int, n: int) -
     q, k, v = tokens(n, positive=True)
     _, state = causal_linear_attention(q, k, v, blindspot=made)
     for call in (causal_linear_attention, explain_backend):
-        if made == used:
+        if made in (1, used):
+            # sums without a block are the past of any call
             call(q, k, v, state, blindspot=used)
         else:
             with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is {used}"):
