@@ -14,7 +14,7 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
-from linattn.ops.arguments import NORMALIZATIONS
+from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import pack_heads
 from linattn.ops.linear import ask, causal_linear_attention, summarize
@@ -155,6 +155,7 @@ class LinearAttention(InnerAttention):
         keys, top, log_scale = self._keys(k, key_mask), None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if keys.size is not None:
+            log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale

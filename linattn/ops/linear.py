@@ -33,9 +33,11 @@ def causal_linear_attention(
     S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
     feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or nothing is (None).
 
-    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf begins a new sequence. A query
-    that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted from the first (masked
-    ones too), and a query sees only the blocks before its own. The state is float32, or float64 for float64 inputs.
+    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
+    new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
+    it would wait. A query that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted
+    from the first (masked ones too), and a query sees only the blocks before its own. The state is float32, or float64
+    for float64 inputs.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     q, k, v = checked(q, k, v, normalize, feature_map)
