@@ -12,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
+from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
@@ -20,7 +21,7 @@ from linattn.ops.compaction import pack_heads
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_blindspot, check_part, checked_kind
 
 
 class LinearAttentionState(NamedTuple):
@@ -28,7 +29,7 @@ class LinearAttentionState(NamedTuple):
     to: if causal, what `running_scale` makes of it, else itself."""
 
     sums: LinearState | RaggedState
-    log_scale: Float[Tensor, "b hk 1"] | None
+    log_scale: Float[Tensor, "b hk 1 1"] | None
 
 
 class _Keys(NamedTuple):
@@ -88,6 +89,7 @@ class LinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
 
     def summarize(
@@ -99,6 +101,7 @@ class LinearAttention(InnerAttention):
     ) -> LinearAttentionState:
         """S and z, of constant size."""
         self.check_not_causal()
+        check_keys(k, v, key_mask)
         key_mask, top = _for_groups(key_mask), None
         keys = self._keys(k, key_mask)
         if keys.size is not None:
@@ -109,9 +112,9 @@ class LinearAttention(InnerAttention):
         return LinearAttentionState(sums, top)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
-        assert isinstance(summary.sums, LinearState)
-        features, q_scale, function = self._queries(q, summary.sums.z.shape[1])
-        y = ask(features, summary.sums, normalize=self.normalize, feature_map=function)
+        sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
+        features, q_scale, function = self._queries(q, sums.z.shape[1])
+        y = ask(features, sums, normalize=self.normalize, feature_map=function)
         return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
@@ -125,6 +128,7 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LinearAttentionState, causal=True)
         ragged = state is not None and isinstance(state.sums, RaggedState)
         if self.blindspot > 1 and (key_mask is not None or ragged):
             return self._extend_ragged(q, k, v, state, key_mask)
@@ -153,6 +157,8 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Tensor, LinearAttentionState]:
         features, q_scale, function = self._queries(q, k.shape[1])
         keys, top, log_scale = self._keys(k, key_mask), None, None
+        if state is not None:
+            self._check_state(state, keys, v)
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if keys.size is not None:
             log_decay = None if log_decay is None else checked_decay(log_decay)
@@ -166,6 +172,13 @@ class LinearAttention(InnerAttention):
         )
         y = self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
+
+    def _check_state(self, state: LinearAttentionState, keys: _Keys, v: Tensor) -> None:
+        sums, dtype, hk = state.sums, accumulator(v.dtype), v.shape[1]
+        check_blindspot(sums.blindspot, self.blindspot)
+        seen = sums.seen if isinstance(sums, RaggedState) else checked_kind(sums, LinearState)
+        check_part("sums", seen.S, dtype, hk, 1, keys.value.shape[-1], v.shape[-1])
+        check_part("log_scale", state.log_scale, None if keys.size is None else dtype, hk, 1, 1)
 
     def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
         """What the operator's function is to be applied to (b hk g n f), and the logarithm of what is left out. Maps

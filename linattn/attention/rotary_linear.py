@@ -7,12 +7,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
 from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import rotate
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_part
 
 
 class RotaryLinearAttentionState(NamedTuple):
@@ -47,6 +48,7 @@ class RotaryLinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         dtype, places = v.dtype, count_places(k, key_mask, 0)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
@@ -64,10 +66,19 @@ class RotaryLinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], RotaryLinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=RotaryLinearAttentionState, causal=True)
+        if state is None:
+            seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device)
+        else:
+            seen = state.position
+            check_part("position", seen, torch.int64, k.shape[1], 1)
         dtype, places = v.dtype, count_places(k, key_mask, seen)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         past = (None, None) if state is None else state[:2]
+        if state is not None:
+            lead = (k.shape[1], 1, k.shape[-1])
+            check_part("numerator", state.numerator.S, k.dtype, *lead, v.shape[-1])
+            check_part("denominator", state.denominator.S, k.dtype, *lead, 1)
         y, numerator = causal_linear_attention(
             *self._turned(q, k, places), v, past[0], key_mask=key_mask, normalize=None
         )

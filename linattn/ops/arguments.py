@@ -110,7 +110,7 @@ def causal_call(
     if blindspot < 1:
         raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
     if state is not None:
-        check_blindspot(checked_kind(state, LinearState), blindspot)
+        check_blindspot(checked_kind(state, LinearState).blindspot, blindspot)
     n, f = k.shape[-2:]
     if log_decay is None and key_mask is None and q.shape == k.shape and k.shape[:-1] == v.shape[:-1]:
         # nothing to align: the loop of generation, where checking costs as much as computing

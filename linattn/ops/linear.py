@@ -93,7 +93,7 @@ def ask(
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: every query sees the whole state, which stays."""
     S, z = checked_kind(state, LinearState)[:2]
-    check_blindspot(state, 1)
+    check_blindspot(state.blindspot, 1)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
         raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(z)}")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.compaction import pack_heads, per_query_head
+from linattn.ops.state import check_part
 
 
 class SoftmaxState(NamedTuple):
@@ -62,7 +63,9 @@ def extend_softmax(
         k, v = without(k, key_mask), without(v, key_mask)
     if state is None:
         return softmax_attention(q, k, v, causal=True, key_mask=key_mask), SoftmaxState(k, v, key_mask)
-    n = q.shape[-2]
+    past, n = state.k.shape[2:3], q.shape[-2]
+    check_part("k", state.k, k.dtype, k.shape[1], *past, k.shape[3])
+    check_part("v", state.v, v.dtype, v.shape[1], *past, v.shape[3])
     state = SoftmaxState(
         torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), _present_after(state, key_mask, n)
     )

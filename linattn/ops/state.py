@@ -17,7 +17,7 @@ class LinearState(NamedTuple):
     block_S: Float[Tensor, "*b f dv"] | None = None
     block_z: Float[Tensor, "*b f"] | None = None
     block_length: int = 0
-    blindspot: int = 1
+    blindspot: int | None = None
 
 
 def checked_kind(state: Any, kind: type[_State]) -> _State:
@@ -42,7 +42,7 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
         )
 
 
-def check_blindspot(state: LinearState, blindspot: int) -> None:
-    """Sums without a block are the past of any call: blocks are counted from there."""
-    if state.block_S is not None and state.blindspot != blindspot:
-        raise ValueError(f"the state was made with a blindspot of {state.blindspot}, but here it is {blindspot}")
+def check_blindspot(made: int | None, blindspot: int) -> None:
+    """Sums without a block (None) are the past of any call: blocks are counted from there."""
+    if made not in (None, blindspot):
+        raise ValueError(f"the state was made with a blindspot of {made}, but here it is {blindspot}")
