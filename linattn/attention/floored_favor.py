@@ -11,6 +11,7 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.checks import check_keys, checked_heads
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.compaction import finite_queries
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
@@ -94,6 +95,7 @@ class FlooredFavorAttention(InnerAttention):
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=FlooredFavorState, causal=True)
+        q = q if key_mask is None else finite_queries(q, key_mask)
         keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
         if state is None:
             start, past, floor = _no_key(k), None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)

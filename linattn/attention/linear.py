@@ -17,7 +17,7 @@ from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import pack_heads
+from linattn.ops.compaction import finite_queries, pack_heads, without
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
@@ -102,6 +102,8 @@ class LinearAttention(InnerAttention):
         """S and z, of constant size."""
         self.check_not_causal()
         check_keys(k, v, key_mask)
+        if key_mask is not None:
+            k, v = without(k, key_mask), without(v, key_mask)
         key_mask, top = _for_groups(key_mask), None
         keys = self._keys(k, key_mask)
         if keys.size is not None:
@@ -132,6 +134,8 @@ class LinearAttention(InnerAttention):
         ragged = state is not None and isinstance(state.sums, RaggedState)
         if self.blindspot > 1 and (key_mask is not None or ragged):
             return self._extend_ragged(q, k, v, state, key_mask)
+        if key_mask is not None:
+            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         key_mask = _for_groups(key_mask)
         attend = partial(causal_linear_attention, key_mask=key_mask, normalize=self.normalize, blindspot=self.blindspot)
         return self._extend(q, k, v, state, key_mask, attend)

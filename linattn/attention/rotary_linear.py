@@ -11,6 +11,7 @@ from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
 from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
 from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import rotate
 from linattn.ops.state import LinearState, check_part
@@ -96,6 +97,8 @@ class RotaryLinearAttention(InnerAttention):
             raise ValueError(
                 f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
             )
+        if key_mask is not None:
+            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         # the quotient of two rounded outputs would be rounded twice
         dtype, hk = accumulator(v.dtype), k.shape[1]
         q, k, v = self.feature_map.query(q).to(dtype), self.feature_map.key(k).to(dtype), v.to(dtype)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.compaction import pack_heads, per_query_head
+from linattn.ops.compaction import pack_heads, per_query_head, without
 from linattn.ops.state import check_part
 
 
@@ -99,11 +99,6 @@ def fused_softmax(
     grouped = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=d**-0.5, enable_gqa=grouped)
     return y[..., :dv]
-
-
-def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"]) -> Float[Tensor, "b hk m d"]:
-    """Zeros for the masked tokens: a kernel multiplies them by zero, which is not enough if they hold NaN."""
-    return torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
 def _present_after(state: SoftmaxState, key_mask: Tensor | None, n: int) -> Tensor | None:
