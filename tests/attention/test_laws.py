@@ -113,6 +113,20 @@ def test_a_row_without_keys_has_zeros_and_gradients_that_are_numbers(spec, causa
 
 
 @every_attention
+@pytest.mark.parametrize(("b", "n", "dv"), [(0, 5, CHANNELS), (2, 0, CHANNELS), (2, 5, 0), (0, 0, CHANNELS)])
+def test_nothing_gives_nothing(spec, causal, b, n, dv):
+    """No sequences, no tokens, or no channels of values, which a convolution of values has weights for."""
+    inner, (q, k, v) = make(spec, causal), heads(n, b=b)
+    if spec == "linformer_conv" and dv == 0:
+        return
+    leaves = [x.requires_grad_() for x in (q, k, v[..., :dv])]
+    for key_mask in (None, torch.ones(b, 1, n, dtype=torch.bool)):
+        y = inner(*leaves, key_mask=key_mask)
+        assert y.shape == (b, HEADS, n, dv)
+        assert not any(x.any() for x in torch.autograd.grad(y.sum(), leaves, materialize_grads=True, allow_unused=True))
+
+
+@every_attention
 def test_a_mask_that_is_all_true_has_no_effect(spec, causal):
     inner, x = make(spec, causal), heads(90)
     assert_close(inner(*x, key_mask=torch.ones(1, 1, 90, dtype=torch.bool)), inner(*x))
