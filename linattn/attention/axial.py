@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, map_state
+from linattn.attention.base import InnerAttention, checked_inner, map_state
 from linattn.attention.checks import checked_heads
 from linattn.ops.compaction import pack_heads
 
@@ -30,7 +30,7 @@ class AxialAttention(InnerAttention):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window holds at least one token, but window is {window}")
-        self.inner, self.window, self.causal = inner, window, inner.causal
+        self.inner, self.window, self.causal = checked_inner(inner), window, inner.causal
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.checks import check_keys, checked_heads
+from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries
@@ -46,7 +47,8 @@ class FlooredFavorAttention(InnerAttention):
         super().__init__()
         if not epsilon > 0:
             raise ValueError(f"epsilon must be positive (without a floor it is LinearAttention), but is {epsilon}")
-        self.feature_map, self.epsilon, self.causal = feature_map, epsilon, causal
+        self.feature_map = checked_feature_map(feature_map, FavorFeatureMap)
+        self.epsilon, self.causal = epsilon, causal
 
     def forward(
         self,

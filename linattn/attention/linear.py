@@ -14,7 +14,7 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import finite_queries, pack_heads, without
@@ -69,6 +69,7 @@ class LinearAttention(InnerAttention):
         blindspot: int = 1,
     ):
         super().__init__()
+        feature_map = checked_feature_map(feature_map, FeatureMap)
         if not causal and (decay is not None or blindspot != 1):
             raise ValueError("decay and blindspot belong to causal attention, but causal is False")
         if blindspot < 1:

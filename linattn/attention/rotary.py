@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.checks import checked_heads
 from linattn.ops.compaction import per_query_head
 from linattn.ops.rotary import rotate
@@ -30,7 +30,7 @@ class RotaryAttention(InnerAttention):
 
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
-        self.inner, self.base, self.causal = inner, base, inner.causal
+        self.inner, self.base, self.causal = checked_inner(inner), base, inner.causal
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
-from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
+from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
@@ -32,6 +32,7 @@ class RotaryLinearAttention(InnerAttention):
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
+        feature_map = checked_feature_map(feature_map, FeatureMap)
         if isinstance(feature_map, ExponentialFeatureMap) or feature_map.normalize == "keys":
             raise ValueError(
                 f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.checks import check_keys, checked_heads
 
 
@@ -21,7 +21,7 @@ class SplitHeads(InnerAttention):
         super().__init__()
         if not parts or any(count < 1 for count, _ in parts):
             raise ValueError(f"each part needs at least one head, but the heads are {[count for count, _ in parts]}")
-        if len({part.causal for _, part in parts}) > 1:
+        if len({checked_inner(part).causal for _, part in parts}) > 1:
             kinds = ", ".join(f"{type(part).__name__}(causal={part.causal})" for _, part in parts)
             raise ValueError(f"either all parts are causal or none, but they are {kinds}")
         self.heads = tuple(count for count, _ in parts)
