@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 
 # so many weights, of all heads together, are held at a time
@@ -95,6 +95,7 @@ def compare_with_softmax(
     tokens. Random maps are judged by the rows they hold, learned ones by their weights.
 
     Raises ValueError for shapes that do not fit."""
+    feature_map = checked_feature_map(feature_map, FeatureMap)
     _check(q, k, v, causal)
     dtype, group = accumulator(q.dtype), q.shape[1] // k.shape[1]
     q, k = q.to(dtype), k.to(dtype)

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, map_state
+from linattn.attention.base import InnerAttention, checked_inner, map_state
+from linattn.attention.checks import checked_heads
 from linattn.ops.compaction import pack_heads
 
 
@@ -29,7 +30,7 @@ class AxialAttention(InnerAttention):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window holds at least one token, but window is {window}")
-        self.inner, self.window, self.causal = inner, window, inner.causal
+        self.inner, self.window, self.causal = checked_inner(inner), window, inner.causal
 
     def forward(
         self,
@@ -39,6 +40,7 @@ class AxialAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk n"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         if key_mask is not None:
             packed = pack_heads(q, k, v, _for_all_heads(key_mask))
             grid = _Grid.at_its_start(k, self.window, packed.total.squeeze(1))
@@ -59,6 +61,7 @@ class AxialAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], AxialState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=AxialState, causal=True)
         if key_mask is not None:
             packed = pack_heads(q, k, v, _for_all_heads(key_mask))
             y, state = self._extend(packed.q, packed.k, packed.v, state, packed.total.squeeze(1))
@@ -70,12 +73,18 @@ class AxialAttention(InnerAttention):
     ) -> tuple[Tensor, AxialState]:
         b, window = k.shape[0], self.window
         grid = _Grid.at_its_start(k, window, total) if state is None else _Grid.at(state.column, k, window, total)
-        inner = None if state is None else map_state(lambda x: x.flatten(0, 1), state.inner)
+        inner = None if state is None else map_state(self._columns, state.inner)
         y, inner = self.inner.extend(*grid.fold(q, k, v), inner, key_mask=grid.mask)
         arrived = k.shape[-2] if total is None else total
         return grid.unfold(y), AxialState(
             map_state(lambda x: x.unflatten(0, (b, window)), inner), (grid.column + arrived) % window
         )
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """A part of the inner state (b, window, …) with the columns as sequences."""
+        if x.ndim < 2 or x.shape[1] != self.window:
+            raise ValueError(f"the state must be (b, {self.window}, ...), a row of columns, but is {tuple(x.shape)}")
+        return x.flatten(0, 1)
 
     def extra_repr(self) -> str:
         return f"window={self.window}"

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linattn.feature_maps.base import FeatureMap
+from linattn.ops.state import checked_kind
+
 
 class InnerAttention(nn.Module, ABC):
     """Attention on split heads. Key heads may be fewer than query heads, each serving a group of consecutive ones,
@@ -52,6 +55,7 @@ class InnerAttention(nn.Module, ABC):
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
         """The outputs of queries, any number of them at a time."""
+        summary = checked_kind(summary, KeysAndValues)
         return self(q, summary.k, summary.v, key_mask=summary.key_mask)
 
     def check_not_causal(self) -> None:
@@ -60,6 +64,19 @@ class InnerAttention(nn.Module, ABC):
                 f"{type(self).__name__} is causal here, so each query has keys of its own: what cannot be summed up "
                 "for all of them is extended"
             )
+
+
+def checked_inner(inner: object) -> InnerAttention:
+    """Raise ValueError for a name, a feature map, or anything else in the place of an inner attention."""
+    if isinstance(inner, InnerAttention):
+        return inner
+    if isinstance(inner, str):
+        hint = f"the name {inner!r}: linattn.named_attention({inner!r}, num_heads=…, head_dim=…) makes one"
+    elif isinstance(inner, FeatureMap):
+        hint = f"a {type(inner).__name__}: linattn.LinearAttention(feature_map) makes one"
+    else:
+        hint = f"a {type(inner).__name__}"
+    raise ValueError(f"an InnerAttention is needed here, but this is {hint}")
 
 
 class KeysAndValues(NamedTuple):

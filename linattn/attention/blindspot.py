@@ -18,6 +18,7 @@ class RaggedState(NamedTuple):
     seen: LinearState
     block: LinearState
     held: Int[Tensor, "b hk"]
+    blindspot: int
 
 
 class _Tokens(NamedTuple):
@@ -70,11 +71,12 @@ def _ragged(state: LinearState | RaggedState | None, tokens: _Tokens, size: int)
     k, v = tokens.k[..., :0, :], tokens.v[..., :0, :]
     zeros = causal_linear_attention(k, k, v, normalize=None)[1]
     if state is None:
-        return RaggedState(zeros, zeros, torch.zeros_like(tokens.present))
+        return RaggedState(zeros, zeros, torch.zeros_like(tokens.present), size)
     block = zeros
     if state.block_S is not None and state.block_z is not None:
         block = LinearState(state.block_S, state.block_z)
-    return RaggedState(LinearState(state.S, state.z), block, torch.full_like(tokens.present, state.block_length))
+    held = torch.full_like(tokens.present, state.block_length)
+    return RaggedState(LinearState(state.S, state.z), block, held, size)
 
 
 def _slice(tokens: _Tokens, start: Tensor, count: Tensor, width: int) -> _Tokens:
@@ -97,7 +99,7 @@ def _step(tokens: _Tokens, state: RaggedState, size: int, normalize: str | None)
     full = (held == size)[..., None, None]
     joining = LinearState(torch.where(full[..., None], block.S, 0), torch.where(full, block.z, 0))
     seen = LinearState(seen.S + joining.S, seen.z + joining.z)
-    return y, RaggedState(seen, LinearState(block.S - joining.S, block.z - joining.z), held % size)
+    return y, RaggedState(seen, LinearState(block.S - joining.S, block.z - joining.z), held % size, size)
 
 
 def _in_order(outputs: list[Tensor], first: Tensor, n: int, size: int) -> Tensor:

@@ -8,11 +8,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.checks import check_keys, checked_heads
+from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.compaction import finite_queries
 from linattn.ops.linear import ask, causal_linear_attention, summarize
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_part, checked_kind
 
 
 class FlooredFavorState(NamedTuple):
@@ -44,7 +47,8 @@ class FlooredFavorAttention(InnerAttention):
         super().__init__()
         if not epsilon > 0:
             raise ValueError(f"epsilon must be positive (without a floor it is LinearAttention), but is {epsilon}")
-        self.feature_map, self.epsilon, self.causal = feature_map, epsilon, causal
+        self.feature_map = checked_feature_map(feature_map, FavorFeatureMap)
+        self.epsilon, self.causal = epsilon, causal
 
     def forward(
         self,
@@ -56,6 +60,7 @@ class FlooredFavorAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
 
     def summarize(
@@ -66,6 +71,7 @@ class FlooredFavorAttention(InnerAttention):
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> FlooredFavorState:
         self.check_not_causal()
+        check_keys(k, v, key_mask)
         keys = self._keys(k, v, key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
         features = (keys.exponent - _shown(largest).detach().unsqueeze(-1)).exp()
@@ -73,6 +79,7 @@ class FlooredFavorAttention(InnerAttention):
         return FlooredFavorState(sums, keys.values.sum(-2), largest)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
+        summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
         y = ask(features, summary.features, normalize=None)
         largest = _shown(summary.largest)
@@ -89,11 +96,17 @@ class FlooredFavorAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], FlooredFavorState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=FlooredFavorState, causal=True)
+        q = q if key_mask is None else finite_queries(q, key_mask)
         keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
         if state is None:
             start, past, floor = _no_key(k), None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)
         else:
             past, floor, start = state
+            hk, dtype = k.shape[1], accumulator(k.dtype)
+            check_part("features", past.S, dtype, hk, 1, features.shape[-1], v.shape[-1] + 1)
+            check_part("floor", floor, dtype, hk, v.shape[-1] + 1)
+            check_part("largest", start, dtype, hk, 1)
         top, log_decay, _ = running_scale(keys.largest, None, start.detach())
         largest = torch.cat([start, keys.largest], -1).cummax(-1).values
         y, sums = causal_linear_attention(

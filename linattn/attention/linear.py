@@ -12,13 +12,16 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
+from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, checked_feature_map
+from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import pack_heads
+from linattn.ops.compaction import finite_queries, pack_heads, without
 from linattn.ops.linear import ask, causal_linear_attention, summarize
+from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_blindspot, check_part, checked_kind
 
 
 class LinearAttentionState(NamedTuple):
@@ -26,7 +29,7 @@ class LinearAttentionState(NamedTuple):
     to: if causal, what `running_scale` makes of it, else itself."""
 
     sums: LinearState | RaggedState
-    log_scale: Float[Tensor, "b hk 1"] | None
+    log_scale: Float[Tensor, "b hk 1 1"] | None
 
 
 class _Keys(NamedTuple):
@@ -66,13 +69,14 @@ class LinearAttention(InnerAttention):
         blindspot: int = 1,
     ):
         super().__init__()
+        feature_map = checked_feature_map(feature_map, FeatureMap)
         if not causal and (decay is not None or blindspot != 1):
             raise ValueError("decay and blindspot belong to causal attention, but causal is False")
         if blindspot < 1:
             raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
         normalize = feature_map.normalize if normalize == "default" else normalize
-        if normalize not in ("output", "keys", None):
-            raise ValueError(f'normalize must be "output", "keys", None or "default", but is {normalize!r}')
+        if normalize not in NORMALIZATIONS:
+            raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
         self.feature_map, self.decay = feature_map, decay
         self.causal, self.normalize, self.blindspot = causal, normalize, blindspot
 
@@ -86,6 +90,7 @@ class LinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
 
     def summarize(
@@ -97,6 +102,9 @@ class LinearAttention(InnerAttention):
     ) -> LinearAttentionState:
         """S and z, of constant size."""
         self.check_not_causal()
+        check_keys(k, v, key_mask)
+        if key_mask is not None:
+            k, v = without(k, key_mask), without(v, key_mask)
         key_mask, top = _for_groups(key_mask), None
         keys = self._keys(k, key_mask)
         if keys.size is not None:
@@ -107,9 +115,9 @@ class LinearAttention(InnerAttention):
         return LinearAttentionState(sums, top)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
-        assert isinstance(summary.sums, LinearState)
-        features, q_scale, function = self._queries(q, summary.sums.z.shape[1])
-        y = ask(features, summary.sums, normalize=self.normalize, feature_map=function)
+        sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
+        features, q_scale, function = self._queries(q, sums.z.shape[1])
+        y = ask(features, sums, normalize=self.normalize, feature_map=function)
         return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
@@ -123,9 +131,12 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LinearAttentionState, causal=True)
         ragged = state is not None and isinstance(state.sums, RaggedState)
         if self.blindspot > 1 and (key_mask is not None or ragged):
             return self._extend_ragged(q, k, v, state, key_mask)
+        if key_mask is not None:
+            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         key_mask = _for_groups(key_mask)
         attend = partial(causal_linear_attention, key_mask=key_mask, normalize=self.normalize, blindspot=self.blindspot)
         return self._extend(q, k, v, state, key_mask, attend)
@@ -151,8 +162,11 @@ class LinearAttention(InnerAttention):
     ) -> tuple[Tensor, LinearAttentionState]:
         features, q_scale, function = self._queries(q, k.shape[1])
         keys, top, log_scale = self._keys(k, key_mask), None, None
+        if state is not None:
+            self._check_state(state, keys, v)
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if keys.size is not None:
+            log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale
@@ -163,6 +177,13 @@ class LinearAttention(InnerAttention):
         )
         y = self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
+
+    def _check_state(self, state: LinearAttentionState, keys: _Keys, v: Tensor) -> None:
+        sums, dtype, hk = state.sums, accumulator(v.dtype), v.shape[1]
+        check_blindspot(sums.blindspot, self.blindspot)
+        seen = sums.seen if isinstance(sums, RaggedState) else checked_kind(sums, LinearState)
+        check_part("sums", seen.S, dtype, hk, 1, keys.value.shape[-1], v.shape[-1])
+        check_part("log_scale", state.log_scale, None if keys.size is None else dtype, hk, 1, 1)
 
     def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
         """What the operator's function is to be applied to (b hk g n f), and the logarithm of what is left out. Maps

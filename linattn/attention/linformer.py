@@ -9,8 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.attention.checks import check_keys, checked_heads
 from linattn.ops.linformer import pool_sequence, project_sequence
 from linattn.ops.softmax import softmax_attention
+from linattn.ops.state import checked_kind
 
 
 class SequenceProjection(nn.Module, ABC):
@@ -119,6 +121,7 @@ class LinformerAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return self.ask(q, self.summarize(k, v, key_mask=key_mask))
 
     def summarize(
@@ -129,6 +132,7 @@ class LinformerAttention(InnerAttention):
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> KeysAndValues:
         """The projected keys and values, r of each."""
+        check_keys(k, v, key_mask)
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
         if m > longest:
             raise ValueError(f"made for at most {longest} keys, but there are {m}: k is {tuple(k.shape)}")
@@ -139,4 +143,6 @@ class LinformerAttention(InnerAttention):
         return KeysAndValues(k, v, present_values if present is None else present)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: KeysAndValues) -> Float[Tensor, "b h n dv"]:
-        return softmax_attention(q, summary.k, summary.v, key_mask=summary.key_mask)
+        summary = checked_kind(summary, KeysAndValues)
+        q, k, v, _ = checked_heads(q, summary.k, summary.v, summary.key_mask)
+        return softmax_attention(q, k, v, key_mask=summary.key_mask)

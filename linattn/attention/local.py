@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.checks import checked_heads
 from linattn.ops.local import LocalState, Window, extend_local, local_attention
 
 
@@ -38,6 +39,7 @@ class LocalAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return local_attention(q, k, v, window=self.window, key_mask=key_mask)
 
     def extend(
@@ -51,6 +53,7 @@ class LocalAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LocalState, causal=True)
         return extend_local(q, k, v, state, window=self.window, key_mask=key_mask)
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.decay import Decay
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
@@ -23,6 +23,7 @@ from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.feature_maps.base import FeatureMap
+from linattn.ops.names import did_you_mean
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
 PROJECTED_LENGTH = 128
@@ -58,7 +59,7 @@ def _roformer(x: Heads) -> InnerAttention:
 
 def _retention(x: Heads) -> InnerAttention:
     if not x.causal:
-        raise ValueError("retention fades with the distance to the past, so it is causal only, but causal is False")
+        raise ValueError("retention is causal only, but causal is False: give causal=True to named_attention")
     identity = FEATURE_MAPS["identity"](x.head_dim, x.num_heads, x.num_key_heads)
     return LinearAttention(identity, causal=True, normalize=None, decay=Decay(x.num_key_heads))
 
@@ -68,7 +69,7 @@ def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Bui
         if x.causal:
             raise ValueError("Linformer mixes the whole sequence into every key, so it cannot be causal")
         if x.max_length is None:
-            raise ValueError("Linformer is made for sequences up to a length: give max_length")
+            raise ValueError("Linformer is made for sequences up to a length: give max_length to named_attention")
         return LinformerAttention(projection(x.max_length, min(PROJECTED_LENGTH, x.max_length), x.head_dim))
 
     return build
@@ -109,6 +110,15 @@ def named_attention(
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
 
 
+def resolved_attention(
+    inner: InnerAttention | str, *, num_heads: int, head_dim: int, num_key_heads: int | None = None
+) -> InnerAttention:
+    """The inner attention itself, or the one of that name, for modules that know how many heads they have."""
+    if isinstance(inner, str):
+        return named_attention(inner, num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads)
+    return checked_inner(inner)
+
+
 def attend(
     q: Float[Tensor, "*b n d"],
     k: Float[Tensor, "*b2 m d"],
@@ -145,7 +155,8 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
     unknown = [name for name, _ in pairs if name not in ATTENTIONS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention: there are {', '.join(sorted(ATTENTIONS))}")
+        hint = did_you_mean(unknown[0] or spec, ATTENTIONS)
+        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
     given = [count for _, count in pairs if count]
     if not given:
         if num_heads % len(pairs):
@@ -159,10 +170,10 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
 
 
 def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, causal: bool) -> InnerAttention:
-    if isinstance(method, InnerAttention):
-        return method
     if isinstance(method, FeatureMap):
         return LinearAttention(method, causal=causal)
+    if not isinstance(method, str):
+        return checked_inner(method)
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
     # drawn on the CPU, so that every device has the same features
     with torch.random.fork_rng(devices=[]):

@@ -7,9 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.checks import checked_heads
 from linattn.ops.compaction import per_query_head
 from linattn.ops.rotary import rotate
+from linattn.ops.state import check_part
 
 
 class RotaryState(NamedTuple):
@@ -28,7 +30,7 @@ class RotaryAttention(InnerAttention):
 
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
-        self.inner, self.base, self.causal = inner, base, inner.causal
+        self.inner, self.base, self.causal = checked_inner(inner), base, inner.causal
 
     def forward(
         self,
@@ -38,6 +40,7 @@ class RotaryAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk n"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         q, k = self._turned(q, k, count_places(k, key_mask, 0))
         return self.inner(q, k, v, key_mask=key_mask)
 
@@ -52,7 +55,12 @@ class RotaryAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], RotaryState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=RotaryState, causal=True)
+        if state is None:
+            seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device)
+        else:
+            seen = state.position
+            check_part("position", seen, torch.int64, k.shape[1], 1)
         places = count_places(k, key_mask, seen)
         q, k = self._turned(q, k, places)
         y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask)

@@ -7,12 +7,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
-from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
+from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import rotate
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_part
 
 
 class RotaryLinearAttentionState(NamedTuple):
@@ -30,6 +32,7 @@ class RotaryLinearAttention(InnerAttention):
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
+        feature_map = checked_feature_map(feature_map, FeatureMap)
         if isinstance(feature_map, ExponentialFeatureMap) or feature_map.normalize == "keys":
             raise ValueError(
                 f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "
@@ -47,6 +50,7 @@ class RotaryLinearAttention(InnerAttention):
     ) -> Float[Tensor, "b h n dv"]:
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         dtype, places = v.dtype, count_places(k, key_mask, 0)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
@@ -64,10 +68,19 @@ class RotaryLinearAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], RotaryLinearAttentionState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device) if state is None else state.position
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=RotaryLinearAttentionState, causal=True)
+        if state is None:
+            seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device)
+        else:
+            seen = state.position
+            check_part("position", seen, torch.int64, k.shape[1], 1)
         dtype, places = v.dtype, count_places(k, key_mask, seen)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
         past = (None, None) if state is None else state[:2]
+        if state is not None:
+            lead = (k.shape[1], 1, k.shape[-1])
+            check_part("numerator", state.numerator.S, k.dtype, *lead, v.shape[-1])
+            check_part("denominator", state.denominator.S, k.dtype, *lead, 1)
         y, numerator = causal_linear_attention(
             *self._turned(q, k, places), v, past[0], key_mask=key_mask, normalize=None
         )
@@ -85,6 +98,8 @@ class RotaryLinearAttention(InnerAttention):
             raise ValueError(
                 f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
             )
+        if key_mask is not None:
+            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         # the quotient of two rounded outputs would be rounded twice
         dtype, hk = accumulator(v.dtype), k.shape[1]
         q, k, v = self.feature_map.query(q).to(dtype), self.feature_map.key(k).to(dtype), v.to(dtype)

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.checks import checked_heads
 from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
 
 
@@ -29,6 +30,7 @@ class SoftmaxAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         return softmax_attention(q, k, v, causal=self.causal, key_mask=key_mask)
 
     def extend(
@@ -42,6 +44,7 @@ class SoftmaxAttention(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], SoftmaxState]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=SoftmaxState, causal=True)
         return extend_softmax(q, k, v, state, key_mask=key_mask)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.checks import check_keys, checked_heads
 
 
 @final
@@ -20,7 +21,7 @@ class SplitHeads(InnerAttention):
         super().__init__()
         if not parts or any(count < 1 for count, _ in parts):
             raise ValueError(f"each part needs at least one head, but the heads are {[count for count, _ in parts]}")
-        if len({part.causal for _, part in parts}) > 1:
+        if len({checked_inner(part).causal for _, part in parts}) > 1:
             kinds = ", ".join(f"{type(part).__name__}(causal={part.causal})" for _, part in parts)
             raise ValueError(f"either all parts are causal or none, but they are {kinds}")
         self.heads = tuple(count for count, _ in parts)
@@ -35,6 +36,7 @@ class SplitHeads(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
+        q, k, v, _ = checked_heads(q, k, v, key_mask)
         pieces = zip(self.parts, *self._split(q, k, v, key_mask), strict=True)
         return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
 
@@ -49,7 +51,8 @@ class SplitHeads(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], tuple[Any, ...]]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        states = (None,) * len(self.parts) if state is None else state
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=tuple, causal=True)
+        states = (None,) * len(self.parts) if state is None else self._checked(state)
         pieces = zip(self.parts, states, *self._split(q, k, v, key_mask), strict=True)
         ys, states = zip(
             *(part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces), strict=True
@@ -65,12 +68,19 @@ class SplitHeads(InnerAttention):
     ) -> tuple[Any, ...]:
         """The tuple of the parts' summaries."""
         self.check_not_causal()
+        check_keys(k, v, key_mask)
         pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
-        pieces = zip(self.parts, self._split_queries(q), summary, strict=True)
+        pieces = zip(self.parts, self._split_queries(q), self._checked(summary), strict=True)
         return torch.cat([cast(InnerAttention, part).ask(piece, kept) for part, piece, kept in pieces], 1)
+
+    def _checked(self, state: Any) -> tuple[Any, ...]:
+        if type(state) is not tuple or len(state) != len(self.parts):
+            came = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
+            raise ValueError(f"the state must be a tuple of {len(self.parts)}, one for each part, but is {came}")
+        return state
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
         """Queries, keys, values and masks, each for all parts."""

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.linformer import LinformerAttention, StridedConvolution
 from linattn.attention.softmax import SoftmaxAttention
 
@@ -20,6 +20,7 @@ def attention_weights(
 
     Normalised linear attention's rows sum to one, as softmax's; Linformer's need not, and its weights, as those of
     random trigonometric features, may be negative. Time and memory are quadratic, whatever the method's are."""
+    inner = checked_inner(inner)
     if any(isinstance(part, StridedConvolution) for part in inner.modules()):
         raise ValueError("a StridedConvolution weighs each channel of the values in its own way: it has no one matrix")
     m = k.shape[-2]

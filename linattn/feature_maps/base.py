@@ -1,6 +1,7 @@
 """What a feature map is: φ with φ_q(q)·φ_k(k) in the place of softmax's exp(q·k). Every other file here is one φ."""
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -46,6 +47,21 @@ class FeatureMap(nn.Module, ABC):
 
     def log_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], Float[Tensor, "*b n"] | None]:
         raise NotImplementedError(f"{type(self).__name__} does not give its features as logarithms")
+
+
+_Map = TypeVar("_Map", bound=FeatureMap)
+
+
+def checked_feature_map(feature_map: object, kind: type[_Map]) -> _Map:
+    """Raise ValueError for a name, or anything else in the place of a feature map."""
+    if isinstance(feature_map, kind):
+        return feature_map
+    name = repr(feature_map)
+    makes = f"the name {name}: linattn.FEATURE_MAPS[{name}](head_dim, num_heads, num_key_heads) makes one"
+    raise ValueError(
+        f"a {kind.__name__} is needed here, but this is "
+        f"{makes if isinstance(feature_map, str) else f'a {type(feature_map).__name__}'}"
+    )
 
 
 class ExponentialFeatureMap(FeatureMap):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.names import unknown_name
 
 
 @final
@@ -19,7 +20,7 @@ class ElementwiseFeatureMap(FeatureMap):
     def __init__(self, name: str):
         super().__init__()
         if name not in ELEMENTWISE:
-            raise ValueError(f"an elementwise feature map must be one of {', '.join(ELEMENTWISE)}, but is {name!r}")
+            raise unknown_name("an elementwise feature map", name, ELEMENTWISE)
         self.elementwise = name
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:

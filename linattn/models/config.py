@@ -11,6 +11,7 @@ import torch
 
 from linattn.attention.base import InnerAttention
 from linattn.attention.named import named_attention
+from linattn.ops.names import did_you_mean, unknown_name
 
 FEED_FORWARDS = ("gated", "gelu", "none")
 NORMS = ("rms", "layer")
@@ -113,7 +114,8 @@ class LanguageModelConfig:
     def from_dict(fields: Mapping[str, Any]) -> "LanguageModelConfig":
         known = [field.name for field in dataclasses.fields(LanguageModelConfig)]
         if unknown := [name for name in fields if name not in known]:
-            raise ValueError(f"unknown configuration {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+            asked = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+            raise ValueError(f"unknown configuration {asked}; known are {', '.join(known)}")
         if "vocab_size" not in fields:
             raise ValueError("the configuration has no vocab_size")
         # JSON has lists only
@@ -152,7 +154,7 @@ def _check_choices(config: LanguageModelConfig) -> None:
     for name, choices in (("feed_forward", FEED_FORWARDS), ("norm", NORMS), ("positions", POSITIONS)):
         value = getattr(config, name)
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}")
+            raise unknown_name(name, value, choices)
 
 
 def _check_numbers(config: LanguageModelConfig) -> None:

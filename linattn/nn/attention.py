@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.named import resolved_attention
 from linattn.nn.convolution import ShortConvolution
 from linattn.nn.head_norm import HeadNorm
 from linattn.ops.rotary import turn, turns
@@ -25,6 +26,9 @@ class AttentionState(NamedTuple):
 class MultiheadAttention(nn.Module):
     """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
 
+    `inner` is an inner attention or, for attention to all keys, a name of `ATTENTIONS`; `named_attention(name, …,
+    causal=True)` makes a causal one.
+
     Options of the modern family: `rotary`, a base, turns q and k by their positions before the inner attention;
     `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an
     RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
@@ -36,7 +40,7 @@ class MultiheadAttention(nn.Module):
         self,
         dim: int,
         num_heads: int,
-        inner: InnerAttention,
+        inner: InnerAttention | str,
         *,
         num_key_heads: int | None = None,
         head_dim: int | None = None,
@@ -58,7 +62,9 @@ class MultiheadAttention(nn.Module):
         self.rotary = rotary
         width = num_heads * self.head_dim
         source = dim if context_dim is None else context_dim
-        self.inner = inner
+        self.inner = resolved_attention(
+            inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads
+        )
         self.q_proj = nn.Linear(dim, num_heads * self.key_dim, bias=bias)
         self.k_proj = nn.Linear(source, key_heads * self.key_dim, bias=bias)
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)

@@ -7,6 +7,7 @@ import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
 from linattn.nn.torch_multihead import TorchMultiheadAttention
+from linattn.ops.names import unknown_name
 
 PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 
@@ -74,7 +75,7 @@ def _linformer(
     max_length: int, projected: int, num_heads: int, sharing: str, projection: SequenceProjection | None
 ) -> LinformerAttention:
     if sharing not in PARAM_SHARING:
-        raise ValueError(f"param_sharing must be one of {', '.join(PARAM_SHARING)}, but is {sharing!r}")
+        raise unknown_name("param_sharing", sharing, PARAM_SHARING)
     if projection is not None:
         if sharing != "layerwise":
             raise ValueError(f'projection is what layers share, with param_sharing="layerwise", but it is {sharing!r}')

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.named import named_attention
+from linattn.attention.named import named_attention, resolved_attention
 from linattn.nn.torch_multihead import TorchMultiheadAttention
 
 Make = Callable[[nn.MultiheadAttention], InnerAttention]
@@ -48,9 +48,11 @@ def replace_attention(
 
 
 def with_inner(
-    attention: nn.MultiheadAttention, inner: InnerAttention, *, return_weights: bool = True
+    attention: nn.MultiheadAttention, inner: InnerAttention | str, *, return_weights: bool = True
 ) -> TorchMultiheadAttention:
     """The same projections, by the very same Parameters, around another inner attention."""
+    # not on the meta device, where random features would be lost
+    inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
     with torch.device("meta"):
         new = TorchMultiheadAttention(
             attention.embed_dim,

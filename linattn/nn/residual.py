@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from linattn.nn.branch import Branch
 from linattn.nn.reversal import Call, run_reversibly
+from linattn.ops.names import unknown_name
 
 
 @final
@@ -64,7 +65,7 @@ class ReversibleSequence(nn.Module):
     def __init__(self, pairs: Iterable[tuple[Branch, Branch]], *, reduce: str = "mean"):
         super().__init__()
         if reduce not in ("mean", "sum"):
-            raise ValueError(f'reduce must be "mean" or "sum", but is {reduce!r}')
+            raise unknown_name("reduce", reduce, ("mean", "sum"))
         self.branches = nn.ModuleList(branch for pair in pairs for branch in pair)
         self.reduce = reduce
 

@@ -12,7 +12,7 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.causality import causal_form
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.local import LocalAttention
-from linattn.attention.named import named_attention
+from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
 from linattn.nn import nested
@@ -60,8 +60,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        if isinstance(inner, str):
-            inner = named_attention(inner, num_heads=num_heads, head_dim=self.head_dim)
+        inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.head_dim)
         self.inner = inner.to(device=device, dtype=dtype)
         self.return_weights = return_weights
         self._extra_keys = int(add_bias_kv) + int(add_zero_attn)

@@ -34,7 +34,7 @@ def run_in_blocks(
             if length == size:
                 S, z, block, length = S + block[0], z + block[1], (block[0] * 0, block[1] * 0), 0
         outputs.append(y)
-    return torch.cat(outputs, -2), LinearState(S, z, *block, length)
+    return torch.cat(outputs, -2), LinearState(S, z, *block, length, size)
 
 
 def _tokens(call: CausalCall, start: int, stop: int) -> CausalCall:

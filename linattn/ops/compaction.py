@@ -59,6 +59,17 @@ def last_tokens(
     return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
 
 
+def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"], /) -> Float[Tensor, "b hk m d"]:
+    """Put zeros in the place of masked tokens. A product with zero is not enough: they may hold NaN."""
+    return torch.where(key_mask.unsqueeze(-1), x, 0)
+
+
+def finite_queries(q: Float[Tensor, "b h n d"], key_mask: Bool[Tensor, "#b #hk n"], /) -> Float[Tensor, "b h n d"]:
+    """Put zeros in the place of masked tokens' queries that are not finite; the others may still be asked."""
+    kept = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite().all(-1, keepdim=True)
+    return torch.where(kept, q, 0)
+
+
 class PackedHeads(NamedTuple):
     """Queries, keys and values of split heads, packed; which keys and values are real, and how many of each row."""
 

@@ -27,6 +27,5 @@ def explain_backend(
     The one that runs the call says so; each of the others says why it cannot, or that it can if it is named."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if is_causal:
-        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
-        return explain_causal(call._replace(blindspot=blindspot))
+        return explain_causal(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot))
     return explain_bidirectional(BidirectionalCall(q, k, v, checked_mask(k, key_mask), normalize, feature_map))

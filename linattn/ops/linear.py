@@ -7,11 +7,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.ops import backends
-from linattn.ops.arguments import broadcast, causal_call, checked, checked_mask, shape
+from linattn.ops.arguments import broadcast, causal_call, check_sums, checked, checked_mask, shape
 from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sum_keys
 from linattn.ops.backends.base import without_autocast
 from linattn.ops.blindspot import run_in_blocks
-from linattn.ops.state import LinearState
+from linattn.ops.state import LinearState, check_blindspot, checked_kind
 
 
 def causal_linear_attention(
@@ -33,19 +33,17 @@ def causal_linear_attention(
     S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
     feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or nothing is (None).
 
-    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf begins a new sequence. A query
-    that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted from the first (masked
-    ones too), and a query sees only the blocks before its own. The state is float32, or float64 for float64 inputs.
+    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
+    new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
+    it would wait. A query that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted
+    from the first (masked ones too), and a query sees only the blocks before its own. The state is float32, or float64
+    for float64 inputs.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     q, k, v = checked(q, k, v, normalize, feature_map)
-    if q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    if blindspot < 1:
-        raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
-    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot)
     if blindspot > 1:
-        return run_in_blocks(call._replace(blindspot=blindspot), state, backend)
+        return run_in_blocks(call, state, backend)
     y, S, z = run_causal(call, backend)
     return y, LinearState(S, z)
 
@@ -94,8 +92,12 @@ def ask(
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: every query sees the whole state, which stays."""
-    if q.shape[-1] != state.z.shape[-1]:
-        raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(state.z)}")
+    S, z = checked_kind(state, LinearState)[:2]
+    check_blindspot(state.blindspot, 1)
     checked(q, q, q, normalize, feature_map)
+    if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
+        raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(z)}")
+    check_sums(S, z, q.shape[-1], None, q.dtype)
+    broadcast(q=q.shape[:-2], state=S.shape[:-2])
     with without_autocast(q):
-        return backends.ask(q, state.S, state.z, normalize, feature_map, q.dtype)
+        return backends.ask(q, S, z, normalize, feature_map, q.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from linattn.ops import flex
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
 from linattn.ops.softmax import fused_softmax
+from linattn.ops.state import check_part
 
 
 class Window(NamedTuple):
@@ -93,6 +94,9 @@ def extend_local(
 ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
     """The next tokens of causal `local_attention`, any number of them; masked ones leave no trace in the state."""
     _check(q, k, v, window)
+    if state is not None:
+        check_part("k", state.k, k.dtype, k.shape[1], window.past, k.shape[3])
+        check_part("v", state.v, v.dtype, v.shape[1], window.past, v.shape[3])
     if key_mask is None:
         return _continue(q, k, v, state, window, None)
     packed = pack_heads(q, k, v, key_mask)

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.compaction import pack_heads, per_query_head
+from linattn.ops.compaction import pack_heads, per_query_head, without
+from linattn.ops.state import check_part
 
 
 class SoftmaxState(NamedTuple):
@@ -62,7 +63,9 @@ def extend_softmax(
         k, v = without(k, key_mask), without(v, key_mask)
     if state is None:
         return softmax_attention(q, k, v, causal=True, key_mask=key_mask), SoftmaxState(k, v, key_mask)
-    n = q.shape[-2]
+    past, n = state.k.shape[2:3], q.shape[-2]
+    check_part("k", state.k, k.dtype, k.shape[1], *past, k.shape[3])
+    check_part("v", state.v, v.dtype, v.shape[1], *past, v.shape[3])
     state = SoftmaxState(
         torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), _present_after(state, key_mask, n)
     )
@@ -96,11 +99,6 @@ def fused_softmax(
     grouped = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=d**-0.5, enable_gqa=grouped)
     return y[..., :dv]
-
-
-def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"]) -> Float[Tensor, "b hk m d"]:
-    """Zeros for the masked tokens: a kernel multiplies them by zero, which is not enough if they hold NaN."""
-    return torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
 def _present_after(state: SoftmaxState, key_mask: Tensor | None, n: int) -> Tensor | None:

@@ -1,9 +1,12 @@
 """The state of linear attention: the sums over keys, from which any query can be answered."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+
+_State = TypeVar("_State")
 
 
 class LinearState(NamedTuple):
@@ -14,3 +17,32 @@ class LinearState(NamedTuple):
     block_S: Float[Tensor, "*b f dv"] | None = None
     block_z: Float[Tensor, "*b f"] | None = None
     block_length: int = 0
+    blindspot: int | None = None
+
+
+def checked_kind(state: Any, kind: type[_State]) -> _State:
+    """Raise ValueError for a state that another kind of layer left."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"the state must be a {kind.__name__}, as this layer returns it, but is a {type(state).__name__}"
+        )
+    return state
+
+
+def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
+    """Raise ValueError unless a part of a state is (b, *sizes) of the dtype; a dtype of None: the state has no such
+    part."""
+    found = None if not isinstance(x, Tensor) else x.dtype
+    if found != dtype or (dtype is not None and x.shape[1:] != sizes):
+        came = type(x).__name__ if found is None else f"{tuple(x.shape)} of {found}"
+        wanted = "None" if dtype is None else f"({', '.join(map(str, ('b', *sizes)))}) of {dtype}"
+        raise ValueError(
+            f"the state's {name} must be {wanted} for this layer and these inputs, but is {came}: "
+            "it was made with other options or from other inputs"
+        )
+
+
+def check_blindspot(made: int | None, blindspot: int) -> None:
+    """Sums without a block (None) are the past of any call: blocks are counted from there."""
+    if made not in (None, blindspot):
+        raise ValueError(f"the state was made with a blindspot of {made}, but here it is {blindspot}")

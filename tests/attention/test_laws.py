@@ -11,7 +11,9 @@ from linattn.attention import InnerAttention, LinearAttention, RotaryLinearAtten
 from tests import laws
 from tests.attention.cases import (
     CAUSAL,
+    CHANNELS,
     GLOBAL,
+    HEADS,
     NEVER_CAUSAL,
     ONLY_CAUSAL,
     WINDOW,
@@ -61,6 +63,44 @@ def test_a_masked_key_is_a_missing_key(spec, causal):
 
 
 @every_attention
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf])
+def test_what_is_masked_may_be_no_number(spec, causal, rubbish):
+    """Outputs and gradients, of the weights too, are those with zeros in its place, of masked queries too if causal."""
+    inner, x = make(spec, causal), heads(40)
+    for key_mask in laws.masks(40).values():
+        dy, results = torch.randn(2, HEADS, 40, CHANNELS, dtype=torch.float64), []
+        for masked in (0.0, rubbish):
+            q, k, v = (torch.where(key_mask.unsqueeze(-1), t, masked) for t in x)
+            leaves = [t.requires_grad_() for t in (q if causal else torch.where(q.isfinite(), q, 0), k, v)]
+            y = inner(*leaves, key_mask=key_mask)
+            dq, *others = torch.autograd.grad(y, [*leaves, *inner.parameters()], dy, allow_unused=True)
+            # what is replaced has no gradient, where zero itself may have one
+            assert torch.isfinite(dq).all()
+            results.append([y, torch.where(key_mask.unsqueeze(-1), dq, 0), *others])
+        for found, expected in zip(*results, strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                assert torch.isfinite(expected).all()
+                assert_close(found, expected)
+
+
+@every_causal
+def test_a_masked_query_that_is_a_number_still_asks(spec):
+    """Where linear attention gives masked tokens an output, it is that of their query."""
+    inner, (q, k, v) = make(spec, True), heads(12)
+    key_mask = torch.arange(12)[None, None] != 7
+    y, other = (
+        inner(q, k, v, key_mask=key_mask),
+        inner(torch.where(key_mask.unsqueeze(-1), q, 1), k, v, key_mask=key_mask),
+    )
+    assert_close(y[..., :7, :], other[..., :7, :])
+    if not y[..., 7, :].any():
+        assert not other[..., 7, :].any()
+    elif not isinstance(inner, SplitHeads):
+        assert not torch.allclose(y[..., 7, :], other[..., 7, :])
+
+
+@every_attention
 def test_a_row_without_keys_has_zeros_and_gradients_that_are_numbers(spec, causal):
     inner, x = make(spec, causal), [t.requires_grad_() for t in heads(70)]
     key_mask = torch.ones(2, 1, 70, dtype=torch.bool)
@@ -70,6 +110,20 @@ def test_a_row_without_keys_has_zeros_and_gradients_that_are_numbers(spec, causa
     y.sum().backward()
     for t in x:
         assert t.grad is not None and torch.isfinite(t.grad).all() and torch.equal(t.grad[0], torch.zeros_like(t[0]))
+
+
+@every_attention
+@pytest.mark.parametrize(("b", "n", "dv"), [(0, 5, CHANNELS), (2, 0, CHANNELS), (2, 5, 0), (0, 0, CHANNELS)])
+def test_nothing_gives_nothing(spec, causal, b, n, dv):
+    """No sequences, no tokens, or no channels of values, which a convolution of values has weights for."""
+    inner, (q, k, v) = make(spec, causal), heads(n, b=b)
+    if spec == "linformer_conv" and dv == 0:
+        return
+    leaves = [x.requires_grad_() for x in (q, k, v[..., :dv])]
+    for key_mask in (None, torch.ones(b, 1, n, dtype=torch.bool)):
+        y = inner(*leaves, key_mask=key_mask)
+        assert y.shape == (b, HEADS, n, dv)
+        assert not any(x.any() for x in torch.autograd.grad(y.sum(), leaves, materialize_grads=True, allow_unused=True))
 
 
 @every_attention

@@ -245,5 +245,5 @@ def test_no_branches_change_nothing():
 
 
 def test_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match='reduce must be "mean" or "sum"'):
+    with pytest.raises(ValueError, match="reduce must be one of mean, sum"):
         ReversibleSequence([], reduce="max")

@@ -1,0 +1,87 @@
+"""Checks of the arguments of inner attentions, once, at their boundary, so that errors show what the caller passed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linattn.attention.base import map_state
+from linattn.ops.state import checked_kind
+
+
+def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    shapes = f"k is {tuple(k.shape)} and v is {tuple(v.shape)}"
+    if k.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"k and v must be (b, h, m, d), with the heads in front of the tokens, but {shapes}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"every key must have a value, but {shapes}")
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean, True where a key is present, but is {key_mask.dtype}")
+    b, hk, m, _ = k.shape
+    sizes = key_mask.shape
+    if len(sizes) != 3 or sizes[0] not in (1, b) or sizes[1] not in (1, hk) or sizes[2] != m:
+        raise ValueError(
+            f"key_mask must be {(b, hk, m)}, as the keys, or have a 1 for the batch or the heads, "
+            f"but is {tuple(sizes)}"
+        )
+
+
+def checked_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    state: Any = None,
+    *,
+    kind: type = object,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Raise ValueError for arguments that do not fit. What has a batch of 1 is repeated for the others."""
+    if state is not None:
+        checked_kind(state, kind)
+    if q.ndim != 4:
+        raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(q.shape)}")
+    if q.shape[0] == k.shape[0] == v.shape[0] and (state is None or _batch(state) == q.shape[0]):
+        check_keys(k, v, key_mask)
+    else:
+        q, k, v, state = _same_batch(q, k, v, key_mask, state)
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"queries and keys must have as many channels, but {_shapes(q, k)}")
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
+        raise ValueError(f"the number of key heads must divide that of query heads, but {_shapes(q, k)}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal attention needs as many queries as keys, but {_shapes(q, k)}")
+    return q, k, v, state
+
+
+def _same_batch(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]} | ({} if state is None else {"state": _batch(state)})
+    b = next((size for size in sizes.values() if size != 1), 1)
+    if any(size not in (1, b) for size in sizes.values()):
+        described = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(f"batch sizes must be the same, or 1, but they are {described}")
+    q, k, v = (x.expand(b, *x.shape[1:]) for x in (q, k, v))
+    check_keys(k, v, key_mask)
+    return q, k, v, None if state is None else repeat_state(state, b)
+
+
+def repeat_state(state: Any, batch: int) -> Any:
+    """The state of one sequence as that of a batch, without a copy."""
+    return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
+
+
+def _batch(state: Any) -> int:
+    """The first tensor's."""
+    while isinstance(state, tuple) and state:
+        state = state[0]
+    if not isinstance(state, Tensor) or state.ndim == 0:
+        raise ValueError(f"the state must be what extend returned, but has a {type(state).__name__} in it")
+    return state.shape[0]
+
+
+def _shapes(q: Tensor, k: Tensor) -> str:
+    return f"q is {tuple(q.shape)} and k is {tuple(k.shape)}"

@@ -1,0 +1,90 @@
+"""States that do not belong to a call are refused by name; one state may serve many sequences."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from linattn.ops import LinearState, ask, causal_linear_attention, explain_backend
+from linattn.ops.backends import BACKENDS
+from tests.laws import tokens
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+every_backend = pytest.mark.parametrize("backend", [b.name for b in BACKENDS if b.name != "triton"])
+BLINDSPOTS = (1, 2, 4, 7)
+
+
+@pytest.mark.parametrize("made", BLINDSPOTS)
+@pytest.mark.parametrize("used", BLINDSPOTS)
+@pytest.mark.parametrize("n", [0, 4, 5])
+def test_a_state_of_another_blindspot_is_refused(made: int, used: int, n: int) -> None:
+    """However many tokens its open block has."""
+    q, k, v = tokens(n, positive=True)
+    _, state = causal_linear_attention(q, k, v, blindspot=made)
+    for call in (causal_linear_attention, explain_backend):
+        if made in (1, used):
+            # sums without a block are the past of any call
+            call(q, k, v, state, blindspot=used)
+        else:
+            with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is {used}"):
+                call(q, k, v, state, blindspot=used)
+    if made != 1:
+        with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is 1"):
+            ask(q, state)
+
+
+def a_state(*lead: int, f: int = 5, dv: int = 3, dtype: torch.dtype = torch.float64) -> LinearState:
+    return LinearState(torch.rand(*lead, f, dv, dtype=dtype), torch.rand(*lead, f, dtype=dtype))
+
+
+good = a_state(2, 3)
+WRONG = {
+    "a tuple": ((good.S, good.z), "must be a LinearState, as this layer returns it, but is a tuple"),
+    "a tensor": (good.S, "but is a Tensor"),
+    "no S": (LinearState(good.S[0, 0, 0, 0], good.z), r"S \(..., 5, 3\) .* but has \(\) and \(2, 3, 5\)"),
+    "S is a row": (LinearState(good.S[0, 0, 0], good.z), r"but has \(3,\) and \(2, 3, 5\)"),
+    "S has no heads": (LinearState(good.S[0, 0], good.z), r"but has \(5, 3\) and \(2, 3, 5\)"),
+    "z is a number": (LinearState(good.S, good.z[0, 0, 0]), r"but has \(2, 3, 5, 3\) and \(\)"),
+    "z has no heads": (LinearState(good.S, good.z[0, 0]), r"but has \(2, 3, 5, 3\) and \(5,\)"),
+    "z has a dimension more": (LinearState(good.S, good.z[None]), r"but has \(2, 3, 5, 3\) and \(1, 2, 3, 5\)"),
+    "other features": (a_state(2, 3, f=4), r"features, but q is|must have S \(..., 5, 3\)"),
+    "other values": (a_state(2, 3, dv=4), r"must have S \(..., 5, 3\)"),
+    "other heads": (a_state(2, 4), r"must broadcast, but are .*state \(2, 4\)"),
+    "another batch": (a_state(4, 3), r"must broadcast, but are .*state \(4, 3\)"),
+    "another dtype": (a_state(2, 3, dtype=torch.float32), "must be torch.float64 .* but is torch.float32"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_state_of_this_call_is_refused(wrong: str) -> None:
+    state, message = WRONG[wrong]
+    q, k, v = tokens(4)
+    with pytest.raises(ValueError, match=message):
+        causal_linear_attention(q, k, v, state)
+    if wrong != "other values":
+        with pytest.raises(ValueError, match=message.replace("5, 3\\) .*", "5, dv\\) .*")):
+            ask(q, state)
+
+
+@every_backend
+@pytest.mark.parametrize(("batch", "of_state"), [(2, 1), (1, 2), (0, 1)])
+@pytest.mark.parametrize("n", [1, 6])
+def test_a_state_broadcasts(backend: str, batch: int, of_state: int, n: int) -> None:
+    """As if it were repeated, in outputs, states and gradients."""
+    n = 1 if backend == "recurrent" else n
+    leaves = [x[:batch].requires_grad_() for x in tokens(n, positive=True)]
+    sums = [x.requires_grad_() for x in a_state(of_state, 3)[:2]]
+    both = max(batch, of_state) if batch else 0
+
+    def repeated(x: Tensor) -> Tensor:
+        return x.expand(both, *x.shape[1:])
+
+    results = []
+    for change in (lambda x: x, repeated):
+        y, after = causal_linear_attention(
+            *map(change, leaves), LinearState(*map(change, sums)), backend=backend, feature_map="elu_plus_one"
+        )
+        loss = y.square().sum() + after.S.square().sum() + after.z.square().sum()
+        results.append([y, after.S, after.z, *torch.autograd.grad(loss, [*leaves, *sums])])
+    assert results[0][0].shape[0] == both
+    assert_close(results[0], results[1])
