@@ -108,7 +108,22 @@ def load_features(
     WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """φ of a tile, rounded; zeros for tokens that are not inside, and beyond WIDTH."""
-    tile = PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32))
+    return load_queries(x, step, start, inside, columns, inside, PHI, False, PRECISION, WIDTH, C, B)
+
+
+@triton.jit
+def finite(x, present, MASKED: tl.constexpr):
+    """Replace NaN and infinities at masked tokens by zeros: a masked token still asks, and so meets other tokens."""
+    return tl.where(present[:, None] | (tl.abs(x) < float("inf")), x, 0.0) if MASKED else x
+
+
+@triton.jit
+def load_queries(
+    x, step, start, inside, columns, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Load features as `load_features` does, and keep what is `finite`."""
+    tile = finite(PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32)), present, MASKED)
     mask = inside[:, None] if WIDTH % B == 0 else inside[:, None] & (columns < WIDTH)[None, :]
     return rounded(tl.where(mask, tile, 0.0), PRECISION)
 
