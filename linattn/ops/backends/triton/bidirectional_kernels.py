@@ -11,6 +11,7 @@ from linattn.ops.backends.triton.tiles import (
     load,
     load_features,
     load_present,
+    mean_value,
     offset,
     one_over,
     precise_product,
@@ -72,24 +73,33 @@ def ask_gradient(
     whole_tile = (features < F)[:, None] & (values < DV)[None, :]
     sums = tl.load(S + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
     total = tl.load(z + unit * F + features, mask=features < F, other=0)
+    mean = tl.zeros((BV,), tl.float32)
+    if NORMALIZED:
+        # as in the causal `query_gradient`
+        mean = mean_value(sums, total)
+        sums -= total[:, None] * mean[None, :]
+    sums = rounded(sums, PRECISION)
     for start in range(split * length, stop, C):
         inside = start + places < stop
         dy_i = load(dy, dyn * UNIT, start, inside, values, DV, C, BV)
         x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
-        dq_i = precise_product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
+        dq_i = product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
+        of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
         if SUMS:
             q_i = tl.where((features < F)[None, :], rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
             scale, delta_i = tl.sum(q_i * total[None, :], 1), tl.sum(q_i * dq_i, 1)
+            share = delta_i + scale * of_mean
             if GRADIENT:
                 scale = one_over(scale)
                 delta_i *= scale
+                share = delta_i + of_mean
             tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=inside)
-            tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=inside)
+            tl.store(delta + tl.cast(start, tl.int64) + places, share, mask=inside)
         if GRADIENT:
             if NORMALIZED:
                 if not SUMS:
                     scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0) - of_mean
                 dq_i = (dq_i - delta_i[:, None] * total[None, :]) * scale[:, None]
             store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
 

@@ -18,12 +18,13 @@ from linattn.ops.backends.triton.tiles import (
     load_features,
     load_present,
     load_queries,
+    mean_value,
     offset,
     one_over,
     owns,
-    precise_product,
     product,
     rounded,
+    state_product,
     store,
 )
 
@@ -155,34 +156,43 @@ def query_gradient(
             k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
         v_j, dy_i = rounded(v_j, PRECISION), rounded(load(dy, dyn * UNIT, start, inside, values, DV, C, BV), PRECISION)
         visible = places[:, None] >= places[None, :]
-        # what a query does not see may be infinite
-        G = tl.where(visible, product(dy_i, tl.trans(v_j), PRECISION), 0.0)
-        from_state = precise_product(dy_i, tl.trans(S_i), PRECISION)
         scale, since, k_end = tl.where(inside, 1.0, 0.0), tl.where(inside, 1.0, 0.0), k_j
         if DECAYED:
             since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
             weight = tl.where(visible, between(high, low, count), 0.0)
             k_end = rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+        # what a query does not see may be infinite
         if SUMS or DECAYED:
             q_i = load_queries(q, qn * UNIT, start, inside, features, present, PHI, MASKED, PRECISION, F, C, BF)
             A = tl.where(visible, product(q_i, tl.trans(k_j), PRECISION), 0.0)
             q_i = q_i.to(tl.float32)
             if DECAYED:
                 A *= weight
+        G = tl.where(visible, product(dy_i, tl.trans(v_j), PRECISION), 0.0)
+        centred = S_i
+        if NORMALIZED:
+            # dq stays the same when a constant is taken off all values: then what is rounded is small
+            mean = mean_value(S_i, z_i)
+            of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
+            G -= of_mean[:, None]
+            centred = S_i - z_i[:, None] * mean[None, :]
+        from_state = state_product(dy_i, tl.trans(centred), DECAYED, PRECISION)
         if SUMS:
-            denominator = tl.sum(A, 1) + tl.sum(q_i * z_i[None, :], 1) * since
+            d_i = tl.sum(A, 1) + tl.sum(q_i * z_i[None, :], 1) * since
             delta_i = tl.sum(A * G, 1) + tl.sum(q_i * from_state, 1) * since
-            scale = denominator
             if GRADIENT:
-                scale = one_over(denominator)
+                scale = one_over(d_i)
                 delta_i *= scale
-            tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=inside)
-            tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=inside)
+                tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=inside)
+                tl.store(delta + tl.cast(start, tl.int64) + places, delta_i + of_mean, mask=inside)
+            else:
+                tl.store(inverse + tl.cast(start, tl.int64) + places, d_i, mask=inside)
+                tl.store(delta + tl.cast(start, tl.int64) + places, delta_i + d_i * of_mean, mask=inside)
         if GRADIENT:
             if NORMALIZED:
                 if not SUMS:
                     scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0) - of_mean
                 G = tl.where(visible, G - delta_i[:, None], 0.0)
                 from_state -= delta_i[:, None] * z_i[None, :]
             if DECAYED:
@@ -271,7 +281,7 @@ def key_gradients(
             since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
             weight = tl.where(places[:, None] <= places[None, :], weight * tl.trans(between(high, low, count)), 0.0)
             q_end, k_end = scale * since, rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-        if VALUES or DECAYED:
+        if KEYS and DECAYED:
             A = product(k_j, tl.trans(q_i), PRECISION)
         if KEYS:
             v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
@@ -279,7 +289,13 @@ def key_gradients(
             G = product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :]
             # what a key is not seen by may be infinite
             G = tl.where(places[:, None] <= places[None, :], G * weight, 0.0)
-            from_state = precise_product(v_j, tl.trans(dS_j), PRECISION) + dz_j[None, :]
+            if NORMALIZED and not DECAYED:
+                mean = tl.sum(v_j.to(tl.float32), 0) / C
+                centred = rounded(v_j.to(tl.float32) - mean[None, :], PRECISION)
+                from_state = product(centred, tl.trans(rounded(dS_j, PRECISION)), PRECISION)
+                from_state += (dz_j + tl.sum(dS_j * mean[None, :], 1))[None, :]
+            else:
+                from_state = state_product(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
             if DECAYED:
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)
@@ -289,6 +305,8 @@ def key_gradients(
             dk_j = tl.where(present[:, None], dk_j * DERIVATIVE(x), 0.0)
             store(dk, dkn * UNIT, start, inside, features, dk_j, F, C, BF)
         if VALUES:
+            if not (KEYS and DECAYED):
+                A = product(k_j, tl.trans(q_i), PRECISION)
             A = rounded(tl.where(places[:, None] <= places[None, :], A * weight, 0.0), PRECISION)
             from_state = product(k_end, rounded(dS_j, PRECISION), PRECISION)
             dv_j = tl.where(present[:, None], product(A, dy_i, PRECISION) + from_state, 0.0)

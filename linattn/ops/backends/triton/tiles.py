@@ -96,10 +96,25 @@ def precise_product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def state_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    if PRECISE:
+        return precise_product(a, b, PRECISION)
+    else:
+        return product(a, rounded(b, PRECISION), PRECISION)
+
+
+@triton.jit
 def one_over(denominator):
     """Zero for a query that resembles no key."""
     none = tl.abs(denominator) < _NONE
     return tl.where(none, 0.0, 1 / tl.where(none, 1.0, denominator))
+
+
+@triton.jit
+def mean_value(S, z):
+    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only their differences."""
+    weight = z * one_over(tl.max(tl.abs(z), 0))
+    return tl.sum(weight[:, None] * S, 0) * one_over(tl.sum(weight * z, 0))
 
 
 @triton.jit
