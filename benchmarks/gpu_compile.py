@@ -90,14 +90,14 @@ def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int
     key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras else None
     inputs = (q, k, v, S, z, log_decay, key_mask, True, "elu_plus_one")
     results = causal_operators.causal(*inputs)
-    causal_operators.causal_gradient(torch.zeros_like(results[0]), *results[1:3], *results, *inputs)
+    causal_operators.causal_gradient(torch.zeros_like(results[0]), *results[1:], *inputs)
     first = (x[..., :1, :] for x in (q, k, v))
     scalars = (None if x is None else x[..., :1] for x in (log_decay, key_mask))
     causal_operators.step(*first, S, z, *scalars, True, "elu_plus_one")
     sums = bidirectional_operators.key_sums(k, v, key_mask, "elu_plus_one")
     bidirectional_operators.key_sums_gradient(*sums, k, v, key_mask, "elu_plus_one")
-    y, inverse = bidirectional_operators.ask(q, S, z, True, "elu_plus_one")
-    bidirectional_operators.ask_gradient(y, y, inverse, q, S, z, True, "elu_plus_one")
+    y = bidirectional_operators.ask(q, S, z, True, "elu_plus_one")
+    bidirectional_operators.ask_gradient(y, q, S, z, True, "elu_plus_one")
 
 
 def main() -> None:

@@ -39,9 +39,13 @@ def _backward_keys(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors,
 def _define_keys(inputs: Tensors, feature_map: str) -> tuple[Tensor, ...]:
     k, v, key_mask = inputs
     assert k is not None and v is not None
-    features, v = ELEMENTWISE[feature_map].function(k.float()), v.float()
-    if key_mask is not None:
-        features, v = (torch.where(key_mask.unsqueeze(-1), x, 0) for x in (features, v))
+    k, v, function = k.float(), v.float(), ELEMENTWISE[feature_map].function
+    if key_mask is None:
+        features = function(k)
+    else:
+        # before φ too, whose derivative may not be finite where nothing is asked of it
+        present = key_mask.unsqueeze(-1)
+        features, v = torch.where(present, function(torch.where(present, k, 0)), 0), torch.where(present, v, 0)
     S = features.mT @ v
     return S, features.sum(-2).expand(*S.shape[:-1])
 
@@ -53,13 +57,13 @@ Options = tuple[bool, str]
 def _forward_ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     from linattn.ops.backends.triton import bidirectional_operators
 
-    return bidirectional_operators.ask(*inputs, *options)
+    return (bidirectional_operators.ask(*inputs, *options),)
 
 
 def _backward_ask(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensors, options: Options) -> Tensors:
     from linattn.ops.backends.triton import bidirectional_operators
 
-    return bidirectional_operators.ask_gradient(*grads, *results, *inputs, *options)
+    return bidirectional_operators.ask_gradient(*grads, *inputs, *options)
 
 
 def _define_ask(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from linattn.ops.backends.triton.tiles import (
     load,
     load_features,
     load_present,
+    mean_value,
     offset,
     one_over,
     precise_product,
@@ -22,7 +23,7 @@ from linattn.ops.backends.triton.tiles import (
 
 @kernel
 def ask(
-    q, q0, q1, q2, qn, y, y0, y1, y2, yn, S, z, e0, e1, e2, inverse, n, length, splits, size1, size2,
+    q, q0, q1, q2, qn, y, y0, y1, y2, yn, S, z, e0, e1, e2, n, length, splits, size1, size2,
     PHI: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +33,6 @@ def ask(
     stop = tl.minimum(split * length + length, n)
     q += offset(row, size1, size2, q0, q1, q2) * UNIT
     y += offset(row, size1, size2, y0, y1, y2) * UNIT
-    inverse += row.to(tl.int64) * n
     unit = offset(row, size1, size2, e0, e1, e2)
     whole_tile = (features < F)[:, None] & (values < DV)[None, :]
     sums = tl.load(S + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
@@ -43,55 +43,65 @@ def ask(
         q_i = load_features(q, qn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
         y_i = product(q_i, sums, PRECISION)
         if NORMALIZED:
-            denominator = tl.sum(q_i.to(tl.float32) * total[None, :], 1)
-            scale = one_over(denominator)
-            y_i *= scale[:, None]
-            first = inside & (tl.program_id(1) == 0)
-            tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=first)
+            y_i *= one_over(tl.sum(q_i.to(tl.float32) * total[None, :], 1))[:, None]
         store(y, yn * UNIT, start, inside, values, y_i, DV, C, BV)
 
 
 @kernel
 def ask_gradient(
-    q, q0, q1, q2, qn, y, y0, y1, y2, yn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
+    q, q0, q1, q2, qn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
     S, z, e0, e1, e2, inverse, delta, n, length, splits, size1, size2,
-    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, CORRECTED: tl.constexpr, NORMALIZED: tl.constexpr,
+    PHI: tl.constexpr, DERIVATIVE: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr, NORMALIZED: tl.constexpr,
     PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Of the queries; BV covers all values. Writes δ = dy·y for the gradient of the sums. CORRECTED as in
-    `query_gradient`: φ(q)·dφ(q) is zero."""
+    """dq, and for the gradient of the sums 1/d and δ = φ(q)·(dy Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean
+    the same as in the causal `query_gradient`."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     places, values = tl.arange(0, C), tl.arange(0, BV)
     features = tl.program_id(1) * BF + tl.arange(0, BF)
     stop = tl.minimum(split * length + length, n)
     q += offset(row, size1, size2, q0, q1, q2) * UNIT
-    y += offset(row, size1, size2, y0, y1, y2) * UNIT
     dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
     dq += offset(row, size1, size2, dq0, dq1, dq2) * UNIT
-    inverse += row.to(tl.int64) * n
-    delta += row.to(tl.int64) * n
+    scalars = row.to(tl.int64)
+    if SUMS:
+        scalars = scalars * tl.num_programs(1) + tl.program_id(1)
+    inverse += scalars * n
+    delta += scalars * n
     unit = offset(row, size1, size2, e0, e1, e2)
     whole_tile = (features < F)[:, None] & (values < DV)[None, :]
     sums = tl.load(S + unit * F * DV + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
     total = tl.load(z + unit * F + features, mask=features < F, other=0)
+    mean = tl.zeros((BV,), tl.float32)
+    if NORMALIZED:
+        # as in the causal `query_gradient`
+        mean = mean_value(sums, total)
+        sums -= total[:, None] * mean[None, :]
+    sums = rounded(sums, PRECISION)
     for start in range(split * length, stop, C):
         inside = start + places < stop
         dy_i = load(dy, dyn * UNIT, start, inside, values, DV, C, BV)
         x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
-        dq_i = precise_product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
-        if NORMALIZED:
-            y_i = load(y, yn * UNIT, start, inside, values, DV, C, BV)
-            delta_i = tl.sum(dy_i.to(tl.float32) * y_i.to(tl.float32), 1)
-            scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-            dq_i -= delta_i[:, None] * total[None, :]
-            if CORRECTED:
-                q_i = tl.where((features < F)[None, :], rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
-                dq_i -= (tl.sum(q_i * dq_i, 1) * scale)[:, None] * total[None, :]
-            dq_i *= scale[:, None]
-            first = inside & (tl.program_id(1) == 0)
-            tl.store(delta + tl.cast(start, tl.int64) + places, delta_i, mask=first)
-        store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
+        dq_i = product(rounded(dy_i, PRECISION), tl.trans(sums), PRECISION)
+        of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
+        if SUMS:
+            q_i = tl.where((features < F)[None, :], rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
+            scale, delta_i = tl.sum(q_i * total[None, :], 1), tl.sum(q_i * dq_i, 1)
+            share = delta_i + scale * of_mean
+            if GRADIENT:
+                scale = one_over(scale)
+                delta_i *= scale
+                share = delta_i + of_mean
+            tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=inside)
+            tl.store(delta + tl.cast(start, tl.int64) + places, share, mask=inside)
+        if GRADIENT:
+            if NORMALIZED:
+                if not SUMS:
+                    scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0) - of_mean
+                dq_i = (dq_i - delta_i[:, None] * total[None, :]) * scale[:, None]
+            store(dq, dqn * UNIT, start, inside, features, dq_i * DERIVATIVE(x), F, C, BF)
 
 
 @kernel

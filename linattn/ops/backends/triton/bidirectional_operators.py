@@ -7,7 +7,14 @@ from torch import Tensor
 
 from linattn.ops.backends.library import define
 from linattn.ops.backends.triton import bidirectional_kernels as kernels
-from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, launch
+from linattn.ops.backends.triton.launch import (
+    Arguments,
+    Denominators,
+    Splits,
+    arguments,
+    launch,
+    with_denominators,
+)
 from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums as key_sums_kernel
@@ -129,55 +136,55 @@ class _Queries:
         self.n, self.f, self.dv = q.shape[-2], q.shape[-1], S.shape[-1]
         self.shape = (self.f, self.dv, q.dtype, q.device)
 
-    def scalars(self, *, wanted: bool) -> Tensor:
-        return self.q.new_empty((*self.lead, self.n) if wanted else (0,), dtype=torch.float32)
 
-
-def _ask(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> tuple[Tensor, Tensor]:
+def _ask(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> Tensor:
     call = _Queries(q, S, z)
-    y, inverse = like(call.q, call.dv), call.scalars(wanted=normalized)
+    y = like(call.q, call.dv)
     tiles, taken = over_values(*call.shape), arguments(call.lead, [call.q, y], None, None, call.z)
     programs, _, numbers = _cut(call.n, tiles, taken, q.device)
     if call.n:
         launch(
             kernels.ask, (programs, tiles.parts),
-            [*taken.wide, call.S, call.z, taken.state, inverse, *numbers],
+            [*taken.wide, call.S, call.z, taken.state, *numbers],
             tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalized, **_constants(q, call.dv, taken),
         )  # fmt: skip
-    return y, inverse
+    return y
 
 
-def _ask_shapes(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> tuple[Tensor, Tensor]:
+def _ask_shapes(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> Tensor:
     lead = _lead(q.shape[:-2], S.shape[:-2], z.shape[:-1])
-    y = like(readable(q.expand(*lead, *q.shape[-2:]), lead), S.shape[-1])
-    return y, q.new_empty((*lead, q.shape[-2]) if normalized else (0,), dtype=torch.float32)
+    return like(readable(q.expand(*lead, *q.shape[-2:]), lead), S.shape[-1])
 
 
 def _ask_gradient(
-    dy: Tensor, y: Tensor, inverse: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
+    dy: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = _Queries(q, S, z)
-    y, dy = readable(y, call.lead), readable(dy, call.lead)
-    dq, delta = like(call.q, call.f), call.scalars(wanted=normalized)
+    dy, dq = readable(dy, call.lead), like(call.q, call.f)
     if call.n == 0:
         return _summed(dq, q), torch.zeros_like(S), torch.zeros_like(z)
-    taken, (tiles, corrected) = arguments(call.lead, [call.q, y, dy, dq], None, None, call.z), over_queries(*call.shape)
+    taken, tiles = arguments(call.lead, [call.q, dy, dq], None, None, call.z), over_queries(*call.shape)
     programs, _, numbers = _cut(call.n, tiles, taken, q.device)
     phi, derivative = MAPS[feature_map]
-    launch(
-        kernels.ask_gradient, (programs, tiles.parts),
-        [*taken.wide, call.S, call.z, taken.state, inverse, delta, *numbers],
-        tiles, PHI=phi, DERIVATIVE=derivative, CORRECTED=corrected, NORMALIZED=normalized,
-        **_constants(q, call.dv, taken),
-    )  # fmt: skip
+
+    def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
+        launch(
+            kernels.ask_gradient, (programs, tiles.parts),
+            [*taken.wide, call.S, call.z, taken.state, *denominators, *numbers],
+            tiles, PHI=phi, DERIVATIVE=derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=normalized,
+            **_constants(q, call.dv, taken),
+        )  # fmt: skip
+
+    denominators = with_denominators(run, call.q, (taken.rows.number, tiles.parts, call.n), normalized)
     tiles = over_values(*call.shape)
     programs, splits, numbers = _cut(call.n, tiles, taken, q.device)
     parts = Splits.room(programs, call.f, call.dv, q)
-    of_q, _, of_dy, _ = taken.wide
+    of_q, of_dy, _ = taken.wide
     launch(
         query_sums_kernel, (programs, tiles.parts),
-        [of_q, of_dy, taken.log_decay, inverse, delta, *parts.S_and_z, parts.whole, *parts.units, *numbers],
-        tiles, PHI=phi, NORMALIZED=normalized, DECAYED=False, **_constants(q, call.dv, taken),
+        [of_q, of_dy, taken.key_mask, taken.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
+         *numbers],
+        tiles, PHI=phi, NORMALIZED=normalized, MASKED=False, DECAYED=False, **_constants(q, call.dv, taken),
     )  # fmt: skip
     if not normalized:
         parts.S_and_z[1].zero_()
@@ -186,7 +193,7 @@ def _ask_gradient(
 
 
 def _ask_gradient_shapes(
-    dy: Tensor, y: Tensor, inverse: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
+    dy: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _gradient_shape(q, dy.shape[:-2]), S.new_empty(S.shape), z.new_empty(z.shape)
 
@@ -204,12 +211,11 @@ key_sums_gradient = define(
     _key_sums_gradient_shapes,
 )
 ask = define(
-    "ask", "(Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> (Tensor, Tensor)", _ask, _ask_shapes
+    "ask", "(Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> Tensor", _ask, _ask_shapes
 )
 ask_gradient = define(
     "ask_gradient",
-    "(Tensor dy, Tensor y, Tensor inverse, Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> (Tensor, Tensor, Tensor)",
     _ask_gradient,
     _ask_gradient_shapes,
 )
@@ -224,12 +230,12 @@ def _keys_backward(ctx: Any, dS: Tensor, dz: Tensor) -> tuple[Tensor | None, ...
     return *key_sums_gradient(dS, dz, *ctx.saved_tensors, ctx.feature_map), None, None
 
 
-def _keep_queries(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_queries(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[3:]
-    ctx.save_for_backward(*output, *inputs[:3])
+    ctx.save_for_backward(*inputs[:3])
 
 
-def _queries_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _queries_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *ask_gradient(dy, *ctx.saved_tensors, *ctx.options), None, None
 
 

@@ -8,7 +8,14 @@ from torch import Tensor
 from linattn.ops.backends.library import define
 from linattn.ops.backends.triton import causal_kernels as kernels
 from linattn.ops.backends.triton import launch as host
-from linattn.ops.backends.triton.launch import Arguments, Splits, arguments, launch
+from linattn.ops.backends.triton.launch import (
+    Arguments,
+    Denominators,
+    Splits,
+    arguments,
+    launch,
+    with_denominators,
+)
 from linattn.ops.backends.triton.layout import like, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
@@ -52,8 +59,8 @@ class _Call:
 
     def constants(self, taken: Arguments) -> dict[str, Any]:
         return {
-            "PHI": self.phi, "DECAYED": self.log_decay is not None, "PRECISION": PRECISION[self.dtype],
-            "F": self.f, "DV": self.dv, "UNIT": taken.unit,
+            "PHI": self.phi, "MASKED": self.key_mask is not None, "DECAYED": self.log_decay is not None,
+            "PRECISION": PRECISION[self.dtype], "F": self.f, "DV": self.dv, "UNIT": taken.unit,
         }  # fmt: skip
 
     def scalars(self, *lead: int, wanted: bool = True) -> Tensor:
@@ -73,7 +80,7 @@ class _Call:
             key_sums, (rows.number * splits, by_values.parts),
             [k, v, taken.key_mask, taken.log_decay, *parts.S_and_z, parts.whole, *parts.units,
              self.n, length, splits, rows.size1, rows.size2],
-            by_values, MASKED=self.key_mask is not None, **self.constants(taken),
+            by_values, **self.constants(taken),
         )  # fmt: skip
         host.enter_splits(parts, splits, self.S, self.z, taken, reverse=False, shared=True)
         return _split_states(parts, taken, splits), length, splits
@@ -87,28 +94,25 @@ def _split_states(parts: Splits, taken: Arguments, splits: int) -> list[object]:
 def _causal(*inputs: Any) -> tuple[Tensor, ...]:
     call = _Call(*inputs)
     y = like(call.q, call.dv)
-    S_end, z_end, inverse = torch.empty_like(call.S), torch.empty_like(call.z), call.scalars(*call.lead)
-    if not call.normalized:
-        inverse = call.scalars(wanted=False)
+    S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     if call.n == 0:
-        return y, call.S.clone(), call.z.clone(), inverse
+        return y, call.S.clone(), call.z.clone()
     taken, tiles = call.arguments(y), over_values(*call.shape)
     states, length, splits = call.states(taken, tiles)
     rows = taken.rows
     launch(
         kernels.forward, (rows.number * splits, tiles.parts),
-        [*taken.wide, taken.key_mask, taken.log_decay, states, S_end, z_end, taken.state, inverse,
+        [*taken.wide, taken.key_mask, taken.log_decay, states, S_end, z_end, taken.state,
          call.n, length, splits, rows.size1, rows.size2],
-        tiles, NORMALIZED=call.normalized, MASKED=call.key_mask is not None, **call.constants(taken),
+        tiles, NORMALIZED=call.normalized, **call.constants(taken),
     )  # fmt: skip
-    return y, S_end, z_end, inverse
+    return y, S_end, z_end
 
 
 def _causal_shapes(*inputs: Any) -> tuple[Tensor, ...]:
-    q, _, v, S, z, _, _, normalized, _ = inputs
+    q, _, v, S, z, *_ = inputs
     y = like(readable(q, q.shape[:-2]), v.shape[-1])
-    inverse = q.new_empty(q.shape[:-1] if normalized else (0,), dtype=torch.float32)
-    return y, torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous()), inverse
+    return y, torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
 
 
 def _room(x: Tensor, lead: torch.Size, shared: bool) -> Tensor:
@@ -122,58 +126,59 @@ def _summed(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
 
 
-def _causal_gradient(
-    dy: Tensor, dS_end: Tensor, dz_end: Tensor, y: Tensor, S_end: Tensor, z_end: Tensor, inverse: Tensor, *inputs: Any
-) -> tuple[Tensor, ...]:
+def _causal_gradient(dy: Tensor, dS_end: Tensor, dz_end: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     call, (q, k, v, S, z, log_decay) = _Call(*inputs), inputs[:6]
-    y, dy, dS_end, dz_end = readable(y, call.lead), readable(dy, call.lead), dS_end.contiguous(), dz_end.contiguous()
+    dy, dS_end, dz_end = readable(dy, call.lead), dS_end.contiguous(), dz_end.contiguous()
     if call.n == 0:
         none = torch.zeros_like(log_decay) if log_decay is not None else call.scalars(wanted=False)
         empty = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return *empty, dS_end.clone(), dz_end.clone(), none
-    delta = call.scalars(*call.lead, wanted=call.normalized)
-    dq, of_queries = _query_gradient(call, y, dy, inverse, delta)
-    dk, dv, dS, dz, of_keys = _key_gradients(call, dy, dS_end, dz_end, inverse, delta)
+    dq, denominators, of_queries = _query_gradient(call, dy)
+    dk, dv, dS, dz, of_keys = _key_gradients(call, dy, dS_end, dz_end, denominators)
     dlog_decay = call.scalars(wanted=False)
     if log_decay is not None:
-        weight = of_keys.sum(1) if of_queries is None else of_keys.sum(1) + of_queries.sum(1)
-        end = (S_end * dS_end).sum((-1, -2)) + (z_end * dz_end).sum(-1)
-        dlog_decay = _decay_gradient(log_decay, weight.view(*call.lead, call.n), end)
+        change = of_keys.sum(1, dtype=torch.float64) - of_queries.sum(1, dtype=torch.float64)
+        start = (S * dS).sum((-1, -2), dtype=torch.float64) + (z * dz).sum(-1, dtype=torch.float64)
+        dlog_decay = _decay_gradient(log_decay, change.view(*call.lead, call.n), start)
     summed = (_summed(gradient, x) for gradient, x in ((dq, q), (dk, k), (dv, v), (dS, S), (dz, z)))
     return *summed, dlog_decay
 
 
-def _decay_gradient(log_decay: Tensor, weight: Tensor, end: Tensor) -> Tensor:
-    """A decay at t weighs what the queries from t on, and the last state, get from before t."""
+def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
+    """The decay at t weighs every pair of a query from t on and a key before t, and its gradient is the sum of theirs.
+    For the first token these are the pairs with the given state; then each token's pairs with earlier keys leave the
+    sum, and those with later queries enter it. The pair of a token with itself is in neither: among strong decays it is
+    the largest by far, and would leave its rounding errors in all sums that follow."""
     shape = log_decay.shape
-    total = weight.sum_to_size(*shape).flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
-    total += end.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
+    change, start = change.sum_to_size(*shape), start.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
+    total = start + change.cumsum(-1) - change
     return total.masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
 
 
-def _query_gradient(
-    call: _Call, y: Tensor, dy: Tensor, inverse: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """dq, and φ(q)·dφ(q) of each token for the decay."""
-    dq, (tiles, corrected) = like(call.q, call.f), over_queries(*call.shape)
-    taken = call.arguments(y, dy, dq)
+def _query_gradient(call: _Call, dy: Tensor) -> tuple[Tensor, Denominators, Tensor]:
+    """dq, the denominators, and the sums over pairs with earlier keys."""
+    dq, tiles = like(call.q, call.f), over_queries(*call.shape)
+    taken = call.arguments(dy, dq)
     states, length, splits = call.states(taken, tiles)
-    rows, wanted = taken.rows, call.log_decay is not None and not call.normalized
-    log_weight = call.scalars(rows.number, tiles.parts, wanted=wanted)
-    launch(
-        kernels.query_gradient, (rows.number * splits, tiles.parts),
-        [*taken.wide, taken.key_mask, taken.log_decay, states, inverse, delta, log_weight,
-         call.n, length, splits, rows.size1, rows.size2],
-        tiles, DERIVATIVE=call.derivative, CORRECTED=corrected, NORMALIZED=call.normalized,
-        MASKED=call.key_mask is not None, **call.constants(taken),
-    )  # fmt: skip
-    return dq, log_weight if wanted else None
+    rows = taken.rows
+    crossing = call.scalars(rows.number, tiles.parts, wanted=call.log_decay is not None)
+
+    def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
+        launch(
+            kernels.query_gradient, (rows.number * splits, tiles.parts),
+            [*taken.wide, taken.key_mask, taken.log_decay, states, *denominators, crossing,
+             call.n, length, splits, rows.size1, rows.size2],
+            tiles, DERIVATIVE=call.derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=call.normalized,
+            **call.constants(taken),
+        )  # fmt: skip
+
+    return dq, with_denominators(run, call.q, (rows.number, tiles.parts, call.n), call.normalized), crossing
 
 
 def _key_gradients(
-    call: _Call, dy: Tensor, dS_end: Tensor, dz_end: Tensor, inverse: Tensor, delta: Tensor
+    call: _Call, dy: Tensor, dS_end: Tensor, dz_end: Tensor, denominators: Denominators
 ) -> tuple[Tensor, ...]:
-    """dk, dv, dS, dz in every row, and −φ(k)·dφ(k) of each token for the decay."""
+    """dk, dv, dS, dz in every row, and the sums over pairs with later queries."""
     dk, dv = _room(call.k, call.lead, call.k_is_shared), _room(call.v, call.lead, call.v_is_shared)
     dS, dz = (x.new_empty(*call.lead, *x.shape[len(call.lead) :]) for x in (call.S, call.z))
     taken = call.arguments(dy, dk, dv)
@@ -181,31 +186,30 @@ def _key_gradients(
     length, splits = split(call.n, rows.number * launches[0][0].parts, launches[0][0].C, call.device)
     states: list[object] = [dS_end, dz_end, *taken.state, 0, call.f * call.dv, call.f]
     if splits > 1:
-        parts = _entering_gradients(call, taken, dS_end, dz_end, inverse, delta, length, splits)
+        parts = _entering_gradients(call, taken, dS_end, dz_end, denominators, length, splits)
         states = _split_states(parts, taken, splits)
-    log_weight = call.scalars(rows.number, launches[0][0].parts, wanted=call.log_decay is not None)
+    crossing = call.scalars(rows.number, launches[0][0].parts, wanted=call.log_decay is not None)
     for tiles, keys, values in launches:
         launch(
             kernels.key_gradients, (rows.number * splits, tiles.parts),
-            [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, inverse, delta, log_weight, dS, dz,
+            [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, *denominators, crossing, dS, dz,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, KEYS=keys, VALUES=values, NORMALIZED=call.normalized,
-            MASKED=call.key_mask is not None, **call.constants(taken),
+            **call.constants(taken),
         )  # fmt: skip
-    return dk, dv, dS, dz, log_weight
+    return dk, dv, dS, dz, crossing
 
 
 def _entering_gradients(
-    call: _Call, taken: Arguments, dS_end: Tensor, dz_end: Tensor, inverse: Tensor, delta: Tensor,
-    length: int, splits: int,
-) -> Splits:  # fmt: skip
+    call: _Call, taken: Arguments, dS_end: Tensor, dz_end: Tensor, denominators: Denominators, length: int, splits: int
+) -> Splits:
     """The gradients of the states after each split."""
     rows, tiles = taken.rows, over_values(*call.shape)
     parts = Splits.room(rows.number * splits, call.f, call.dv, call.q)
     q, _, _, dy, *_ = taken.wide
     launch(
         query_sums, (rows.number * splits, tiles.parts),
-        [q, dy, taken.log_decay, inverse, delta, *parts.S_and_z, parts.whole, *parts.units,
+        [q, dy, taken.key_mask, taken.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
          call.n, length, splits, rows.size1, rows.size2],
         tiles, NORMALIZED=call.normalized, **call.constants(taken),
     )  # fmt: skip
@@ -214,7 +218,7 @@ def _entering_gradients(
 
 
 def _causal_gradient_shapes(*tensors: Any) -> tuple[Tensor, ...]:
-    q, k, v, S, z, log_decay, _, _, _ = tensors[7:]
+    q, k, v, S, z, log_decay, _, _, _ = tensors[3:]
     lead = q.shape[:-2]
 
     def room(x: Tensor) -> Tensor:
@@ -249,12 +253,12 @@ def _step_shapes(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 causal = define(
-    "causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)", _causal, _causal_shapes
+    "causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _causal, _causal_shapes
 )
 causal_gradient = define(
     "causal_gradient",
-    "(Tensor dy, Tensor dS_end, Tensor dz_end, Tensor y, Tensor S_end, Tensor z_end, Tensor inverse, "
-    f"{_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor dy, Tensor dS_end, Tensor dz_end, {_INPUTS}, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _causal_gradient,
     _causal_gradient_shapes,
 )
@@ -263,14 +267,12 @@ step = define("step", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _s
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.options = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.save_for_backward(*inputs[:7])
 
 
-def _backward(ctx: Any, dy: Tensor, dS_end: Tensor, dz_end: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    inputs, results = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-    gradients = causal_gradient(dy, dS_end, dz_end, *results, *inputs, *ctx.options)
-    of_decay = None if inputs[5] is None else gradients[5]
-    return *gradients[:5], of_decay, None, None, None
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    *gradients, of_decay = causal_gradient(*grads, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None if ctx.saved_tensors[5] is None else of_decay, None, None, None
 
 
 torch.library.register_autograd("linattn::causal", _backward, setup_context=_keep)

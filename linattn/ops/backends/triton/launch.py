@@ -1,11 +1,12 @@
 """From tensors to launches: what every operator here does before and after its kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from linattn.ops.backends.base import infinite_if_none
 from linattn.ops.backends.triton.layout import Rows, scalar_arguments, unfold, unit, wide_arguments
 from linattn.ops.backends.triton.split_kernels import enter
 from linattn.ops.backends.triton.tiling import Tiles
@@ -58,6 +59,31 @@ def launch(kernel: Any, grid: tuple[int, int], groups: Sequence[object], tiles: 
             num_stages=tiles.num_stages,
             **constants,
         )
+
+
+class Denominators(NamedTuple):
+    """Each query's 1/d and δ, or each program's shares of d and of δ d; empty if the output is not normalised."""
+
+    inverse: Tensor
+    delta: Tensor
+
+
+def with_denominators(
+    run: Callable[..., None], q: Tensor, shape: tuple[int, int, int], normalized: bool
+) -> Denominators:
+    """Run the kernel of the queries' gradient, `run(denominators, sums=…, gradient=…)`, for `shape` = (rows, programs
+    of a row, tokens). Where several programs share the features of a row, it runs twice."""
+    if not normalized:
+        found = Denominators(*(q.new_empty(0, dtype=torch.float32) for _ in range(2)))
+        run(found, sums=False, gradient=True)
+        return found
+    found = Denominators(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
+    run(found, sums=True, gradient=shape[1] == 1)
+    if shape[1] > 1:
+        inverse = infinite_if_none(found.inverse.sum(1)).reciprocal()
+        found = Denominators(inverse, found.delta.sum(1) * inverse)
+        run(found, sums=False, gradient=True)
+    return found
 
 
 class Splits(NamedTuple):

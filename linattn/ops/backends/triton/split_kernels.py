@@ -8,6 +8,7 @@ from linattn.ops.backends.triton.tiles import (
     load_decay,
     load_features,
     load_present,
+    load_queries,
     offset,
     owns,
     product,
@@ -57,9 +58,9 @@ def key_sums(
 
 @kernel
 def query_sums(
-    q, q0, q1, q2, qn, dy, dy0, dy1, dy2, dyn, log_decay, g0, g1, g2, gn,
+    q, q0, q1, q2, qn, dy, dy0, dy1, dy2, dyn, key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
     inverse, delta, dS, dz, whole_split, S_unit, z_unit, n, length, splits, size1, size2,
-    PHI: tl.constexpr, NORMALIZED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
+    PHI: tl.constexpr, NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """What a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
@@ -70,6 +71,7 @@ def query_sums(
     stop = tl.minimum(begin + length, n)
     q += offset(row, size1, size2, q0, q1, q2) * UNIT
     dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
+    key_mask += offset(row, size1, size2, m0, m1, m2)
     log_decay += offset(row, size1, size2, g0, g1, g2)
     inverse += row.to(tl.int64) * n
     delta += row.to(tl.int64) * n
@@ -80,7 +82,10 @@ def query_sums(
     for i in range(0, chunks):
         start = begin + (chunks - 1 - i) * C
         inside = start + places < stop
-        q_i = load_features(q, qn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
+        present = inside
+        if MASKED:
+            present = load_present(key_mask, mn, start, inside, C)
+        q_i = load_queries(q, qn * UNIT, start, inside, features, present, PHI, MASKED, PRECISION, F, C, BF)
         dy_i = rounded(load(dy, dyn * UNIT, start, inside, values, DV, C, BV), PRECISION)
         scale = tl.where(inside, 1.0, 0.0)
         if NORMALIZED:

@@ -29,6 +29,7 @@ def step(
     k_i, v_i = tl.where(real, PHI(k_i.to(tl.float32)), 0.0), v_i.to(tl.float32)
     if MASKED:
         present = tl.load(key_mask + offset(row, size1, size2, m0, m1, m2)) != 0
+        q_i = tl.where(present | (tl.abs(q_i) < float("inf")), q_i, 0.0)
         k_i, v_i = tl.where(present, k_i, 0.0), tl.where(present, v_i, 0.0)
     if DECAYED:
         kept = tl.exp(tl.load(log_decay + offset(row, size1, size2, g0, g1, g2)).to(tl.float32))

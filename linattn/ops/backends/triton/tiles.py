@@ -96,10 +96,25 @@ def precise_product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def state_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    if PRECISE:
+        return precise_product(a, b, PRECISION)
+    else:
+        return product(a, rounded(b, PRECISION), PRECISION)
+
+
+@triton.jit
 def one_over(denominator):
     """Zero for a query that resembles no key."""
     none = tl.abs(denominator) < _NONE
     return tl.where(none, 0.0, 1 / tl.where(none, 1.0, denominator))
+
+
+@triton.jit
+def mean_value(S, z):
+    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only their differences."""
+    weight = z * one_over(tl.max(tl.abs(z), 0))
+    return tl.sum(weight[:, None] * S, 0) * one_over(tl.sum(weight * z, 0))
 
 
 @triton.jit
@@ -108,7 +123,22 @@ def load_features(
     WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """φ of a tile, rounded; zeros for tokens that are not inside, and beyond WIDTH."""
-    tile = PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32))
+    return load_queries(x, step, start, inside, columns, inside, PHI, False, PRECISION, WIDTH, C, B)
+
+
+@triton.jit
+def finite(x, present, MASKED: tl.constexpr):
+    """Replace NaN and infinities at masked tokens by zeros: a masked token still asks, and so meets other tokens."""
+    return tl.where(present[:, None] | (tl.abs(x) < float("inf")), x, 0.0) if MASKED else x
+
+
+@triton.jit
+def load_queries(
+    x, step, start, inside, columns, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Load features as `load_features` does, and keep what is `finite`."""
+    tile = finite(PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32)), present, MASKED)
     mask = inside[:, None] if WIDTH % B == 0 else inside[:, None] & (columns < WIDTH)[None, :]
     return rounded(tl.where(mask, tile, 0.0), PRECISION)
 

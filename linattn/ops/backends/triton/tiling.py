@@ -75,17 +75,12 @@ def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> 
     return _tiles(BF, BV, -(-f // BF), chosen)
 
 
-def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Tiles, bool]:
-    """For the gradient of queries: all values, and all features if they fit; in half precision what rounding has taken
-    off the outputs is then found again (True)."""
+def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """For the gradient of queries: all values, and all features if they fit, as one launch then does."""
     BF, BV = _power(f), _power(dv)
-    most = 16384 if dtype == torch.bfloat16 or shared_memory(device) > 160 * 1024 else 4096
-    if dtype == torch.float32 or most < BF * BV:
-        return over_features(f, dv, dtype, device), False
-    chosen = rule(f, dv, dtype, device)._replace(num_warps=8)
-    if dtype == torch.float16 and chosen.state < BF * BV:
-        chosen = chosen._replace(C=16)
-    return _tiles(BF, BV, 1, chosen), True
+    if dtype == torch.bfloat16 and BF * BV <= 16384:
+        return _tiles(BF, BV, 1, rule(f, dv, dtype, device)._replace(num_warps=8))
+    return over_features(f, dv, dtype, device)
 
 
 def over_both(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tiles, bool, bool]]:

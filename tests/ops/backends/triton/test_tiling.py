@@ -20,13 +20,14 @@ def test_tiles_cover_all_channels(
     assert f <= by_values.BF and by_values.BV * by_values.parts >= dv > by_values.BV * (by_values.parts - 1)
     by_features = tiling.over_features(f, dv, dtype, CPU)
     assert dv <= by_features.BV and by_features.BF * by_features.parts >= f > by_features.BF * (by_features.parts - 1)
-    by_queries, corrected = tiling.over_queries(f, dv, dtype, CPU)
-    assert dv <= by_queries.BV and by_queries.BF * by_queries.parts >= f and (f <= by_queries.BF or not corrected)
+    by_queries = tiling.over_queries(f, dv, dtype, CPU)
+    assert dv <= by_queries.BV and by_queries.BF * by_queries.parts >= f
     both = tiling.over_both(f, dv, dtype, CPU)
     assert [sum(keys for _, keys, _ in both), sum(values for _, _, values in both)] == [1, 1]
     for tiles, keys, values in both:
         assert dv <= tiles.BV or not keys
         assert f <= tiles.BF or not values
+        assert tiles.C == by_queries.C, "gradients of decays need the same chunks in both"
     for tiles in (by_values, by_features, by_queries, *(tiles for tiles, _, _ in both)):
         # tensor cores take at least 16 rows and columns; more numbers than these overflow registers
         assert min(tiles.BF, tiles.BV, tiles.C) >= 16 and tiles.BF * tiles.BV <= 16384
