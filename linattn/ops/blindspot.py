@@ -4,7 +4,7 @@ enough. The open block's sums wait beside the state until it is whole; thus any 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends import CausalCall, run_causal
+from linattn.ops.backends import CAUSAL, CausalCall
 from linattn.ops.state import LinearState
 
 
@@ -25,11 +25,11 @@ def run_in_blocks(
             continue
         part = _tokens(call._replace(S=S, z=z), start, stop)
         if length == 0 and (stop - start) % size == 0:
-            y, S, z = run_causal(part, backend)
+            y, S, z = CAUSAL(part, backend)
         else:
             hidden = torch.zeros_like(part.k[..., :1, 0], dtype=torch.bool).expand(*part.k.shape[:-1])
-            y, S, z = run_causal(part._replace(key_mask=hidden, blindspot=1), backend)
-            block = run_causal(part._replace(S=block[0], z=block[1], blindspot=1, normalize=None), backend)[1:]
+            y, S, z = CAUSAL(part._replace(key_mask=hidden, blindspot=1), backend)
+            block = CAUSAL(part._replace(S=block[0], z=block[1], blindspot=1, normalize=None), backend)[1:]
             length += stop - start
             if length == size:
                 S, z, block, length = S + block[0], z + block[1], (block[0] * 0, block[1] * 0), 0

@@ -4,7 +4,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.ops.arguments import causal_call, checked, checked_mask
-from linattn.ops.backends import BidirectionalCall, explain_bidirectional, explain_causal
+from linattn.ops.backends import CAUSAL, SUM_KEYS, SumCall
 from linattn.ops.state import LinearState
 
 
@@ -27,5 +27,5 @@ def explain_backend(
     The one that runs the call says so; each of the others says why it cannot, or that it can if it is named."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if is_causal:
-        return explain_causal(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot))
-    return explain_bidirectional(BidirectionalCall(q, k, v, checked_mask(k, key_mask), normalize, feature_map))
+        return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot))
+    return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

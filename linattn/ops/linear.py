@@ -6,10 +6,8 @@ or, causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https:/
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops import backends
 from linattn.ops.arguments import broadcast, causal_call, check_sums, checked, checked_mask, shape
-from linattn.ops.backends import BidirectionalCall, run_bidirectional, run_causal, sum_keys
-from linattn.ops.backends.base import without_autocast
+from linattn.ops.backends import CAUSAL, READ, SUM_KEYS, ReadCall, SumCall
 from linattn.ops.blindspot import run_in_blocks
 from linattn.ops.state import LinearState, check_blindspot, checked_kind
 
@@ -44,7 +42,7 @@ def causal_linear_attention(
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot)
     if blindspot > 1:
         return run_in_blocks(call, state, backend)
-    y, S, z = run_causal(call, backend)
+    y, S, z = CAUSAL(call, backend)
     return y, LinearState(S, z)
 
 
@@ -65,8 +63,8 @@ def linear_attention(
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
-    with without_autocast(q):
-        return run_bidirectional(BidirectionalCall(q, k, v, key_mask, normalize, feature_map), backend)
+    S, z = SUM_KEYS(SumCall(k, v, key_mask, feature_map), backend)
+    return READ(ReadCall(q, S, z, normalize, feature_map, v.dtype), backend)[0]
 
 
 def summarize(
@@ -79,8 +77,7 @@ def summarize(
 ) -> LinearState:
     """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder."""
     k, _, v = checked(k, k, v, None, feature_map)
-    with without_autocast(k):
-        return LinearState(*sum_keys(k, v, checked_mask(k, key_mask), feature_map))
+    return LinearState(*SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map)))
 
 
 def ask(
@@ -99,5 +96,4 @@ def ask(
         raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
-    with without_autocast(q):
-        return backends.ask(q, S, z, normalize, feature_map, q.dtype)
+    return READ(ReadCall(q, S, z, normalize, feature_map, q.dtype))[0]

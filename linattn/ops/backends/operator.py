@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from linattn.ops.backends.base import without_autocast
+from linattn.ops.names import unknown_name
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -48,7 +49,7 @@ class Operator:
     def __call__(self, call: Any, backend: str | None = None) -> tuple[Tensor, ...]:
         """By the named backend, or the first that can."""
         if backend is not None and backend not in self.run:
-            raise ValueError(f"backend must be one of {', '.join(self.run)}, but is {backend!r}")
+            raise unknown_name("backend", backend, self.run)
         reasons = []
         for candidate in self.backends:
             if backend in (None, candidate.name):

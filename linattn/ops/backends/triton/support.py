@@ -6,8 +6,8 @@ import os
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import CausalCall
-from linattn.ops.backends.library import transformed
+from linattn.ops.backends.base import CausalCall, ReadCall, SumCall
+from linattn.ops.backends.operator import in_transform
 from linattn.ops.backends.triton.layout import shared_in_turns
 
 LARGEST = 256
@@ -28,11 +28,26 @@ def unsupported(call: CausalCall) -> str | None:
     return too_many_turns(call.q.shape[:-2], call.S.shape[:-2])
 
 
+def sums_unsupported(call: SumCall) -> str | None:
+    return cannot(call.k, call.k.shape[-1], call.v.shape[-1])
+
+
+def read_unsupported(call: ReadCall) -> str | None:
+    reason = cannot(call.q, *call.S.shape[-2:])
+    if reason is not None:
+        return reason
+    if call.S.dtype != torch.float32 or call.z.dtype != torch.float32:
+        return f"takes sums in float32, but they are {call.S.dtype} and {call.z.dtype}"
+    sums = torch.broadcast_shapes(call.S.shape[:-2], call.z.shape[:-1])
+    lead = torch.broadcast_shapes(call.q.shape[:-2], sums)
+    return too_many_turns(lead, (1,) * (len(lead) - len(sums)) + tuple(sums))
+
+
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
     """Why no kernel takes these tensors."""
     if not x.is_cuda and not (_INTERPRETED and x.device.type == "cpu"):
         return f"needs CUDA tensors, but they are on {x.device.type}"
-    if transformed():
+    if torch.compiler.is_compiling() and in_transform():
         return "has no tangents inside a compiled graph"
     if not _INSTALLED:
         return "needs the package triton, which is not installed"
