@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from linattn.ops.backends import CausalCall, ReadCall, SumCall
 from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
 
 # of a program, in KiB; 99 elsewhere
@@ -88,16 +89,16 @@ def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int
     S, z = torch.zeros(batch, 4, d, d), torch.zeros(batch, 4, d)
     log_decay = torch.zeros(batch, 4, n) if extras else None
     key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras else None
-    inputs = (q, k, v, S, z, log_decay, key_mask, True, "elu_plus_one")
-    results = causal_operators.causal(*inputs)
-    causal_operators.causal_gradient(torch.zeros_like(results[0]), *results[1:], *inputs)
+    call = CausalCall(q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", 1)
+    causal_operators.gradient(call, (), causal_operators.forward(call, True))
     first = (x[..., :1, :] for x in (q, k, v))
     scalars = (None if x is None else x[..., :1] for x in (log_decay, key_mask))
-    causal_operators.step(*first, S, z, *scalars, True, "elu_plus_one")
-    sums = bidirectional_operators.key_sums(k, v, key_mask, "elu_plus_one")
-    bidirectional_operators.key_sums_gradient(*sums, k, v, key_mask, "elu_plus_one")
-    y = bidirectional_operators.ask(q, S, z, True, "elu_plus_one")
-    bidirectional_operators.ask_gradient(y, q, S, z, True, "elu_plus_one")
+    causal_operators.forward(CausalCall(*first, S, z, *scalars, "output", "elu_plus_one", 1), False)
+    keys = SumCall(k, v, key_mask, "elu_plus_one")
+    sums = bidirectional_operators.sum_keys(keys, True)
+    bidirectional_operators.sum_keys_gradient(keys, (), sums)
+    queries = ReadCall(q, *sums, "output", "elu_plus_one", dtype)
+    bidirectional_operators.read_gradient(queries, (), bidirectional_operators.read(queries, True))
 
 
 def main() -> None:

@@ -29,12 +29,12 @@ def run_in_blocks(
         else:
             hidden = torch.zeros_like(part.k[..., :1, 0], dtype=torch.bool).expand(*part.k.shape[:-1])
             y, S, z = CAUSAL(part._replace(key_mask=hidden, blindspot=1), backend)
-            block = CAUSAL(part._replace(S=block[0], z=block[1], blindspot=1, normalize=None), backend)[1:]
+            _, *block = CAUSAL(part._replace(S=block[0], z=block[1], blindspot=1, normalize=None), backend)
             length += stop - start
             if length == size:
                 S, z, block, length = S + block[0], z + block[1], (block[0] * 0, block[1] * 0), 0
         outputs.append(y)
-    return torch.cat(outputs, -2), LinearState(S, z, *block, length, size)
+    return torch.cat(outputs, -2), LinearState(S, z, block[0], block[1], length, size)
 
 
 def _tokens(call: CausalCall, start: int, stop: int) -> CausalCall:

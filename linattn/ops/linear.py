@@ -42,7 +42,11 @@ def causal_linear_attention(
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot)
     if blindspot > 1:
         return run_in_blocks(call, state, backend)
-    y, S, z = CAUSAL(call, backend)
+    if call.q.ndim > 2:
+        y, S, z = CAUSAL(call, backend)
+    else:
+        one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        y, S, z = (x.squeeze(0) for x in CAUSAL(call._replace(**one_row), backend))
     return y, LinearState(S, z)
 
 
@@ -77,7 +81,8 @@ def summarize(
 ) -> LinearState:
     """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder."""
     k, _, v = checked(k, k, v, None, feature_map)
-    return LinearState(*SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map)))
+    S, z = SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map))
+    return LinearState(S, z)
 
 
 def ask(

@@ -77,21 +77,22 @@ def test_a_graph_of_any_length_gives_the_same_gradients() -> None:
 def test_whole_operators_tell_their_shapes(n: int, blindspot: int) -> None:
     (q, k, v), mask = tokens(n), masks(n)["holes"].expand(2, 3, n)
     S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
+    operators = torch.ops.linattn
     for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
-        inputs = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot, save)
-        torch.library.opcheck(torch.ops.linattn.chunked.default, inputs)
-        results = torch.ops.linattn.chunked(*inputs)
+        call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot)
+        torch.library.opcheck(operators.causal_chunked.default, (*call, save))
+        results = operators.causal_chunked(*call, save)
         upstream = tuple(torch.randn_like(x) for x in results[:3])
-        if save:
-            torch.library.opcheck(torch.ops.linattn.chunked_gradient.default, (*upstream, *results[3:], *inputs))
-    sums = torch.ops.linattn.chunked_sum_keys(k, v, mask, "relu")
-    torch.library.opcheck(torch.ops.linattn.chunked_sum_keys.default, (k, v, mask, "relu"))
-    torch.library.opcheck(torch.ops.linattn.chunked_sum_keys_gradient.default, (*sums, k, v, mask, "relu"))
+        torch.library.opcheck(operators.causal_chunked_gradient.default, (*upstream, *results[3:], *call))
+    call = (k, v, mask, "relu")
+    torch.library.opcheck(operators.sum_keys_chunked.default, (*call, True))
+    sums = operators.sum_keys_chunked(*call, True)
+    torch.library.opcheck(operators.sum_keys_chunked_gradient.default, (*sums, *call))
     for normalize in ("output", "keys", None):
-        asked = (q, *sums, normalize, "relu", torch.float64)
-        torch.library.opcheck(torch.ops.linattn.chunked_ask.default, asked)
-        y = torch.ops.linattn.chunked_ask(*asked)
-        torch.library.opcheck(torch.ops.linattn.chunked_ask_gradient.default, (torch.randn_like(y), *asked))
+        call = (q, *sums, normalize, "relu", torch.float64)
+        torch.library.opcheck(operators.read_chunked.default, (*call, True))
+        y = operators.read_chunked(*call, True)
+        torch.library.opcheck(operators.read_chunked_gradient.default, (torch.randn_like(y), *call))
 
 
 @pytest.mark.parametrize("operator", [causal, over_all])

@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, ask, causal_linear_attention, explain_backend
-from linattn.ops.backends import BACKENDS
+from linattn.ops.backends import CAUSAL
 from tests.laws import tokens
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-every_backend = pytest.mark.parametrize("backend", [b.name for b in BACKENDS if b.name != "triton"])
+every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name != "triton"])
 BLINDSPOTS = (1, 2, 4, 7)
 
 

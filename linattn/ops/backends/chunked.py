@@ -31,6 +31,7 @@ from linattn.ops.backends.memory import Workspace, empty_like
 from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.elementwise import ELEMENTWISE
 
+
 class Ends(NamedTuple):
     """States at the c + 1 ends of a block's chunks, (c+1 b f dv) and (c+1 b f)."""
 
@@ -298,14 +299,17 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
     dy, dS_end, dz_end = grads
     assert dy is not None and dS_end is not None and dz_end is not None
-    saved_S, saved_z = saved
+    plan, (saved_S, saved_z) = cut(call), saved
+    if not plan:
+        # what is broadcast over no rows has a gradient of zeros
+        return *(None if x is None else torch.zeros_like(x) for x in call[:6]), None
     if saved_S is None or saved_z is None or saved_S.shape[0] == 0:
         saved_S, saved_z = forward(call, save=True)[3:]
     dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
     dS_start, dz_start = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
     of_decay = None if call.log_decay is None else call.S.new_empty(*call.log_decay.shape, 1)
     spread, into, room = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
-    for rows, tiles in cut(call):
+    for rows, tiles in plan:
         dstate = _state_of(dS_end, dz_end, rows)
         for i, tile in reversed(list(enumerate(tiles))):
             block = load(spread, tile, room)

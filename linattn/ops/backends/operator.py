@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
 from linattn.ops.backends.base import without_autocast
@@ -97,9 +98,9 @@ class Form:
         return self.forward(call, save)[: self.outputs]
 
     def _traced(self, call: Any, save: bool) -> tuple[Tensor, ...]:
-        """A compiler would unroll every loop over blocks: a graph holds the operation whole, but where a function
-        transform or forward mode would pass it by, with tangents of zero. An exported graph holds torch's own operations,
-        as whoever loads it may have no others, unless it is for any length."""
+        """A compiler would unroll every loop over blocks, so a graph holds the operation whole, except where a function
+        transform or forward mode would pass it by, with tangents of zero. An exported graph holds torch's own
+        operations, as whoever loads it may have no others, unless it is for any length."""
         exporting = torch.compiler.is_exporting()
         if in_transform() or (exporting and not isinstance(call[0].shape[-2], torch.SymInt)):
             return self.forward(call, False)[: self.outputs]
@@ -158,10 +159,8 @@ def _define(form: Form, name: str, schema: str) -> tuple[Any, Any]:
     upstream = ", ".join(f"Tensor upstream{i}" for i in range(outputs)) + "".join(
         f", Tensor saved{i}" for i in range(saved)
     )
-    whole = _library(name, f"({schema}, bool save) -> {_tensors(outputs + saved)}", forward, empty)
-    whole_gradient = _library(
-        f"{name}_gradient", f"({upstream}, {schema}) -> {_tensors(count)}", gradient, empty_gradient
-    )
+    whole = _library(name, f"{schema}, bool save", outputs + saved, forward, empty)
+    whole_gradient = _library(f"{name}_gradient", f"{upstream}, {schema}", count, gradient, empty_gradient)
     torch.library.register_autograd(f"linattn::{name}", backward, setup_context=keep)
     return whole, whole_gradient
 
@@ -170,18 +169,27 @@ def _split(arguments: tuple[Any, ...], outputs: int, saved: int) -> tuple[Tensor
     return arguments[:outputs], arguments[outputs : outputs + saved], arguments[outputs + saved :]
 
 
-def _tensors(count: int) -> str:
-    return f"({', '.join(['Tensor'] * count)})"
-
-
-def _library(name: str, schema: str, run: Callable[..., Any], empty: Callable[..., Any]) -> Any:
+def _library(
+    name: str, schema: str, count: int, run: Callable[..., Any], empty: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`torch.ops.linattn.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer. A single one
+    torch wants by itself."""
     full = f"linattn::{name}"
-    torch.library.define(full, schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    if count == 1:
+        run, empty = _first(run), _first(empty)
+    torch.library.define(
+        full,
+        f"({schema}) -> ({', '.join(['Tensor'] * count)})",
+        tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    )
     torch.library.impl(full, "default", run)
     torch.library.register_fake(full, empty)
-    packet = getattr(torch.ops.linattn, name).default
-    # torch returns one tensor for a schema of one
-    return packet
+    operation = getattr(torch.ops.linattn, name).default
+    return operation if count > 1 else lambda *arguments: (operation(*arguments),)
+
+
+def _first(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: function(*arguments)[0]
 
 
 def differentiable(x: Tensor | None) -> bool:
@@ -258,10 +266,10 @@ def _second_derivative(
         return form.definition(form.make(*filled, *options), False)
 
     def gradient(*given: Tensor) -> tuple[Tensor, ...]:
-        _, pull_back = torch.func.vjp(run, *given[: -form.outputs])
+        pull_back = torch.func.vjp(run, *given[: -form.outputs])[1]
         return pull_back(given[-form.outputs :])
 
-    _, pull_back = torch.func.vjp(gradient, *(x for x, w in zip(tensors, wanted, strict=True) if w))
+    pull_back = torch.func.vjp(gradient, *(x for x, w in zip(tensors, wanted, strict=True) if w))[1]
     second = iter(pull_back(tuple(g for g, w in zip(grads, among_inputs, strict=True) if w)))
     return [next(second) if w else None for w in wanted]
 
@@ -280,7 +288,7 @@ def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, .
 
 
 def _refuse_old_vmap(grads: tuple[Tensor, ...]) -> None:
-    if any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+    if any(is_legacy_batchedtensor(g) for g in grads):
         raise NotImplementedError(
             "is_grads_batched and jacobian(vectorize=True) use a vmap that knows no custom operators: take "
             'torch.func.jacrev, torch.func.vmap of a function of torch.func.vjp, or backend="reference"'

@@ -3,7 +3,30 @@
 φ, mask, decay, denominators and states stay inside: inputs are read, outputs written, and nothing between. Tensor
 cores multiply bfloat16 as it is, float16 as TF32, float32 as three products of TF32, and sum in float32."""
 
-from linattn.ops.backends.triton.bidirectional import SUMS
-from linattn.ops.backends.triton.causal import BACKEND
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
-__all__ = ["BACKEND", "SUMS"]
+from linattn.ops.backends.operator import Backend
+from linattn.ops.backends.triton.support import read_unsupported, sums_unsupported, unsupported
+
+
+def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) -> Backend:
+    """The backend of these functions of a module that imports Triton."""
+
+    def later(function: str) -> Callable[..., Any]:
+        return lambda *arguments: getattr(import_module(f"{__name__}.{module}"), function)(*arguments)
+
+    forward, gradient, empty, empty_gradient = map(later, functions)
+    return Backend("triton", reason, forward, gradient, empty, empty_gradient)
+
+
+CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")
+SUM_KEYS = _backend(
+    sums_unsupported, "bidirectional_operators", "sum_keys", "sum_keys_gradient", "empty_sums", "empty_sums_gradient"
+)
+READ = _backend(
+    read_unsupported, "bidirectional_operators", "read", "read_gradient", "empty_outputs", "empty_read_gradient"
+)
+
+__all__ = ["CAUSAL", "READ", "SUM_KEYS"]

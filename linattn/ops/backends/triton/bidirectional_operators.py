@@ -1,11 +1,12 @@
-"""`torch.ops.linattn.key_sums` and `torch.ops.linattn.ask`, the halves of attention to all keys; their gradients."""
+"""The halves of attention to all keys with the kernels, sum the keys and read the sums; and their gradients."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.library import define
+from linattn.ops.backends.base import ReadCall, SumCall, divide
+from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.triton import bidirectional_kernels as kernels
 from linattn.ops.backends.triton.launch import (
     Arguments,
@@ -62,10 +63,11 @@ class _Keys:
         self.shape = (self.f, self.dv, k.dtype, k.device)
 
 
-def _key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+def sum_keys(given: SumCall, save: bool) -> tuple[Tensor, ...]:
+    k, v, key_mask, feature_map = given
     call = _Keys(k, v, key_mask)
     if call.m == 0:
-        S, z = _key_sums_shapes(k, v, key_mask, feature_map)
+        S, z = empty_sums(given, save)
         return S.zero_(), z.zero_()
     tiles = over_values(*call.shape)
     taken = arguments(call.lead, [call.k, call.v], call.key_mask, None, None)
@@ -79,15 +81,16 @@ def _key_sums(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -
     return _add_up(parts, call.lead, splits, call.dv)
 
 
-def _key_sums_shapes(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+def empty_sums(call: SumCall, save: bool) -> tuple[Tensor, ...]:
+    k, v, key_mask, _ = call
     lead = _lead(k.shape[:-2], v.shape[:-2], torch.Size() if key_mask is None else key_mask.shape[:-1])
     S = k.new_empty(*lead, k.shape[-1], v.shape[-1], dtype=torch.float32)
     return S, k.new_empty(*lead, k.shape[-1], dtype=torch.float32)
 
 
-def _key_sums_gradient(
-    dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str
-) -> tuple[Tensor, Tensor]:
+def sum_keys_gradient(given: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
+    (k, v, key_mask, feature_map), (dS, dz) = given, grads
+    assert dS is not None and dz is not None
     call = _Keys(k, v, key_mask)
     dS, dz = dS.contiguous(), dz.contiguous()
     dk, dv = (
@@ -105,7 +108,7 @@ def _key_sums_gradient(
             tiles, PHI=phi, DERIVATIVE=derivative, KEYS=keys, VALUES=values, MASKED=key_mask is not None,
             **_constants(k, call.dv, taken),
         )  # fmt: skip
-    return _summed(dk, k), _summed(dv, v)
+    return _summed(dk, k), _summed(dv, v), None
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
@@ -116,11 +119,9 @@ def _gradient_shape(x: Tensor, lead: torch.Size) -> Tensor:
     return like(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
 
 
-def _key_sums_gradient_shapes(
-    dS: Tensor, dz: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str
-) -> tuple[Tensor, Tensor]:
-    lead = dS.shape[:-2]
-    return _gradient_shape(k, lead), _gradient_shape(v, lead)
+def empty_sums_gradient(call: SumCall) -> Tensors:
+    lead = empty_sums(call, False)[0].shape[:-2]
+    return _gradient_shape(call.k, lead), _gradient_shape(call.v, lead), None
 
 
 class _Queries:
@@ -137,8 +138,14 @@ class _Queries:
         self.shape = (self.f, self.dv, q.dtype, q.device)
 
 
-def _ask(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> Tensor:
-    call = _Queries(q, S, z)
+def _means(call: ReadCall) -> Tensor:
+    """What queries are multiplied with."""
+    return divide(call.S, call.z.unsqueeze(-1)) if call.normalize == "keys" else call.S
+
+
+def read(given: ReadCall, save: bool) -> tuple[Tensor, ...]:
+    q, _, z, normalize, feature_map, dtype = given
+    call = _Queries(q, _means(given), z)
     y = like(call.q, call.dv)
     tiles, taken = over_values(*call.shape), arguments(call.lead, [call.q, y], None, None, call.z)
     programs, _, numbers = _cut(call.n, tiles, taken, q.device)
@@ -146,21 +153,31 @@ def _ask(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) ->
         launch(
             kernels.ask, (programs, tiles.parts),
             [*taken.wide, call.S, call.z, taken.state, *numbers],
-            tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalized, **_constants(q, call.dv, taken),
+            tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalize == "output", **_constants(q, call.dv, taken),
         )  # fmt: skip
-    return y
+    return (y.to(dtype),)
 
 
-def _ask_shapes(q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str) -> Tensor:
-    lead = _lead(q.shape[:-2], S.shape[:-2], z.shape[:-1])
-    return like(readable(q.expand(*lead, *q.shape[-2:]), lead), S.shape[-1])
+def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
+    lead = _lead(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
+    return (like(readable(call.q.expand(*lead, *call.q.shape[-2:]), lead), call.S.shape[-1]).to(call.dtype),)
 
 
-def _ask_gradient(
-    dy: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def read_gradient(given: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
+    """With "keys", y = φ(q) T and T = S / z, so dS = dT / z and dz = −(dT ∘ T) 1 / z."""
+    if given.normalize != "keys":
+        return _read_gradient(given, grads)
+    T, z = _means(given), given.z.unsqueeze(-1)
+    dq, dT, _ = _read_gradient(given._replace(S=T, normalize=None), grads)
+    return dq, divide(dT, z), -divide(dT * T, z).sum(-1)
+
+
+def _read_gradient(given: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    (q, S, z, normalize, feature_map, _), (dy,) = given, grads
+    normalized = normalize == "output"
+    assert dy is not None
     call = _Queries(q, S, z)
-    dy, dq = readable(dy, call.lead), like(call.q, call.f)
+    dy, dq = readable(dy.to(q.dtype), call.lead), like(call.q, call.f)
     if call.n == 0:
         return _summed(dq, q), torch.zeros_like(S), torch.zeros_like(z)
     taken, tiles = arguments(call.lead, [call.q, dy, dq], None, None, call.z), over_queries(*call.shape)
@@ -192,52 +209,6 @@ def _ask_gradient(
     return _summed(dq, q), dS.sum_to_size(*S.shape), dz.sum_to_size(*z.shape)
 
 
-def _ask_gradient_shapes(
-    dy: Tensor, q: Tensor, S: Tensor, z: Tensor, normalized: bool, feature_map: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradient_shape(q, dy.shape[:-2]), S.new_empty(S.shape), z.new_empty(z.shape)
-
-
-key_sums = define(
-    "key_sums",
-    "(Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
-    _key_sums,
-    _key_sums_shapes,
-)
-key_sums_gradient = define(
-    "key_sums_gradient",
-    "(Tensor dS, Tensor dz, Tensor k, Tensor v, Tensor? key_mask, str feature_map) -> (Tensor, Tensor)",
-    _key_sums_gradient,
-    _key_sums_gradient_shapes,
-)
-ask = define(
-    "ask", "(Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> Tensor", _ask, _ask_shapes
-)
-ask_gradient = define(
-    "ask_gradient",
-    "(Tensor dy, Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> (Tensor, Tensor, Tensor)",
-    _ask_gradient,
-    _ask_gradient_shapes,
-)
-
-
-def _keep_keys(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.feature_map = inputs[3]
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _keys_backward(ctx: Any, dS: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-    return *key_sums_gradient(dS, dz, *ctx.saved_tensors, ctx.feature_map), None, None
-
-
-def _keep_queries(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.options = inputs[3:]
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _queries_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return *ask_gradient(dy, *ctx.saved_tensors, *ctx.options), None, None
-
-
-torch.library.register_autograd("linattn::key_sums", _keys_backward, setup_context=_keep_keys)
-torch.library.register_autograd("linattn::ask", _queries_backward, setup_context=_keep_queries)
+def empty_read_gradient(call: ReadCall) -> Tensors:
+    lead = _lead(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
+    return _gradient_shape(call.q, lead), call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)

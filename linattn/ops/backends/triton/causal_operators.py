@@ -1,11 +1,12 @@
-"""`torch.ops.linattn.causal`, its gradient, and one token's step, for tensors and shapes."""
+"""The causal operator with the kernels, its gradient, and one token at a time with the kernel of its own."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.library import define
+from linattn.ops.backends.base import CausalCall
+from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.triton import causal_kernels as kernels
 from linattn.ops.backends.triton import launch as host
 from linattn.ops.backends.triton.launch import (
@@ -30,24 +31,19 @@ from linattn.ops.backends.triton.tiling import (
     step_tiles,
 )
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor S, Tensor z, Tensor? log_decay, Tensor? key_mask"
-_OPTIONS = "bool normalized, str feature_map"
-
 
 class _Call:
     """A causal call made readable for kernels. Its rows are those of the queries."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, log_decay: Tensor | None, key_mask: Tensor | None,
-        normalized: bool, feature_map: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, call: CausalCall) -> None:
+        q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = call
         self.lead, self.n, self.f, self.dv = q.shape[:-2], q.shape[-2], q.shape[-1], v.shape[-1]
         self.q, self.k, self.v = (readable(x, self.lead) for x in (q, k, v))
         self.S, self.z = S.contiguous(), z.contiguous()
         self.log_decay, self.key_mask = (readable_scalars(x, self.lead) for x in (log_decay, key_mask))
         # gradients of what serves several rows are summed in float32
         self.k_is_shared, self.v_is_shared = (x.shape[:-2] != self.lead for x in (k, v))
-        self.normalized = normalized
+        self.normalized = normalize == "output"
         self.phi, self.derivative = MAPS[feature_map]
         self.dtype, self.device = q.dtype, q.device
         self.shape = (self.f, self.dv, self.dtype, self.device)
@@ -91,8 +87,10 @@ def _split_states(parts: Splits, taken: Arguments, splits: int) -> list[object]:
     return [*parts.S_and_z, taken.rows.size1 * inner, inner, splits, 1, *parts.units]
 
 
-def _causal(*inputs: Any) -> tuple[Tensor, ...]:
-    call = _Call(*inputs)
+def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
+    if given.q.shape[-2] == 1:
+        return _step(given)
+    call = _Call(given)
     y = like(call.q, call.dv)
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     if call.n == 0:
@@ -109,9 +107,10 @@ def _causal(*inputs: Any) -> tuple[Tensor, ...]:
     return y, S_end, z_end
 
 
-def _causal_shapes(*inputs: Any) -> tuple[Tensor, ...]:
-    q, _, v, S, z, *_ = inputs
-    y = like(readable(q, q.shape[:-2]), v.shape[-1])
+def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
+    q, _, v, S, z, *_ = call
+    one = q.shape[-2] == 1
+    y = v.new_empty(*q.shape[:-1], v.shape[-1]) if one else like(readable(q, q.shape[:-2]), v.shape[-1])
     return y, torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
 
 
@@ -126,22 +125,23 @@ def _summed(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
 
 
-def _causal_gradient(dy: Tensor, dS_end: Tensor, dz_end: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    call, (q, k, v, S, z, log_decay) = _Call(*inputs), inputs[:6]
+def gradient(given: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
+    call, (q, k, v, S, z, log_decay), (dy, dS_end, dz_end) = _Call(given), given[:6], grads
+    assert dy is not None and dS_end is not None and dz_end is not None
     dy, dS_end, dz_end = readable(dy, call.lead), dS_end.contiguous(), dz_end.contiguous()
     if call.n == 0:
-        none = torch.zeros_like(log_decay) if log_decay is not None else call.scalars(wanted=False)
-        empty = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        return *empty, dS_end.clone(), dz_end.clone(), none
+        of_decay = None if log_decay is None else torch.zeros_like(log_decay)
+        zeros = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return *zeros, dS_end.clone(), dz_end.clone(), of_decay, None
     dq, denominators, of_queries = _query_gradient(call, dy)
     dk, dv, dS, dz, of_keys = _key_gradients(call, dy, dS_end, dz_end, denominators)
-    dlog_decay = call.scalars(wanted=False)
+    dlog_decay = None
     if log_decay is not None:
         change = of_keys.sum(1, dtype=torch.float64) - of_queries.sum(1, dtype=torch.float64)
         start = (S * dS).sum((-1, -2), dtype=torch.float64) + (z * dz).sum(-1, dtype=torch.float64)
         dlog_decay = _decay_gradient(log_decay, change.view(*call.lead, call.n), start)
     summed = (_summed(gradient, x) for gradient, x in ((dq, q), (dk, k), (dv, v), (dS, S), (dz, z)))
-    return *summed, dlog_decay
+    return *summed, dlog_decay, None
 
 
 def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
@@ -217,20 +217,20 @@ def _entering_gradients(
     return parts
 
 
-def _causal_gradient_shapes(*tensors: Any) -> tuple[Tensor, ...]:
-    q, k, v, S, z, log_decay, _, _, _ = tensors[3:]
+def empty_gradient(call: CausalCall) -> Tensors:
+    q, k, v, S, z, log_decay, *_ = call
     lead = q.shape[:-2]
 
     def room(x: Tensor) -> Tensor:
         alone = x.shape[:-2] == lead and x.shape[-2] > 0
         return like(readable(x, lead), x.shape[-1]) if alone else x.new_empty(x.shape)
 
-    dlog_decay = q.new_empty(0, dtype=torch.float32) if log_decay is None else log_decay.new_empty(log_decay.shape)
-    return room(q), room(k), room(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay
+    dlog_decay = None if log_decay is None else log_decay.new_empty(log_decay.shape)
+    return room(q), room(k), room(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay, None
 
 
-def _step(*inputs: Any) -> tuple[Tensor, ...]:
-    call = _Call(*inputs)
+def _step(given: CausalCall) -> tuple[Tensor, ...]:
+    call = _Call(given)
     y = call.v.new_empty(*call.lead, 1, call.dv)
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     taken, tiles = call.arguments(), step_tiles(call.f, call.dv)
@@ -245,34 +245,3 @@ def _step(*inputs: Any) -> tuple[Tensor, ...]:
                 num_warps=tiles.num_warps,
             )  # fmt: skip
     return y, S_end, z_end
-
-
-def _step_shapes(*inputs: Any) -> tuple[Tensor, ...]:
-    q, _, v, S, z, *_ = inputs
-    return v.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
-
-
-causal = define(
-    "causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _causal, _causal_shapes
-)
-causal_gradient = define(
-    "causal_gradient",
-    f"(Tensor dy, Tensor dS_end, Tensor dz_end, {_INPUTS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal_gradient,
-    _causal_gradient_shapes,
-)
-step = define("step", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _step, _step_shapes)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[7:]
-    ctx.save_for_backward(*inputs[:7])
-
-
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *gradients, of_decay = causal_gradient(*grads, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None if ctx.saved_tensors[5] is None else of_decay, None, None, None
-
-
-torch.library.register_autograd("linattn::causal", _backward, setup_context=_keep)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
-from linattn.ops.backends.triton import bidirectional_operators, causal_operators
 
 OPTIONS = {"feature_map": "elu_plus_one", "backend": "triton"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -39,32 +38,39 @@ def close(ours: object, theirs: object) -> None:
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_opcheck(device: torch.device) -> None:
-    q, k, v = (x.requires_grad_() for x in tokens(5, device))
+@pytest.mark.parametrize("n", [1, 5])
+def test_opcheck(device: torch.device, n: int) -> None:
+    operators = torch.ops.linattn
+    q, k, v = (x.requires_grad_() for x in tokens(n, device))
     S, z = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, device=device)
-    log_decay, mask = -torch.rand(2, 5, device=device), torch.rand(2, 5, device=device) < 0.7
-    inputs = (q, k, v, S, z, log_decay, mask, True, "elu_plus_one")
-    torch.library.opcheck(causal_operators.causal, inputs, test_utils=CHECKS)
-    torch.library.opcheck(bidirectional_operators.key_sums, (k, v, mask, "softplus"), test_utils=CHECKS)
-    torch.library.opcheck(bidirectional_operators.ask, (q, S, z + 1, True, "softplus"), test_utils=CHECKS)
+    log_decay, mask = -torch.rand(2, n, device=device), torch.rand(2, n, device=device) < 0.7
+    call = (q, k, v, S, z, log_decay, mask, "output", "elu_plus_one", 1)
+    torch.library.opcheck(operators.causal_triton.default, (*call, True), test_utils=CHECKS)
+    torch.library.opcheck(operators.sum_keys_triton.default, (k, v, mask, "softplus", True), test_utils=CHECKS)
+    for normalize in ("output", "keys"):
+        call = (q, S, z + 1, normalize, "softplus", torch.float32, True)
+        torch.library.opcheck(operators.read_triton.default, call, test_utils=CHECKS)
 
 
-def test_opcheck_of_gradients_and_the_step(device: torch.device) -> None:
+def test_opcheck_of_gradients(device: torch.device) -> None:
+    operators = torch.ops.linattn
     q, k, v = tokens(5, device)
-    S, z = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, device=device)
-    inputs = (q, k, v, S, z, None, None, True, "elu_plus_one")
-    y, S_end, z_end = causal_operators.causal(*inputs)
-    gradient = (torch.randn_like(y), S_end, z_end, *inputs)
-    torch.library.opcheck(causal_operators.causal_gradient, gradient, test_utils=("test_schema", "test_faketensor"))
-    one = (*(x[:, :1] for x in (q, k, v)), *inputs[3:])
-    torch.library.opcheck(causal_operators.step, one, test_utils=("test_schema", "test_faketensor"))
+    S, z = torch.zeros(2, 4, 3, device=device), torch.ones(2, 4, device=device)
+    call = (q, k, v, S, z, None, None, "output", "elu_plus_one", 1)
+    grads = [torch.randn_like(x) for x in operators.causal_triton(*call, True)]
+    for operator, arguments in (
+        (operators.causal_triton_gradient, (*grads, *call)),
+        (operators.sum_keys_triton_gradient, (S, z, k, v, None, "relu")),
+        (operators.read_triton_gradient, (grads[0], q, S, z, "keys", "relu", torch.float32)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @every_operator
 def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor], device: torch.device) -> None:
     for n in (1, 5):
         inputs = tuple(tokens(n, device))
-        with pytest.raises(NotImplementedError, match="jvp"):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
             torch.func.jvp(operator, inputs, inputs)
 
 
