@@ -210,9 +210,7 @@ key_sums_gradient = define(
     _key_sums_gradient,
     _key_sums_gradient_shapes,
 )
-ask = define(
-    "ask", "(Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> Tensor", _ask, _ask_shapes
-)
+ask = define("ask", "(Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> Tensor", _ask, _ask_shapes)
 ask_gradient = define(
     "ask_gradient",
     "(Tensor dy, Tensor q, Tensor S, Tensor z, bool normalized, str feature_map) -> (Tensor, Tensor, Tensor)",

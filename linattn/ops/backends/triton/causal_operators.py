@@ -252,9 +252,7 @@ def _step_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     return v.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
 
 
-causal = define(
-    "causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _causal, _causal_shapes
-)
+causal = define("causal", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _causal, _causal_shapes)
 causal_gradient = define(
     "causal_gradient",
     f"(Tensor dy, Tensor dS_end, Tensor dz_end, {_INPUTS}, {_OPTIONS}) "
