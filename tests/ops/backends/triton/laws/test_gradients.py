@@ -40,8 +40,8 @@ def gradients(leaves: list[Tensor], upstream: list[Tensor], **options: Any) -> t
 
 
 def upstream_of(leaves: list[Tensor]) -> list[Tensor]:
-    """Gradients of y, S and z."""
-    return [torch.randn_like(x) for x in leaves[2:5]]
+    """Gradients of y, S and z. The state's are small: large ones would hide errors in what comes from y."""
+    return [torch.randn_like(x) * scale for x, scale in zip(leaves[2:5], (1, 1e-2, 1e-2), strict=True)]
 
 
 def check(leaves: list[Tensor], bound: float, **options: Any) -> tuple[Tensor, ...]:
