@@ -14,8 +14,8 @@ from linattn.ops.backends.triton.tiles import (
     mean_value,
     offset,
     one_over,
-    precise_product,
     product,
+    product_with_state,
     rounded,
     store,
 )
@@ -138,7 +138,7 @@ def key_sums_gradient(
         if KEYS:
             v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
             v_j = rounded(tl.where(present[:, None], v_j, 0.0), PRECISION)
-            dk_j = (precise_product(v_j, tl.trans(sums), PRECISION) + total[None, :]) * DERIVATIVE(x)
+            dk_j = (product_with_state(v_j, tl.trans(sums), True, PRECISION) + total[None, :]) * DERIVATIVE(x)
             store(dk, dkn * UNIT, start, inside, features, tl.where(present[:, None], dk_j, 0.0), F, C, BF)
         if VALUES:
             k_j = rounded(tl.where(present[:, None] & (features < F)[None, :], PHI(x), 0.0), PRECISION)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from linattn.ops.backends.triton.tiles import (
     between,
-    finite,
     load,
     load_decay,
     load_features,
@@ -23,8 +22,8 @@ from linattn.ops.backends.triton.tiles import (
     one_over,
     owns,
     product,
+    product_with_state,
     rounded,
-    state_product,
     store,
 )
 
@@ -176,7 +175,7 @@ def query_gradient(
             of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
             G -= of_mean[:, None]
             centred = S_i - z_i[:, None] * mean[None, :]
-        from_state = state_product(dy_i, tl.trans(centred), DECAYED, PRECISION)
+        from_state = product_with_state(dy_i, tl.trans(centred), DECAYED, PRECISION)
         if SUMS:
             d_i = tl.sum(A, 1) + tl.sum(q_i * z_i[None, :], 1) * since
             delta_i = tl.sum(A * G, 1) + tl.sum(q_i * from_state, 1) * since
@@ -205,8 +204,10 @@ def query_gradient(
                 from_state *= since[:, None]
             dq_i = (product(rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
             x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
-            dq_i *= finite(DERIVATIVE(x), present, MASKED)
-            store(dq, dqn * UNIT, start, inside, features, dq_i, F, C, BF)
+            slope = DERIVATIVE(x)
+            if MASKED:
+                slope = tl.where(present[:, None] | (tl.abs(slope) < float("inf")), slope, 0.0)
+            store(dq, dqn * UNIT, start, inside, features, dq_i * slope, F, C, BF)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
         S_i += product(tl.trans(k_end), v_j, PRECISION)
@@ -295,7 +296,7 @@ def key_gradients(
                 from_state = product(centred, tl.trans(rounded(dS_j, PRECISION)), PRECISION)
                 from_state += (dz_j + tl.sum(dS_j * mean[None, :], 1))[None, :]
             else:
-                from_state = state_product(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
+                from_state = product_with_state(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
             if DECAYED:
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)

@@ -86,21 +86,13 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def precise_product(a, b, PRECISION: tl.constexpr):
-    """Of a rounded tile with float32 sums that will mostly cancel: what rounding takes off them is multiplied too."""
+def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
     high = rounded(b, PRECISION)
     result = product(a, high, PRECISION)
-    if PRECISION == "bf16" or PRECISION == "tf32":
+    if PRECISE and (PRECISION == "bf16" or PRECISION == "tf32"):
         result += product(a, rounded(b - high.to(tl.float32), PRECISION), PRECISION)
     return result
-
-
-@triton.jit
-def state_product(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    if PRECISE:
-        return precise_product(a, b, PRECISION)
-    else:
-        return product(a, rounded(b, PRECISION), PRECISION)
 
 
 @triton.jit
@@ -123,13 +115,9 @@ def load_features(
     WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """φ of a tile, rounded; zeros for tokens that are not inside, and beyond WIDTH."""
-    return load_queries(x, step, start, inside, columns, inside, PHI, False, PRECISION, WIDTH, C, B)
-
-
-@triton.jit
-def finite(x, present, MASKED: tl.constexpr):
-    """Replace NaN and infinities at masked tokens by zeros: a masked token still asks, and so meets other tokens."""
-    return tl.where(present[:, None] | (tl.abs(x) < float("inf")), x, 0.0) if MASKED else x
+    tile = PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32))
+    mask = inside[:, None] if WIDTH % B == 0 else inside[:, None] & (columns < WIDTH)[None, :]
+    return rounded(tl.where(mask, tile, 0.0), PRECISION)
 
 
 @triton.jit
@@ -137,9 +125,12 @@ def load_queries(
     x, step, start, inside, columns, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Load features as `load_features` does, and keep what is `finite`."""
-    tile = finite(PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32)), present, MASKED)
+    """Load features as `load_features` does, and keep of a masked token what is finite: its query takes part in the
+    gradients of other tokens."""
+    tile = PHI(load(x, step, start, inside, columns, WIDTH, C, B).to(tl.float32))
     mask = inside[:, None] if WIDTH % B == 0 else inside[:, None] & (columns < WIDTH)[None, :]
+    if MASKED:
+        mask = mask & (present[:, None] | (tl.abs(tile) < float("inf")))
     return rounded(tl.where(mask, tile, 0.0), PRECISION)
 
 

@@ -43,13 +43,6 @@ def test_outputs_and_gradients_agree_with_the_definition(
     compare(tokens(n, m, device), 1e-5, normalize=normalize, key_mask=laws.masks(m)["holes"].to(device))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("normalize", ["output", "keys"])
-def test_half_precision(dtype: torch.dtype, normalize: str, device: torch.device) -> None:
-    leaves = [x.to(dtype) for x in tokens(40, 150, device, 20, 17)]
-    compare(leaves, 2 * torch.finfo(dtype).eps, normalize=normalize, feature_map="elu_plus_one")
-
-
 @pytest.mark.parametrize(("f", "dv"), [(1, 1), (200, 100)])
 def test_every_width(f: int, dv: int, device: torch.device) -> None:
     compare(tokens(5, 20, device, f, dv, lead=(1,)), 1e-5)

@@ -124,7 +124,8 @@ def test_more_numbers_than_32_bits_count() -> None:
 
 
 def test_half_precision_at_length() -> None:
-    inputs = tokens(16_384, grad=True)
+    q, k, v = tokens(16_384)
+    inputs = [x.requires_grad_() for x in (q, k, v + 1)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     y, _ = causal_linear_attention(*inputs, **OPTIONS)
     expected, _ = causal_linear_attention(*exact, feature_map="elu_plus_one", backend="chunked")
@@ -132,4 +133,4 @@ def test_half_precision_at_length() -> None:
     upstream = torch.randn_like(y)
     ours, theirs = torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, exact, upstream.double())
     for a, b in zip(ours, theirs, strict=True):
-        assert (a.double() - b).norm() <= 10 * torch.finfo(torch.bfloat16).eps * b.norm()
+        assert (a.double() - b).norm() <= 1e-2 * b.norm()
