@@ -74,13 +74,25 @@ def repeat_state(state: Any, batch: int) -> Any:
     return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
 
 
+def for_batch(state: Any, batch: int) -> Any:
+    """A state for so many sequences, from that of one or of all of them."""
+    made = _batch(state)
+    if made == batch:
+        return state
+    if made != 1:
+        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
+    return repeat_state(state, batch)
+
+
 def _batch(state: Any) -> int:
-    """The first tensor's."""
-    while isinstance(state, tuple) and state:
-        state = state[0]
-    if not isinstance(state, Tensor) or state.ndim == 0:
-        raise ValueError(f"the state must be what extend returned, but has a {type(state).__name__} in it")
-    return state.shape[0]
+    """The first tensor's; 1 if there is none."""
+    while isinstance(state, tuple):
+        state = next((part for part in state if isinstance(part, (Tensor, tuple)) and _has_tensor(part)), None)
+    return state.shape[0] if isinstance(state, Tensor) and state.ndim else 1
+
+
+def _has_tensor(state: Any) -> bool:
+    return isinstance(state, Tensor) or (isinstance(state, tuple) and any(map(_has_tensor, state)))
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:
