@@ -39,19 +39,22 @@ def checked_heads(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Raise ValueError for arguments that do not fit. What has a batch of 1 is repeated for the others."""
-    if state is not None:
-        checked_kind(state, kind)
-    if q.ndim != 4:
-        raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(q.shape)}")
-    if q.shape[0] == k.shape[0] == v.shape[0] and (state is None or _batch(state) == q.shape[0]):
-        check_keys(k, v, key_mask)
+    # a shape that is read once: for a single token, checking should cost little beside computing
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if len(of_q) != 4:
+        raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")
+    made = of_q[0] if state is None else _batch(checked_kind(state, kind))
+    if made == of_q[0] == of_k[0] == of_v[0]:
+        if key_mask is not None or len(of_k) != 4 or len(of_v) != 4 or of_k[1:3] != of_v[1:3]:
+            check_keys(k, v, key_mask)
     else:
         q, k, v, state = _same_batch(q, k, v, key_mask, state)
-    if q.shape[3] != k.shape[3]:
+    if of_q[3] != of_k[3]:
         raise ValueError(f"queries and keys must have as many channels, but {_shapes(q, k)}")
-    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
+    h, hk = of_q[1], of_k[1]
+    if h != hk and (hk == 0 or h % hk):
         raise ValueError(f"the number of key heads must divide that of query heads, but {_shapes(q, k)}")
-    if causal and q.shape[2] != k.shape[2]:
+    if causal and of_q[2] != of_k[2]:
         raise ValueError(f"causal attention needs as many queries as keys, but {_shapes(q, k)}")
     return q, k, v, state
 
@@ -59,7 +62,7 @@ def checked_heads(
 def _same_batch(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]} | ({} if state is None else {"state": _batch(state)})
+    sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]} | ({} if state is None else {"state": _batch(state) or 0})
     b = next((size for size in sizes.values() if size != 1), 1)
     if any(size not in (1, b) for size in sizes.values()):
         described = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -74,13 +77,22 @@ def repeat_state(state: Any, batch: int) -> Any:
     return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
 
 
-def _batch(state: Any) -> int:
-    """The first tensor's."""
-    while isinstance(state, tuple) and state:
-        state = state[0]
-    if not isinstance(state, Tensor) or state.ndim == 0:
-        raise ValueError(f"the state must be what extend returned, but has a {type(state).__name__} in it")
-    return state.shape[0]
+def for_batch(state: Any, batch: int) -> Any:
+    """A state for so many sequences, from that of one or of all of them."""
+    made = _batch(state)
+    if made in (batch, None):
+        return state
+    if made != 1:
+        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
+    return repeat_state(state, batch)
+
+
+def _batch(state: Any) -> int | None:
+    """The first tensor's; None if there is none."""
+    if isinstance(state, Tensor):
+        return state.shape[0] if state.ndim else None
+    parts = state if isinstance(state, tuple) else ()
+    return next((batch for part in parts if (batch := _batch(part)) is not None), None)
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

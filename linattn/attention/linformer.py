@@ -63,7 +63,7 @@ class LearnedProjection(SequenceProjection):
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
     ) -> tuple[Float[Tensor, "b hk r d"], None]:
         if self.weight.ndim == 3 and len(self.weight) != x.shape[1]:
-            raise ValueError(f"made for {len(self.weight)} key heads, but the input has {x.shape[1]}: {tuple(x.shape)}")
+            raise ValueError(f"made for {len(self.weight)} key heads, but there are {x.shape[1]}")
         return project_sequence(x, self.weight, key_mask=key_mask), None
 
 
@@ -94,7 +94,7 @@ class StridedConvolution(SequenceProjection):
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
     ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
         if x.shape[-1] != self.weight.shape[-1]:
-            raise ValueError(f"made for {self.weight.shape[-1]} channels, but the input is {tuple(x.shape)}")
+            raise ValueError(f"made for {self.weight.shape[-1]} channels a head, but there are {x.shape[-1]}")
         return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)
 
 
@@ -135,7 +135,7 @@ class LinformerAttention(InnerAttention):
         check_keys(k, v, key_mask)
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
         if m > longest:
-            raise ValueError(f"made for at most {longest} keys, but there are {m}: k is {tuple(k.shape)}")
+            raise ValueError(f"made for at most {longest} keys, but there are {m}")
         k, present = self.key_projection(k, key_mask=key_mask)
         v, present_values = self.value_projection(v, key_mask=key_mask)
         if k.shape[-2] != v.shape[-2]:

@@ -70,7 +70,7 @@ class RotaryAttention(InnerAttention):
     def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+                f"queries and keys turn with the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
             )
         of_queries = per_query_head(places, q.shape[1])
         return rotate(q, of_queries, base=self.base), rotate(k, places, base=self.base)

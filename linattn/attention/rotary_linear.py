@@ -96,7 +96,7 @@ class RotaryLinearAttention(InnerAttention):
         """Queries grouped by key head (b hk g n f), the rest with a dimension for the group."""
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"rotary positions are those of the same tokens, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+                f"queries and keys turn with the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
             )
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)

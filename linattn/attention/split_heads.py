@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.checks import check_keys, checked_heads
+from linattn.ops.state import checked_parts
 
 
 @final
@@ -51,8 +52,9 @@ class SplitHeads(InnerAttention):
     ) -> tuple[Float[Tensor, "b h n dv"], tuple[Any, ...]]:
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=tuple, causal=True)
-        states = (None,) * len(self.parts) if state is None else self._checked(state)
+        past = None if state is None else checked_parts(state, len(self.parts))
+        q, k, v, past = checked_heads(q, k, v, key_mask, past, causal=True)
+        states = checked_parts(past, len(self.parts))
         pieces = zip(self.parts, states, *self._split(q, k, v, key_mask), strict=True)
         ys, states = zip(
             *(part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces), strict=True
@@ -73,14 +75,8 @@ class SplitHeads(InnerAttention):
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
-        pieces = zip(self.parts, self._split_queries(q), self._checked(summary), strict=True)
+        pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
         return torch.cat([cast(InnerAttention, part).ask(piece, kept) for part, piece, kept in pieces], 1)
-
-    def _checked(self, state: Any) -> tuple[Any, ...]:
-        if type(state) is not tuple or len(state) != len(self.parts):
-            came = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
-            raise ValueError(f"the state must be a tuple of {len(self.parts)}, one for each part, but is {came}")
-        return state
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
         """Queries, keys, values and masks, each for all parts."""
@@ -88,7 +84,7 @@ class SplitHeads(InnerAttention):
 
     def _split_queries(self, q: Tensor) -> tuple[Tensor, ...]:
         if q.shape[1] != sum(self.heads):
-            raise ValueError(f"made for {self.heads}, together {sum(self.heads)} heads, but q is {tuple(q.shape)}")
+            raise ValueError(f"made for {self.heads}, together {sum(self.heads)} heads, but there are {q.shape[1]}")
         return q.split(self.heads, 1)
 
     def _split_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
@@ -96,7 +92,7 @@ class SplitHeads(InnerAttention):
         if any(count * hk % total for count in self.heads):
             raise ValueError(
                 f"key heads must split in the same proportion as the query heads, {self.heads}, "
-                f"but there are {hk}: k is {tuple(k.shape)}"
+                f"but there are {hk}"
             )
         key_heads = [count * hk // total for count in self.heads]
         if key_mask is None or key_mask.shape[1] == 1:

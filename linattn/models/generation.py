@@ -1,6 +1,7 @@
 """Writing with a language model: prompts of any lengths in one batch, in constant memory a token."""
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def stream(
     `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
     With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(prompt) for prompt in prompts]
+    rows = _rows(prompts)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
     _check_tokens(model, rows, stop_tokens)
@@ -220,6 +221,16 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _rows(prompts: Any) -> list[list[int]]:
+    rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    try:
+        return [[operator.index(x) for x in prompt] for prompt in rows]
+    except TypeError as error:
+        raise ValueError(
+            f"prompts must be rows of tokens, [[1, 2]] for a single one, but are {prompts!s:.60}"
+        ) from error
 
 
 def _check_tokens(model: Generative, prompts: list[list[int]], stop_tokens: Collection[int]) -> None:

@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from linattn.attention.checks import for_batch
 from linattn.models.block import Block, make_norm
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
 from linattn.nn.attention import count_positions
+from linattn.nn.checks import check_indices
 from linattn.ops.compaction import compact, pack, unpack
+from linattn.ops.state import check_part, checked_kind, checked_parts
 
 INIT_STD = 0.02
 
@@ -76,6 +79,7 @@ class LanguageModel(nn.Module):
         self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n d"]:
         """What `logits` takes."""
+        check_indices(tokens, key_mask)
         if key_mask is not None:
             # padding on the right is future: with the present tokens on the left, no causal layer needs a mask
             where = compact(key_mask)
@@ -93,7 +97,11 @@ class LanguageModel(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], LanguageModelState]:
         """What `logits` takes, for the next tokens; who needs few of the logits saves making the others."""
-        past = (None,) * len(self.blocks) if state is None else state.blocks
+        check_indices(tokens, key_mask)
+        if state is not None:
+            state = for_batch(checked_kind(state, LanguageModelState), tokens.shape[0])
+            check_part("position", state.position, None if self.positions is None else torch.int64)
+        past = checked_parts(state and state.blocks, len(self.blocks))
         x, position = self.embed(tokens, state and state.position, key_mask=key_mask)
         states = []
         for block, block_state in zip(self.blocks, past, strict=True):

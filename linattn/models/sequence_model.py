@@ -8,9 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.checks import for_batch
 from linattn.models.language_model import look_up
 from linattn.nn.attention import count_positions
+from linattn.nn.checks import check_indices
 from linattn.ops.compaction import compact, pack, unpack
+from linattn.ops.state import check_part, checked_kind
 
 
 class SequenceModelState(NamedTuple):
@@ -110,6 +113,9 @@ class SequenceModel(nn.Module):
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], SequenceModelState]:
         """What the head takes, for the next tokens."""
+        if state is not None:
+            state = for_batch(checked_kind(state, SequenceModelState), tokens.shape[0])
+            check_part("position", state.position, None if self.positions is None else torch.int64)
         x, position = self._embed(tokens, state and state.position, key_mask)
         call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
         x, stack = cast(Any, self.stack).extend(x, state and state.stack, **call)
@@ -121,6 +127,7 @@ class SequenceModel(nn.Module):
         return self.head(x)
 
     def _embed(self, tokens: Tensor, position: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        check_indices(tokens, key_mask)
         n, longest = tokens.shape[1], self.max_length
         if longest is not None and key_mask is None and n > longest:
             raise ValueError(f"the model's positions end at {longest}, but there are {n} tokens")

@@ -8,10 +8,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.checks import for_batch
 from linattn.attention.named import resolved_attention
+from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ShortConvolution
 from linattn.nn.head_norm import HeadNorm
 from linattn.ops.rotary import turn, turns
+from linattn.ops.state import check_part, checked_kind
 
 
 class AttentionState(NamedTuple):
@@ -59,9 +62,9 @@ class MultiheadAttention(nn.Module):
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
-        self.rotary = rotary
+        self.rotary, self.dim = rotary, dim
         width = num_heads * self.head_dim
-        source = dim if context_dim is None else context_dim
+        self.source_dim = source = dim if context_dim is None else context_dim
         self.inner = resolved_attention(
             inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads
         )
@@ -89,17 +92,21 @@ class MultiheadAttention(nn.Module):
             q, k, v, _, _ = self._project(x, None, key_mask)
         else:
             self._check_cross_attention()
+            check_tokens(x, self.dim)
+            check_tokens(context, self.source_dim, key_mask, name="context")
             q, (k, v) = self._queries(x), self._keys(context)
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: Bool[Tensor, "b m"] | None = None) -> Any:
         """All that cross attention needs of the context, for `ask`: of linear attention, the sums over its tokens."""
         self._check_cross_attention()
+        check_tokens(context, self.source_dim, key_mask, name="context")
         return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
 
     def ask(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
         """What `forward` gives with the summed-up context, for any tokens at a time."""
         self._check_cross_attention()
+        check_tokens(x, self.dim)
         return self._merge(x, self.inner.ask(self._queries(x), summary))
 
     def extend(
@@ -110,6 +117,11 @@ class MultiheadAttention(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], AttentionState]:
         """The next tokens, any number of them, of sequences whose past is summed up in `state` (None: no past)."""
+        if state is not None:
+            state = for_batch(checked_kind(state, AttentionState), x.shape[0])
+            check_part("position", state.position, None if self.rotary is None else torch.int64)
+            if self.convolution is None or state.convolution is None:
+                check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         q, k, v, convolution, position = self._project(x, state, key_mask)
         inner = None if state is None else state.inner
         y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask))
@@ -120,6 +132,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         if self.is_cross_attention:
             raise ValueError("this is cross attention: it needs its context")
+        check_tokens(x, self.dim, key_mask)
         mixed, convolution, position = x, None, None
         if self.convolution is not None:
             mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.token_shift import TokenShift
+from linattn.ops.state import check_part, checked_kind
 
 
 class BranchState(NamedTuple):
@@ -70,6 +71,8 @@ class Branch(nn.Module):
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], BranchState]:
         """The next tokens. The context is summed up the first time, and needed only then."""
+        if state is not None and (checked_kind(state, BranchState).shift is None) != (self.shift is None):
+            check_part("shift", state.shift, None if self.shift is None else x.dtype)
         shifted, kept = None, None if state is None else state.module
         x = x if self.norm is None else self.norm(x)
         if self.shift is not None:

@@ -7,7 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linattn.attention.checks import for_batch
+from linattn.nn.checks import check_tokens
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
+from linattn.ops.state import check_part
 
 
 @final
@@ -45,8 +48,12 @@ class ShortConvolution(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
         """The state is the last width - 1 present inputs of each row, zeros for those there have not been."""
+        check_tokens(x, self.weight.shape[1], key_mask)
         if state is None:
             state = x.new_zeros(x.shape[0], self.weight.shape[0] - 1, x.shape[2])
+        else:
+            check_part("last inputs", state, x.dtype, self.weight.shape[0] - 1, x.shape[2])
+            state = for_batch(state, x.shape[0])
         if key_mask is None:
             return self._filter(state, x), last_tokens(state, x)
         where = compact(key_mask)

@@ -39,17 +39,20 @@ class SinusoidalPositions(nn.Module):
     neighbours, as the paper. No weights, and no longest length."""
 
     max_length = None
+    dtype_holder: Tensor
 
     def __init__(self, dim: int, *, base: float = 10000.0):
         super().__init__()
         self.dim, self.base = dim, base
+        # it holds nothing but the model's dtype, which `to` changes
+        self.register_buffer("dtype_holder", torch.empty(0), persistent=False)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         channel = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact)
         angles = (positions.unsqueeze(-1) * self.base ** (-channel / self.dim)).remainder(2 * math.pi)
         table = torch.cat([angles.sin(), angles.cos()], -1)[..., : self.dim]
-        return table.to(torch.get_default_dtype())
+        return table.to(self.dtype_holder.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, base={self.base}"

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.nn.branch import Branch
+from linattn.ops.state import checked_parts
 
 
 @final
@@ -42,7 +43,7 @@ class PostNormSequence(nn.Module):
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
         """The next tokens; the context is needed the first time only."""
-        past: tuple[Any, ...] = (None,) * len(self.branches) if state is None else state
+        past = checked_parts(state, len(self.branches))
         call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
         states: list[Any] = []
         for branch, norm, before in zip(self.branches, self.norms, past, strict=True):

@@ -1,5 +1,6 @@
 """Efficient attention in models that there are already: it takes the place and the weights of torch's."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -32,13 +33,15 @@ def replace_attention(
     places = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if (type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention))
+        if (type(module) is nn.MultiheadAttention or _ours(module))
         and where(name, module)
     ]
     if not places:
-        raise ValueError(f"there is no nn.MultiheadAttention to replace in this {type(model).__name__}")
+        raise ValueError(_nothing_found(model))
     if any(not name for name, _ in places):
         raise ValueError("the model is itself the attention: make it from its parts, with with_inner(attention, inner)")
+    if not isinstance(attention, str) and (window, max_length) != (128, None):
+        raise ValueError("window and max_length are for attention by name, but here a function makes it")
     make = _by_name(attention, window, max_length) if isinstance(attention, str) else attention
     # a module that is in two places stays one
     new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
@@ -72,6 +75,39 @@ def with_inner(
     new.out_proj = attention.out_proj
     new.inner.to(device=attention.out_proj.weight.device, dtype=attention.out_proj.weight.dtype)
     return new.train(attention.training)
+
+
+def _nothing_found(model: nn.Module) -> str:
+    """What there is instead of torch's own modules, and what to do about it."""
+    name = type(model).__name__
+    if any(type(module) is nn.MultiheadAttention or _ours(module) for module in model.modules()):
+        return f"`where` chose no nn.MultiheadAttention of this {name}"
+    found = Counter(_full_name(module) for module in model.modules() if _is_attention(module))
+    if not found:
+        return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
+    listed = ", ".join(f"{count} × {kind}" for kind, count in found.items())
+    derived = next((module for module in model.modules() if isinstance(module, nn.MultiheadAttention)), None)
+    if derived is not None:
+        return (
+            f"the attention in this {name} is derived from nn.MultiheadAttention and may do something else: "
+            f"{listed}. To replace it all the same, set with_inner(module, inner) in its place"
+        )
+    return (
+        f"there is no nn.MultiheadAttention to replace in this {name}, whose attention is its own: {listed}. "
+        'Wrap it by hand: docs/drop_in.md, "A model with attention of its own", shows how'
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _ours(module: nn.Module) -> bool:
+    return isinstance(module, TorchMultiheadAttention)
 
 
 def _by_name(spec: str, window: int, max_length: int | None) -> Make:

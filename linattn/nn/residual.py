@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from linattn.nn.branch import Branch
 from linattn.nn.reversal import Call, run_reversibly
 from linattn.ops.names import unknown_name
+from linattn.ops.state import checked_parts
 
 
 @final
@@ -45,7 +46,7 @@ class ResidualSequence(nn.Module):
         """The next tokens; the context is needed the first time only."""
         call = Call(key_mask, context, context_mask)
         states: list[Any] = []
-        for branch, past in zip(self.branches, _past(state, self.branches), strict=True):
+        for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):
             delta, after = _extend(branch, x, past, call)
             x = x + delta
             states.append(after)
@@ -97,7 +98,7 @@ class ReversibleSequence(nn.Module):
         """The next tokens; the context is needed the first time only."""
         call = Call(key_mask, context, context_mask)
         first, second, states = x, x, []
-        for branch, past in zip(self.branches, _past(state, self.branches), strict=True):
+        for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):
             delta, after = _extend(branch, second, past, call)
             first, second = second, first + delta
             states.append(after)
@@ -108,10 +109,6 @@ class ReversibleSequence(nn.Module):
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"
-
-
-def _past(state: tuple[Any, ...] | None, branches: nn.ModuleList) -> tuple[Any, ...]:
-    return (None,) * len(branches) if state is None else state
 
 
 def _extend(branch: nn.Module, x: Tensor, past: Any, call: Call) -> tuple[Tensor, Any]:

@@ -7,7 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linattn.attention.checks import for_batch
+from linattn.nn.checks import check_tokens
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
+from linattn.ops.state import check_part
 
 
 @final
@@ -43,8 +46,12 @@ class TokenShift(nn.Module):
         return self._run(x, state, key_mask)
 
     def _run(self, x: Tensor, state: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        check_tokens(x, x.shape[-1], key_mask)
         if state is None:
             state = x.new_zeros(x.shape[0], self.past, x.shape[2])
+        else:
+            check_part("last inputs", state, x.dtype, self.past, x.shape[2])
+            state = for_batch(state, x.shape[0])
         if key_mask is None:
             return self._shift(state, x), last_tokens(state, x)
         where = compact(key_mask)

@@ -110,7 +110,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
     if not q.shape[-2] == k.shape[-2] == v.shape[-2]:
         raise ValueError(
             "local attention needs as many queries as keys and values, each at its own place, but "
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+            f"there are {q.shape[-2]}, {k.shape[-2]} and {v.shape[-2]}"
         )
 
 

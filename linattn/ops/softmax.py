@@ -34,7 +34,7 @@ def softmax_attention(
     """
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
-            f"causal attention needs as many queries as keys, but q is {tuple(q.shape)} and k is {tuple(k.shape)}"
+            f"causal attention needs as many queries as keys, but there are {q.shape[-2]} and {k.shape[-2]}"
         )
     if key_mask is None:
         return fused_softmax(q, k, v, causal=causal)

@@ -29,6 +29,16 @@ def checked_kind(state: Any, kind: type[_State]) -> _State:
     return state
 
 
+def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
+    """Raise ValueError unless the state is a plain tuple of that many; None stands for no past of each."""
+    if state is None:
+        return (None,) * count
+    if type(state) is not tuple or len(state) != count:
+        came = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
+        raise ValueError(f"the state must be a tuple of {count}, one for each part, but is {came}")
+    return state
+
+
 def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
     """Raise ValueError unless a part of a state is (b, *sizes) of the dtype; a dtype of None: the state has no such
     part."""

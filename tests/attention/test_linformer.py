@@ -86,7 +86,7 @@ def test_errors():
     with pytest.raises(ValueError, match="they are 60 and 50"):
         MeanPooling(50, 60)
     q, k, v = some_heads(3, 5)
-    with pytest.raises(ValueError, match="made for 3 key heads, but the input has 2"):
+    with pytest.raises(ValueError, match="made for 3 key heads, but there are 2"):
         LinformerAttention(LearnedProjection(50, 12, num_key_heads=3)).double()(q, k, v)
     with pytest.raises(ValueError, match="made for 4 channels"):
         LinformerAttention(StridedConvolution(50, 12, 4)).double()(q, k, v)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.nn import AxialPositions, LearnedPositions, SinusoidalPositions
+from linattn.models import SequenceModel
+from linattn.nn import AxialPositions, LearnedPositions, ResidualSequence, SinusoidalPositions
 
 
 def test_learned_positions_are_rows():
@@ -32,6 +33,23 @@ def test_sinusoidal_positions_agree_with_the_formula(dim):
         assert math.isclose(table[place, channel], math.sin(angle), abs_tol=1e-6)
         if half + channel < dim:
             assert math.isclose(table[place, half + channel], math.cos(angle), abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_position_has_the_models_dtype(dtype):
+    """And its precision: the formula in float64, rounded once."""
+    places = torch.arange(50) * 997
+    angles = places.double().unsqueeze(-1) * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    expected = torch.cat([angles.sin(), angles.cos()], -1).to(dtype)
+    table = SinusoidalPositions(8).to(dtype)(places)
+    assert table.dtype == dtype and not SinusoidalPositions(8).state_dict()
+    assert_close(table, expected, rtol=0, atol=1e-10 if dtype == torch.float64 else torch.finfo(dtype).eps)
+    for module in (LearnedPositions(60000, 4), AxialPositions(4, (300, 200))):
+        assert module.to(dtype)(places).dtype == dtype
+    embedding, positions = torch.nn.Embedding(3, 8), SinusoidalPositions(8)
+    torch.nn.init.zeros_(embedding.weight)
+    model = SequenceModel(embedding, ResidualSequence([]), positions=positions).to(dtype)
+    assert_close(model(torch.zeros(1, 50, dtype=torch.long))[0], positions(torch.arange(50)), rtol=0, atol=0)
 
 
 def test_sinusoidal_positions_are_exact_far_away():

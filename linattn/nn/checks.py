@@ -1,0 +1,27 @@
+"""Checks of what modules are given, once, at their boundary, so that errors show what the caller passed."""
+
+import torch
+from torch import Tensor
+
+
+def check_tokens(x: Tensor, dim: int, key_mask: Tensor | None = None, *, name: str = "x") -> None:
+    """Raise ValueError unless x is (b, n, dim) and its mask boolean (b, n)."""
+    if x.ndim != 3 or x.shape[2] != dim:
+        raise ValueError(f"{name} must be (b, n, {dim}), but is {tuple(x.shape)}")
+    check_mask(x, key_mask, name=name)
+
+
+def check_mask(x: Tensor, key_mask: Tensor | None, *, name: str = "x") -> None:
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean, True where a token is present, but is {key_mask.dtype}")
+    if key_mask.shape != x.shape[:2]:
+        raise ValueError(f"key_mask must be {tuple(x.shape[:2])}, as {name}, but is {tuple(key_mask.shape)}")
+
+
+def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
+    """Raise ValueError unless tokens are integers (b, n) and their mask boolean (b, n)."""
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be integers (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
+    check_mask(tokens, key_mask, name="tokens")

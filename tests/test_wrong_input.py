@@ -1,0 +1,201 @@
+"""Wrong shapes, masks and states: every module answers with a ValueError in the caller's own names and shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import linattn
+from linattn import generate, map_state, named_attention
+from linattn.nn.post_norm import PostNormSequence
+from tests.attention.cases import CAUSAL, CHANNELS, GLOBAL, HEADS, KEY_HEADS, heads, make, over
+from tests.models.causal import MODELS, small_model
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+B, N, DIM = 2, 5, 16
+
+
+def inner(spec: str = "local+elu", *, causal: bool = True) -> linattn.InnerAttention:
+    return named_attention(spec, num_heads=4, head_dim=4, causal=causal, window=3, max_length=9)
+
+
+def mixer(**options: Any) -> linattn.MultiheadAttention:
+    return linattn.MultiheadAttention(DIM, 4, inner(), **options)
+
+
+def branches() -> list[linattn.Branch]:
+    return [linattn.Branch(mixer()), linattn.Branch(linattn.FeedForward(DIM, DIM), shift=linattn.TokenShift((1, 0)))]
+
+
+def of_tokens(**options: Any) -> linattn.SequenceModel:
+    return linattn.SequenceModel(nn.Embedding(9, DIM), linattn.ResidualSequence(branches()), **options)
+
+
+# of embeddings (b, n, 16), with a mask (b, n); what has `extend` is asked for its states too
+OF_EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {
+    "attention": mixer,
+    "attention with rotary": lambda: mixer(rotary=10.0),
+    "attention with convolution": lambda: mixer(convolution=3),
+    "attention of other heads": lambda: linattn.MultiheadAttention(DIM, 2, inner("elu")),
+    "short convolution": lambda: linattn.ShortConvolution(DIM, 3),
+    "wider convolution": lambda: linattn.ShortConvolution(DIM, 4),
+    "gated convolution": lambda: linattn.GatedConvolution(DIM, 2),
+    "branch": lambda: branches()[0],
+    "branch with shift": lambda: linattn.Branch(mixer(), shift=linattn.TokenShift((1, 0))),
+    "residual": lambda: linattn.ResidualSequence(branches()),
+    "more residual": lambda: linattn.ResidualSequence([*branches(), *branches()]),
+    "reversible": lambda: linattn.ReversibleSequence([(branches()[0], branches()[1])]),
+    "post-norm": lambda: PostNormSequence(branches()[:1], [nn.LayerNorm(DIM)]),
+    "projected": lambda: linattn.Projected(linattn.ResidualSequence(branches()[:1]), DIM, DIM),
+}
+OF_TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "language model": lambda: linattn.LanguageModel(linattn.LanguageModelConfig(vocab_size=9, dim=DIM, depth=2)),
+    "learned positions": lambda: linattn.LanguageModel(
+        linattn.LanguageModelConfig(vocab_size=9, dim=DIM, depth=3, positions="learned", max_length=20)
+    ),
+    "sequence model": of_tokens,
+    "sequence model with positions": lambda: of_tokens(positions=linattn.SinusoidalPositions(DIM)),
+}
+MODULES = OF_EMBEDDINGS | OF_TOKENS
+
+
+def some(name: str, b: int = B, n: int = N) -> Tensor:
+    return torch.randn(b, n, DIM) if name in OF_EMBEDDINGS else torch.randint(9, (b, n))
+
+
+def refused(call: Callable[[], Any], *shown: str) -> None:
+    """With a ValueError that shows these and no shape of four dimensions or more, as heads have."""
+    with pytest.raises(ValueError, match=r".") as error:
+        call()
+    message = str(error.value)
+    assert all(text in message for text in shown), message
+    assert not any(part.split(")")[0].count(",") > 2 for part in message.split("(")[1:]), message
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_wrong_masks_and_shapes(name: str) -> None:
+    module = MODULES[name]()
+    x = some(name)
+    for call in (module, module.extend):
+        for shape in ((B, N + 1), (N,), (B, 1, N), (B + 1, N)):
+            refused(
+                lambda shape=shape, call=call: call(x, key_mask=torch.ones(shape, dtype=torch.bool)),
+                str(shape),
+                "(2, 5)",
+            )
+        refused(lambda call=call: call(x, key_mask=torch.ones(B, N)), "key_mask must be boolean", "torch.float32")
+        if name in OF_TOKENS:
+            refused(lambda call=call: call(x[0]), "integers (b, n)", "(5,)")
+            refused(lambda call=call: call(x.float()), "integers", "torch.float32")
+        elif "attention" in name or "convolution" in name:
+            refused(lambda call=call: call(x[0]), f"(b, n, {DIM})", "(5, 16)")
+            refused(lambda call=call: call(x[..., 1:]), f"(b, n, {DIM})", "(2, 5, 15)")
+
+
+def form(state: Any) -> Any:
+    if isinstance(state, tuple):
+        return type(state).__name__, *map(form, state)
+    return (tuple(state.shape), state.dtype) if isinstance(state, Tensor) else state
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_state_of_another_module_is_refused(name: str) -> None:
+    module, x = MODULES[name](), some(name)
+    own = module.extend(x)[1]
+    for other in MODULES:
+        state = MODULES[other]().extend(some(other))[1]
+        if form(state) == form(own):
+            module.extend(x, state)
+        else:
+            with pytest.raises(ValueError, match=r"^the state"):
+                module.extend(x, state)
+                pytest.fail(f"{name} takes the state of {other}")
+    for state in (3, "elu", [own], torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"^the state"):
+            module.extend(x, state)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_sequences_state_serves_many(name: str) -> None:
+    module = MODULES[name]().double().eval()
+    past, new = some(name, b=1), some(name, b=3)
+    past, new = (x.double() if x.is_floating_point() else x for x in (past, new))
+    _, state = module.extend(past)
+    y, after = module.extend(new, state)
+    repeated = map_state(lambda t: t.expand(3, *t.shape[1:]), state)
+    expected, expected_after = module.extend(new, repeated)
+    assert_close(y, expected)
+    assert form(after) == form(expected_after)
+    _, state = module.extend(past.expand(2, *past.shape[1:]))
+    with pytest.raises(ValueError, match=r"state is of 2 sequences, but there are 3|batch sizes must be .* state 2"):
+        module.extend(new, state)
+
+
+def test_prompts_go_on_from_one_past() -> None:
+    model = small_model(MODELS["mixture"])
+    _, state = model.extend(torch.tensor([[1, 2, 3]]))
+    together = generate(model, [[4], [5, 6]], max_new_tokens=5, state=state)
+    assert together == [generate(model, [[1, 2, 3, *row]], max_new_tokens=5)[0] for row in ([4], [5, 6])]
+
+
+@over(CAUSAL + GLOBAL)
+def test_inner_attentions_show_what_they_were_given(spec: str, causal: bool) -> None:
+    attention = make(spec, causal)
+    q, k, v = heads(N)
+
+    def wrong(*shapes: str, message: str, **change: Any) -> None:
+        given = {"q": q, "k": k, "v": v, "key_mask": None} | change
+        x = given["q"], given["k"], given["v"]
+        for call in (attention, attention.extend) if causal else (attention,):
+            with pytest.raises(ValueError, match=message) as error:
+                call(*x, key_mask=given["key_mask"])
+            assert all(shape in str(error.value) for shape in shapes), error.value
+
+    mask = torch.ones(B, 1, N, dtype=torch.bool)
+    wrong("(2, 1, 4)", "(2, 2, 5)", message="key_mask must be", key_mask=mask[..., 1:])
+    wrong("(2, 5)", "(2, 2, 5)", message="key_mask must be", key_mask=mask[:, 0])
+    wrong("(2, 3, 5)", "(2, 2, 5)", message="key_mask must be", key_mask=mask.expand(2, 3, 5))
+    wrong("torch.float64", message="key_mask must be boolean", key_mask=mask.double())
+    wrong("(2, 4, 5, 5)", "(2, 2, 5, 6)", message="as many channels", q=q[..., 1:])
+    wrong("(2, 3, 5, 6)", "(2, 2, 5, 6)", message="must divide", q=q[:, 1:])
+    wrong("(2, 2, 4, 6)", "(2, 2, 5, 6)", message="every key must have a value", v=v[..., 1:, :])
+    wrong("(4, 5, 6)", message=r"must be \(b, h, n, d\)", q=q[0])
+    wrong("(2, 5, 6)", message=r"must be \(b, h, m, d\)", k=k[0])
+    wrong("q 3, k 2, v 2", message="batch sizes must be the same, or 1", q=torch.cat([q, q])[:3])
+    assert (HEADS, KEY_HEADS, CHANNELS) == (4, 2, 6)
+
+
+@over(CAUSAL + GLOBAL)
+def test_what_is_there_once_serves_the_batch(spec: str, causal: bool) -> None:
+    attention, (q, k, v) = make(spec, causal), heads(N, b=3)
+    for one in ([q[:1], k, v], [q, k[:1], v[:1]], [q, k[:1], v]):
+        assert_close(attention(*one), attention(*(x.expand(3, *x.shape[1:]) for x in one)))
+
+
+def test_torchs_module_shows_what_it_was_given() -> None:
+    x, other = torch.randn(B, N, DIM), torch.randn(B, N + 1, DIM)
+    for spec in ("elu", "softmax", "local"):
+        module = linattn.TorchMultiheadAttention(DIM, 4, inner=inner(spec, causal=False), batch_first=True)
+        refused(lambda m=module: m(x[..., 1:], x, x), "query must have 16 channels")
+        refused(lambda m=module: m(x, x, other), "(2, 5, 16)", "(2, 6, 16)")
+        refused(lambda m=module: m(x, x, x, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool)), "(2, 5)", "(2, 4)")
+    refused(lambda: module(x, other, other), "there are 5, 6 and 6")
+    linformer = linattn.LinearMultiheadAttention(DIM, 4, seq_len=4, batch_first=True)
+    refused(lambda: linformer(x, x, x), "at most 4 keys, but there are 5")
+    cross = linattn.MultiheadAttention(DIM, 4, inner("elu", causal=False), context_dim=8)
+    refused(lambda: cross(x, x), "context must be (b, n, 8)", "(2, 5, 16)")
+    refused(lambda: cross(x, x[..., :8], key_mask=torch.ones(2, 4, dtype=torch.bool)), "(2, 5), as context", "(2, 4)")
+    refused(lambda: cross.summarize(x), "context must be (b, n, 8)")
+    refused(lambda: cross.ask(x[..., 1:], cross.summarize(x[..., :8])), "x must be (b, n, 16)", "(2, 5, 15)")
+    refused(lambda: cross.ask(x, 3), "must be a LinearAttentionState", "int")
+
+
+@pytest.mark.parametrize("prompts", [[1, 2], 3, None, [[1.5]], "ab", [["a"]], torch.tensor([1, 2]), torch.rand(1, 2)])
+def test_prompts_that_are_not_rows_of_tokens(prompts: Any) -> None:
+    for call in (generate, linattn.stream):
+        with pytest.raises(ValueError, match=r"prompts must be rows of tokens, \[\[1, 2\]\] for a single one, but are"):
+            call(small_model(MODELS["mixture"]), prompts, max_new_tokens=2)
