@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.ops.backends import reference
+from linattn.ops.backends import loopless, reference
 from linattn.ops.backends.base import Backend, CausalCall, divide, infinite_if_none, without_autocast
 from linattn.ops.backends.blocks import (
     Block,
@@ -382,11 +382,12 @@ def run(call: CausalCall) -> tuple[Tensor, Tensor, Tensor]:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
         y, S, z = run(call._replace(**one_row))
         return y.squeeze(0), S.squeeze(0), z.squeeze(0)
+    if torch.compiler.is_exporting():
+        with without_autocast(call.q):
+            return loopless.run(call)
     keep_freed_memory(call.q)
     inputs, options = call[:7], call[7:]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # in an exported graph their number would be tied to the length; its backward makes them again
-    save = save and not torch.compiler.is_exporting()
     with without_autocast(call.q):
         y, S, z, *_ = _operator((*options, save), *inputs)
     return y, S, z

@@ -202,11 +202,16 @@ _ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outpu
 
 
 def sum_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_exporting():
+        S, z = _sum_keys_definition((k, v, key_mask), feature_map)
+        return S, z
     keep_freed_memory(k)
     S, z = _sum_keys_operator(feature_map, k, v, key_mask)
     return S, z
 
 
 def ask(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> Tensor:
+    if torch.compiler.is_exporting():
+        return _ask_definition((q, S, z), (normalize, feature_map, dtype))[0]
     keep_freed_memory(q)
     return _ask_operator((normalize, feature_map, dtype), q, S, z)[0]
