@@ -29,7 +29,7 @@ from linattn.ops.backends.blocks import (
     write_keys,
 )
 from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, differentiate, kept_whole
+from linattn.ops.backends.library import define, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -373,7 +373,6 @@ def _definition_of(inputs: Tensors, options: Options) -> tuple[Tensor, ...]:
     return reference.run(_call(inputs, options))
 
 
-differentiate("chunked", _backward_of, num_inputs=7, num_outputs=3)
 _operator = differentiable(_forward_of, _backward_of, _definition_of, outputs=3)
 
 

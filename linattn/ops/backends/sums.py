@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import accumulator, divide, infinite_if_none
 from linattn.ops.backends.differentiable import Tensors, differentiable
-from linattn.ops.backends.library import define, differentiate, kept_whole
+from linattn.ops.backends.library import define, kept_whole
 from linattn.ops.backends.memory import Workspace, empty_like, keep_freed_memory
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -195,8 +195,6 @@ def _ask_gradient_of(inputs: Tensors, results: tuple[Tensor, ...], grads: Tensor
     return _ask_gradient(inputs, results, grads, options)
 
 
-differentiate("chunked_sum_keys", lambda *x: _sum_keys_gradient_of(*x[:3], *x[3]), num_inputs=3, num_outputs=2)
-differentiate("chunked_ask", _ask_gradient_of, num_inputs=3, num_outputs=1)
 _sum_keys_operator = differentiable(_sum_keys_of, _sum_keys_gradient_of, _sum_keys_definition, outputs=2)
 _ask_operator = differentiable(_ask_of, _ask_gradient_of, _ask_definition, outputs=1)
 
