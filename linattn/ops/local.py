@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
 from torch.nn import functional as F
 
 from linattn.ops import flex

@@ -74,9 +74,16 @@ def differentiable(
         wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         if torch.compiler.is_compiling() and not wanted:
             return forward(inputs, options)
-        return Operator.apply(options, *inputs)
+        return Operator.apply(options, *(_apart(inputs) if torch.compiler.is_compiling() else inputs))
 
     return operator
+
+
+def _apart(inputs: Tensors) -> Tensors:
+    """Views of the tensors that are given a second time, which the compiler does not take."""
+    return tuple(
+        x if x is None or not any(x is other for other in inputs[:i]) else x.view_as(x) for i, x in enumerate(inputs)
+    )
 
 
 def _second_derivative(

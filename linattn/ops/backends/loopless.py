@@ -1,5 +1,5 @@
-"""The chunked form without loops: all chunks at once, in torch's own operators. An exported graph holds this form, because
-whoever loads it may have no other operators; it serves every length and has torch's own gradients.
+"""The chunked form without loops: all chunks at once, in torch's own operators. Exported graphs hold this form, because
+whoever loads them may have no other operators. It serves every length and has torch's own gradients.
 
 Inside a chunk it is the definition. Between chunks, each chunk's sums are one token of a shorter sequence that fades by
 the chunk's whole decay. It keeps a state for every chunk in memory, which the loops of chunked.py do not."""
