@@ -21,14 +21,17 @@ class Compaction(NamedTuple):
 
 def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
     """Never reads a value on the host, so that nothing waits for a device and graphs stay whole."""
-    order = key_mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    seen = key_mask.cumsum(-1)
-    return Compaction(order, seen - 1, key_mask.sum(-1))
+    seen, total = key_mask.cumsum(-1), key_mask.sum(-1)
+    place = torch.arange(key_mask.shape[-1], device=key_mask.device).expand_as(seen)
+    # where each token goes; a sort would take longer, and ONNX has no stable one
+    target = torch.where(key_mask, seen - 1, total.unsqueeze(-1) + place - seen)
+    return Compaction(torch.zeros_like(seen).scatter(-1, target, place), seen - 1, total)
 
 
 def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
     """Real tokens to the left; zeros in the places left over, whatever the masked tokens held."""
-    x = torch.take_along_dim(x, where.order.unsqueeze(-1), dim=-2)
+    # not take_along_dim, which exports one length only
+    x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
     return x.masked_fill(~real(where).unsqueeze(-1), 0)
 
 
@@ -36,7 +39,7 @@ def unpack(
     y: Shaped[Tensor, "*b n d"], where: Compaction, key_mask: Bool[Tensor, "*#b n"], /
 ) -> Shaped[Tensor, "*b n d"]:
     """Packed tokens back to their places; zeros where tokens are masked."""
-    y = torch.take_along_dim(y, where.rank.clamp(min=0).unsqueeze(-1), dim=-2)
+    y = y.gather(-2, where.rank.clamp(min=0).unsqueeze(-1).expand_as(y))
     return y.masked_fill(~key_mask.unsqueeze(-1), 0)
 
 

@@ -42,8 +42,9 @@ def pool_sequence(
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))
         x, count = pack(x, where), where.total
-    windows = F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
-    held = (count.unsqueeze(-1) - size * torch.arange(windows.shape[-3], device=x.device)).clamp(0, size)
+    r = (x.shape[-2] + size - 1) // size
+    windows = F.pad(x, (0, 0, 0, r * size - x.shape[-2])).unflatten(-2, (r, size))
+    held = (count.unsqueeze(-1) - size * torch.arange(r, device=x.device)).clamp(0, size)
     dtype = accumulator(x.dtype)
     if weight is None:
         pooled = windows.sum(-2, dtype=dtype) / held.clamp(min=1).unsqueeze(-1)

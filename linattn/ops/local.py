@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from linattn.ops import flex
+from linattn.ops.backends import loopless
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
 from linattn.ops.softmax import fused_softmax
 from linattn.ops.state import check_part
@@ -117,6 +119,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
+    if past is None and torch.compiler.is_exporting():
+        return in_equal_blocks(q, k, v, window, real)
     if past is None and flex.unsupported(q, v) is None:
         return flex.flex_window(q, k, v, window=window, real=real)
     return in_blocks(q, k, v, window, real, past)
@@ -138,6 +142,27 @@ def in_blocks(
     if n > stop:
         parts.append(_border(q, k, v, window, real, stop, n))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
+    """Every block beside all blocks of keys that it reaches, with a mask: an exported graph serves every length."""
+    b, h, n, _ = q.shape
+    block, before = window.block, -(-window.reach // window.block)
+    after = 0 if window.causal else before
+    real = q.new_ones(b, 1, n, dtype=torch.bool) if real is None else real
+    queries, k, v, present = (loopless.cut(x, block).transpose(1, 2) for x in (q, k, v, real.unsqueeze(-1)))
+    count = queries.shape[1]
+
+    def near(x: Tensor) -> Tensor:
+        """(b c hk block d) as (b·c hk length d)"""
+        x = F.pad(x, (0, 0, 0, 0, 0, 0, before, after))
+        return torch.cat([x.narrow(1, i, count) for i in range(before + 1 + after)], -2).flatten(0, 1)
+
+    i = torch.arange(block, device=q.device)[:, None]
+    j = torch.arange(-before * block, (1 + after) * block, device=q.device)
+    visible = per_query_head(_among(window.sees(i, j), near(present).squeeze(-1), i == j), h)
+    y = fused_softmax(queries.flatten(0, 1), near(k), near(v), visible=visible)
+    return loopless.join(y.unflatten(0, (b, count)).transpose(1, 2), n)
 
 
 def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:

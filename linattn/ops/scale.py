@@ -5,6 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.ops.backends import loopless
+
 # A scale of −14 to 10 is as good as zero: there is room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
 
@@ -27,13 +29,13 @@ def running_scale(
         start = log_scale.new_full((*log_scale.shape[:-1], 1), -torch.inf)
     m = torch.cat([start, log_scale.detach()], -1)
     if log_decay is None:
-        m = m.cummax(-1).values
+        m = _running_max(m)
         relative_to = ((m - _LEAST) / _STEP).floor() * _STEP
     else:
         exact = torch.float32 if m.device.type == "mps" else torch.float64
         faded = log_decay.detach().to(exact).expand_as(log_scale).cumsum(-1)
         faded = torch.cat([faded.new_zeros(*faded.shape[:-1], 1), faded], -1)
-        relative_to = m = ((m - faded).cummax(-1).values + faded).to(m.dtype)
+        relative_to = m = (_running_max(m - faded) + faded).to(m.dtype)
     none = m == -torch.inf
     shown = relative_to.masked_fill(none, 0)
     # the differences of rounded maxima, so that pieces of a sequence multiply to exactly what the whole does
@@ -45,6 +47,13 @@ def running_scale(
     decay = decay.masked_fill(none[..., :-1], 0)
     # a copy, as a view would keep the whole sequence alive in a state of constant size
     return shown[..., 1:], None if log_decay is None and _all_zero(decay) else decay, m[..., -1:].clone()
+
+
+def _running_max(x: Tensor) -> Tensor:
+    if not torch.compiler.is_exporting():
+        return x.cummax(-1).values
+    start = x[..., :1]
+    return torch.cat([start, torch.maximum(start, loopless.running_max(x[..., 1:]))], -1)
 
 
 def _all_zero(decay: Tensor) -> bool:

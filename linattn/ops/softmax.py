@@ -96,7 +96,10 @@ def fused_softmax(
     d, dv = q.shape[-1], v.shape[-1]
     # the kernels that are linear in memory want one width; zeros change neither q·k nor the first dv outputs
     q, k, v = (F.pad(x, (0, max(d, dv) - x.shape[-1])) if d != dv else x for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
+    grouped = False
+    # numbers of heads may be symbols, of which only a branch makes the truth that the kernel takes
+    if q.shape[1] != k.shape[1]:
+        grouped = True
     y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=d**-0.5, enable_gqa=grouped)
     return y[..., :dv]
 

@@ -49,3 +49,19 @@ def test_extend_in_one_graph(spec, masked):
         y, state = inner.extend(*(t[..., piece, :] for t in x), state, key_mask=mask)
         actual, compiled = extend(*(t[..., piece, :] for t in x), compiled, key_mask=mask)
         assert_close(actual, y)
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("spec", ["elu", "favor", "local", "softmax", "local:1+elu:2"])
+def test_one_tensor_may_be_queries_keys_and_values(spec, dynamic):
+    inner = named_attention(spec, num_heads=3, head_dim=8, causal=True, window=5).double()
+    for places in ((0, 1, 1), (0, 0, 0)):
+        torch._dynamo.reset()
+        run = torch.compile(inner, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for n in (70, 90):
+            tensors = [torch.randn(2, 3, n, 8, dtype=torch.float64, requires_grad=True) for _ in set(places)]
+            inputs = [tensors[i] for i in places]
+            y, expected = run(*inputs), inner(*inputs)
+            assert_close(y, expected)
+            upstream = torch.randn_like(y)
+            assert_close(torch.autograd.grad(y, tensors, upstream), torch.autograd.grad(expected, tensors, upstream))

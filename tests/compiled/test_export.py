@@ -1,53 +1,121 @@
-"""Exported for any length. For one length, see tests/ops/test_transforms.py."""
+"""Exported for one length and for any, with gradients and without, everything gives what it gives uncompiled."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
 from torch.testing import assert_close
 
+from linattn.attention import named_attention
+from linattn.attention.named import ATTENTIONS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.laws import tokens
 from tests.operators import causal, decaying, over_all
 
-LENGTH = torch.export.Dim("n", min=2, max=100_000)
+LENGTH = Dim("n", min=2, max=100_000)
+# they project a sequence of one greatest length, and have no causal form
+LINFORMER = {"linformer", "linformer_mean", "linformer_conv"}
+
+
+class Module(nn.Module):
+    def __init__(self, operator: Callable[..., Tensor]):
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.operator(q, k, v)
+
+
+class Masked(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+        return self.inner(q, k, v, key_mask=key_mask)
+
+
+def holds_torchs_own_operators(program: ExportedProgram) -> bool:
+    return not any("linattn" in str(node.target) for node in program.graph.nodes)
+
+
+def heads(n: int) -> list[Tensor]:
+    return [torch.randn(2, h, n, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+
+
+def same_gradients(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    assert_close(found, expected)
+    upstream = torch.randn_like(found)
+    assert_close(*(torch.autograd.grad(y, inputs, upstream) for y in (found, expected)))
 
 
 @pytest.mark.parametrize("operator", [causal, over_all, decaying])
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_operator(operator: Callable[..., Tensor], grad: bool) -> None:
-    class Module(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return operator(q, k, v)
-
     inputs = tuple(x.requires_grad_(grad) for x in tokens(70))
-    exported = torch.export.export(Module(), inputs, dynamic_shapes=[{2: LENGTH}] * 3)
+    program = export(Module(operator), inputs, dynamic_shapes=[{2: LENGTH}] * 3)
+    assert holds_torchs_own_operators(program)
     for length in (2, 70, 600, 3001):
         others = [x.requires_grad_() for x in tokens(length)]
-        y, expected = exported.module()(*others), operator(*others)
-        assert_close(y, expected)
-        upstream = torch.randn_like(y)
-        assert_close(torch.autograd.grad(y, others, upstream), torch.autograd.grad(expected, others, upstream))
+        same_gradients(program.module()(*others), operator(*others), others)
 
 
+@pytest.mark.parametrize("name", [*(name for name in ATTENTIONS if name not in LINFORMER), "local+elu"])
+def test_every_causal_attention(name: str) -> None:
+    inner = named_attention(name, num_heads=4, num_key_heads=2, head_dim=8, causal=True, window=5).double()
+    # what is traced without gradients may be asked for them, and the other way round
+    modes = [(False, torch.no_grad), (True, torch.enable_grad)]
+    if name in ("elu", "local+elu"):
+        modes += [(False, torch.enable_grad), (True, torch.no_grad)]
+    for dynamic, traced in modes:
+        with traced():
+            program = export(inner, tuple(heads(70)), dynamic_shapes=[{2: LENGTH}] * 3 if dynamic else None)
+        assert holds_torchs_own_operators(program)
+        module = program.module()
+        for n in (2, 70, 200) if dynamic else (70,):
+            inputs = heads(n)
+            with torch.no_grad():
+                assert_close(module(*inputs), inner(*inputs))
+            same_gradients(module(*inputs), inner(*inputs), inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["favor", "softmax", "local+elu"])
+def test_masks(name: str, causal: bool) -> None:
+    inner = named_attention(name, num_heads=4, num_key_heads=2, head_dim=8, causal=causal, window=5).double()
+    program = export(Masked(inner), (*heads(70), torch.rand(2, 1, 70) < 0.6), dynamic_shapes=[{2: LENGTH}] * 4)
+    for n in (2, 70, 200):
+        inputs, key_mask = heads(n), torch.rand(2, 1, n) < 0.6
+        same_gradients(program.module()(*inputs, key_mask), inner(*inputs, key_mask=key_mask), inputs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("operator", [causal, over_all])
-def test_autocast_does_not_round_what_was_exported(operator: Callable[..., Tensor]) -> None:
-    class Module(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return operator(q, k, v)
-
+def test_autocast_does_not_round_what_was_exported(operator: Callable[..., Tensor], dynamic: bool) -> None:
     inputs = tokens(70, dtype=torch.float32)
-    exported = torch.export.export(Module(), inputs, dynamic_shapes=[{2: LENGTH}] * 3).module()
+    shapes = [{2: LENGTH}] * 3 if dynamic else None
+    exported = export(Module(operator), inputs, dynamic_shapes=shapes).module()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = exported(*inputs)
     assert_close(y, operator(*inputs))
 
 
-@pytest.mark.parametrize("attention", ["elu", "efficient", "favor", "softmax"])
-def test_a_language_model(attention: str) -> None:
-    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=16, depth=2, num_heads=2, attention=attention)).eval()
-    exported = torch.export.export(model, (torch.randint(50, (1, 70)),), dynamic_shapes=[{1: LENGTH}])
-    for length in (2, 70, 600):
-        text = torch.randint(50, (1, length))
-        assert_close(exported.module()(text), model(text))
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_default_language_model(dynamic: bool) -> None:
+    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=32, depth=2)).eval().double()
+    shape = {0: Dim("b", max=100), 1: LENGTH} if dynamic else None
+    example = (torch.randint(50, (2, 70)), torch.rand(2, 70) < 0.7)
+    program = export(model, example[:1], {"key_mask": example[1]}, dynamic_shapes=(dynamic and [shape, shape]) or None)
+    module = program.module()
+    for b, n in ((2, 2), (3, 70), (1, 300)) if dynamic else ((2, 70),):
+        text, key_mask = torch.randint(50, (b, n)), torch.rand(b, n) < 0.7
+        found, expected = module(text, key_mask=key_mask), model(text, key_mask=key_mask)
+        assert_close(found, expected)
+        gradients = []
+        for owner, logits in ((module, found), (model, expected)):
+            owner.zero_grad()
+            logits.square().sum().backward()
+            gradients.append({name: weight.grad for name, weight in owner.named_parameters()})
+        assert_close(*gradients)

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.local import Window, extend_local, local_attention
+from linattn.ops.local import Window, extend_local, in_blocks, in_equal_blocks, local_attention
 
 
 @pytest.mark.parametrize("window", [Window(7), Window(7, True), Window(7, bucketed=True), Window(70, True, True)])
@@ -39,3 +41,19 @@ def test_an_empty_window_is_an_error(size):
     x = torch.randn(1, 1, 3, 4)
     with pytest.raises(ValueError, match=f"its size is {size}"):
         local_attention(x, x, x, window=Window(size))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_the_blocks_of_an_exported_graph_see_the_same(causal, bucketed):
+    for size, n, masked in itertools.product((1, 7, 65, 300), (1, 64, 200), (False, True)):
+        q, k, v = (torch.randn(2, h, n, d, dtype=torch.float64).requires_grad_() for h, d in ((4, 5), (2, 5), (2, 3)))
+        real = torch.arange(n) < torch.tensor([[[n], [n // 2]], [[1], [n]]]) if masked else None
+        shown = torch.ones(()) if real is None else real.repeat_interleave(2, 1).unsqueeze(-1)
+        window = Window(size, causal, bucketed)
+        found, expected = (shown * attend(q, k, v, window, real) for attend in (in_equal_blocks, in_blocks))
+        assert_close(found, expected)
+        upstream = torch.randn_like(found)
+        gradients = (torch.autograd.grad(y, (q, k, v), upstream) for y in (found, expected))
+        for gradient, other in zip(*gradients, strict=True):
+            assert_close(gradient, other)

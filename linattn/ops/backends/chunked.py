@@ -28,7 +28,7 @@ from linattn.ops.backends.blocks import (
     write_keys,
 )
 from linattn.ops.backends.memory import Workspace, empty_like
-from linattn.ops.backends.operator import Backend, Tensors
+from linattn.ops.backends.operator import Backend, Tensors, cannot_export
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -334,4 +334,4 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     return y, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), *_room_for_states(call, save)
 
 
-BACKEND = Backend("chunked", lambda call: None, forward, gradient, empty, saved=2)
+BACKEND = Backend("chunked", cannot_export, forward, gradient, empty, saved=2)

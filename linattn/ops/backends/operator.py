@@ -99,13 +99,10 @@ class Form:
 
     def _traced(self, call: Any, save: bool) -> tuple[Tensor, ...]:
         """A compiler would unroll every loop over blocks, so a graph holds the operation whole, except where a function
-        transform or forward mode would pass it by, with tangents of zero. An exported graph holds torch's own
-        operations, as whoever loads it may have no others, unless it is for any length."""
-        exporting = torch.compiler.is_exporting()
-        if in_transform() or (exporting and not isinstance(call[0].shape[-2], torch.SymInt)):
+        transform or forward mode would pass it by, with tangents of zero."""
+        if in_transform():
             return self.forward(call, False)[: self.outputs]
-        # in an exported graph the number of saved states would be tied to the length: its backward makes them again
-        return self.whole(*call, save and not exporting)[: self.outputs]
+        return self.whole(*call, save)[: self.outputs]
 
     def forward(self, call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):
@@ -115,6 +112,11 @@ class Form:
         assert self.backend.gradient is not None
         with without_autocast(call[0]):
             return self.backend.gradient(call, saved, grads)
+
+
+def cannot_export(call: Any) -> str | None:
+    """Why a form made of loops does not run a call."""
+    return "has loops, which an exported graph would unroll" if torch.compiler.is_exporting() else None
 
 
 def in_transform() -> bool:

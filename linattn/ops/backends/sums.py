@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import ReadCall, SumCall, accumulator, divide, infinite_if_none
 from linattn.ops.backends.memory import Workspace, empty_like
-from linattn.ops.backends.operator import Backend, Tensors
+from linattn.ops.backends.operator import Backend, Tensors, cannot_export
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
@@ -125,5 +125,5 @@ def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
     return (call.q.new_empty(*lead, call.q.shape[-2], call.S.shape[-1], dtype=call.dtype),)
 
 
-SUM_KEYS = Backend("chunked", lambda call: None, sum_keys, sum_keys_gradient, empty_sums)
-READ = Backend("chunked", lambda call: None, read, read_gradient, empty_outputs)
+SUM_KEYS = Backend("chunked", cannot_export, sum_keys, sum_keys_gradient, empty_sums)
+READ = Backend("chunked", cannot_export, read, read_gradient, empty_outputs)

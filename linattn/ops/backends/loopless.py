@@ -1,0 +1,86 @@
+"""The chunked form without loops: all chunks at once, in torch's own operators. Exported graphs hold this form, because
+whoever loads them may have no other operators. It serves every length, and torch differentiates it.
+
+Inside a chunk it is the definition. Between chunks, each chunk's sums are one token of a shorter sequence that fades by
+the chunk's whole decay. It keeps a state for every chunk in memory, which the loops of chunked.py do not."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linattn.ops.backends.base import CausalCall, accumulator, divide
+from linattn.ops.backends.operator import Backend
+from linattn.ops.backends.reference import decay_between, of_present_tokens, present, visible
+from linattn.ops.elementwise import ELEMENTWISE
+
+CHUNK = 64
+
+
+def cut(x: Tensor, length: int) -> Tensor:
+    """(… n d) as chunks (… c length d), filled up with zeros."""
+    n = x.shape[-2]
+    # two at least: torch would export another graph for one
+    count = (n + 2 * length - 1) // length
+    return F.pad(x, (0, 0, 0, count * length - n)).unflatten(-2, (count, length))
+
+
+def join(chunks: Tensor, n: int) -> Tensor:
+    """The first n tokens of (… c length d), as (… n d)."""
+    # a slice would be contiguous for some lengths only, which are then another graph
+    return chunks.flatten(-3, -2).index_select(-2, torch.arange(n, device=chunks.device))
+
+
+def running_max(x: Tensor) -> Tensor:
+    """max(x_1 … x_i) of x (… n): neither ONNX nor torch's core operators have a cumulative maximum."""
+
+    def maxima(x: Tensor) -> Tensor:
+        return x.unsqueeze(-2).masked_fill(~visible(x.shape[-1], 1, x.device), -torch.inf).amax(-1)
+
+    inside = maxima(cut(x.unsqueeze(-1), CHUNK).squeeze(-1))
+    before = F.pad(maxima(inside[..., -1]), (1, -1), value=-torch.inf)
+    return join(torch.maximum(inside, before.unsqueeze(-1)).unsqueeze(-1), x.shape[-1]).squeeze(-1)
+
+
+def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.causal`, from chunk to chunk."""
+    dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
+    length = max(1, CHUNK // call.blindspot) * call.blindspot
+    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k = phi(q), present(phi(k), call.key_mask)
+    # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
+    v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
+    q, k, v = (cut(x, length) for x in (q, k, v))
+    seen, since, until, whole = visible(length, call.blindspot, q.device), None, None, None
+    inside = seen.to(dtype)
+    if call.log_decay is not None:
+        log_decay = cut(call.log_decay.to(dtype).unsqueeze(-1), length).squeeze(-1)
+        between = decay_between(log_decay)
+        inside, until = between.masked_fill(~seen, 0), between[..., -1, :].unsqueeze(-1)
+        since, whole = log_decay.cumsum(-1).exp().unsqueeze(-1), log_decay.sum(-1)
+    states = _states(start, _times(k, until).mT @ v, whole)
+    before = states[..., :-1, :, :]
+    if call.normalize == "keys":
+        z = before[..., dv].unsqueeze(-2)
+        q = divide(q, inside @ k + _times(z, since))
+    # what a query must not see is overwritten, not multiplied by zero: it may be infinite
+    A = (q @ k.mT).masked_fill(~seen, 0)
+    y = (A if whole is None else A * inside) @ v + _times(q, since) @ before
+    y = join(y, call.q.shape[-2])
+    y = divide(y[..., :dv], y[..., dv:]) if call.normalize == "output" else y[..., :dv]
+    return y.to(call.v.dtype), states[..., -1, :, :dv], states[..., -1, :, dv]
+
+
+def _times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight
+
+
+def _states(start: Tensor, sums: Tensor, log_decay: Tensor | None) -> Tensor:
+    """The states before each chunk and after the last, (… c+1 f dv+1), from the first and from each chunk's sums."""
+    sums = torch.cat([start.unsqueeze(-3), sums.expand(*start.shape[:-2], *sums.shape[-3:])], -3)
+    if log_decay is None:
+        return sums.cumsum(-3)
+    weights = decay_between(F.pad(log_decay, (1, 0))).tril()
+    return (weights @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+
+
+BACKEND = Backend("loopless", lambda call: None, forward)
