@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.language_model import LinearAttentionTransformerLM
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
 
 

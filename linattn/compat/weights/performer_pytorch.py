@@ -55,7 +55,7 @@ def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:
 def _of_encoder_and_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
     both = {"no_projection": config.get("no_projection", False)}
     # what is decided for them there, and the readme's name that is not its argument
-    without = {"tie_token_embed", "enc_tie_embed", "dec_causal", "dec_cross_attend"}
+    without = {"tie_token_embed", "dec_causal", "dec_cross_attend"}
     arguments = {name: value for name, value in config.items() if name[:4] not in ("enc_", "dec_")}
     for prefix in ("enc_", "dec_"):
         own = {name[4:]: value for name, value in config.items() if name.startswith(prefix) and name not in without}

@@ -1,4 +1,4 @@
-"""linear-attention-transformer's language model: also its encoder, if it returns embeddings, and its decoder."""
+"""The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
 
 import math
 from typing import Any, final
@@ -148,3 +148,11 @@ def _other(out: int, dim: int) -> int | None:
 def _learned(width: int, longest: int, grid: tuple[int, ...] | None) -> AxialPositions | LearnedPositions:
     # as large as the embeddings that they are added to
     return LearnedPositions(longest, width, std=1.0) if grid is None else AxialPositions(width, grid, std=1.0)
+
+
+__all__ = [
+    "LinearAttentionTransformer",
+    "LinearAttentionTransformerLM",
+    "LinformerContextSettings",
+    "LinformerSettings",
+]
