@@ -18,6 +18,8 @@ class Autopadder(nn.Module):
     The net takes any length by itself; of use where lengths should not vary, as for a compiled graph."""
 
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False):
+        if pad_left and net.pad_to_multiple == 1:
+            raise ValueError("pad_left has no effect: nothing is padded around a net without windows and blindspots")
         super().__init__()
         self.net, self.pad_left, self.pad_to = net, pad_left, net.pad_to_multiple
 

@@ -17,19 +17,21 @@ from linattn.compat.linear_attention_transformer import (
     LinformerSettings,
 )
 from linattn.nn import Chunked, FeedForward, GatedFeedForward, MultiheadAttention, ReversibleSequence, TokenShift
+from tests.compat.constructors import has_window
 
-SIZES = {"num_tokens": 11, "dim": 16, "depth": 2, "heads": 4, "max_seq_len": 64, "local_attn_window_size": 8}
+SIZES = {"dim": 16, "depth": 2, "heads": 4, "max_seq_len": 64}
 
 
 def lm(**options: Any) -> LinearAttentionTransformerLM:
     torch.manual_seed(0)
-    return LinearAttentionTransformerLM(**(SIZES | options)).double().eval()
+    window = {"local_attn_window_size": 8} if has_window(options, lm=True) else {}
+    return LinearAttentionTransformerLM(num_tokens=11, **(SIZES | window | options)).double().eval()
 
 
 def stack(**options: Any) -> LinearAttentionTransformer:
     torch.manual_seed(0)
-    fields = {name: value for name, value in SIZES.items() if name != "num_tokens"} | options
-    return LinearAttentionTransformer(**fields).double().eval()
+    window = {"local_attn_window_size": 8} if has_window(options, lm=False) else {}
+    return LinearAttentionTransformer(**(SIZES | window | options)).double().eval()
 
 
 def found(model: nn.Module, kind: type) -> list[Any]:
