@@ -38,7 +38,7 @@ MODEL_RULES = (
     *_RULES,
     Rule(
         ("use_axial_pos_emb",),
-        lambda options: options["use_rotary_emb"] and options["use_axial_pos_emb"],
+        lambda options: options["use_rotary_emb"],
         "with use_rotary_emb, whose positions are sinusoids",
     ),
     Rule(
