@@ -3,10 +3,14 @@ in a table with the reason."""
 
 import importlib
 import inspect
+import re
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import linattn
 
 PACKAGES = {
     "performer_pytorch": ("performer_pytorch", "autoregressive_wrapper", "performer_enc_dec", "reversible"),
@@ -106,3 +110,16 @@ def test_every_public_name_is_here_or_in_the_table(name):
         assert getattr(ours, each).__module__.startswith("linattn.")
     assert wanted <= set(getattr(ours, "__all__", wanted))
     assert not left_out & public(ours), "the table leaves out what is here"
+
+
+def test_the_documents_say_what_stands_in_the_place_of_each_part():
+    page = (Path(__file__).parents[2] / "docs/compat.md").read_text("utf-8")
+    table = page.split("## Parts of the originals")[1].split("\n## ")[0]
+    parts = {
+        name for reasons in LEFT_OUT.values() for reason in (PART, OPERATOR, STACK) for name in reasons.get(reason, ())
+    }
+    assert {name for name in parts if f"`{name}" not in table} == set()
+    for name in re.findall(
+        r"`(\w+)\(", "".join(line.split("|")[2] for line in table.splitlines() if line.count("|") == 3)
+    ):
+        assert hasattr(linattn, name), name
