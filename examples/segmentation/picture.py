@@ -1,5 +1,6 @@
 """Predictions beside the truth: a row for each image, a column for each network."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ ROWS = 5
 def draw(test: Batch, runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Green is right, red is wrongly marked, blue is missed."""
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 10})
-    titles = ["image", "truth", *(f"{run['mixer']}\n{run['mean IoU']:.2f}" for run in runs)]
+    # a heading may not be wider than its column
+    titles = ["image", "truth", *(f"{textwrap.fill(run['mixer'], 14)}\n{run['mean IoU']:.2f}" for run in runs)]
     figure, axes = plt.subplots(ROWS, len(titles), figsize=(1.5 * len(titles), 1.5 * ROWS + 0.5), layout="constrained")
     for row in range(ROWS):
         image, mask = test.images[row, 0].numpy(), test.masks[row].numpy()

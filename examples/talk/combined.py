@@ -1,7 +1,9 @@
 """Can Linformer and kernels be combined? The talk's last question, with numbers: cost, error, weights, and training.
 
 python -m examples.talk.masked --data input.txt --out runs/masked
-python -m examples.talk.combined runs/masked --data input.txt --out docs/talk-combined.svg"""
+python -m examples.talk.lookup --out docs/talk-lookup.jsonl
+python -m examples.talk.combined runs/masked --data input.txt --lookup docs/talk-lookup.jsonl --out combined.svg
+"""
 
 import statistics
 import time

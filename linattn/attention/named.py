@@ -21,7 +21,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.feature_maps import FEATURE_MAPS
+from linattn.feature_maps import FEATURE_MAPS, ScaledFeatureMap
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.names import did_you_mean
 
@@ -60,8 +60,7 @@ def _roformer(x: Heads) -> InnerAttention:
 def _retention(x: Heads) -> InnerAttention:
     if not x.causal:
         raise ValueError("retention is causal only, but causal is False: give causal=True to named_attention")
-    identity = FEATURE_MAPS["identity"](x.head_dim, x.num_heads, x.num_key_heads)
-    return LinearAttention(identity, causal=True, normalize=None, decay=Decay(x.num_key_heads))
+    return LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads))
 
 
 def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Builder:

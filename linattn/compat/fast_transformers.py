@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from linattn.attention.base import InnerAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.softmax import SoftmaxAttention
+from linattn.compat.options import Rule, check_options
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.sequence_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
@@ -44,6 +45,20 @@ ATTENTIONS: dict[str, Callable[[FeatureMap], InnerAttention]] = {
 }
 
 
+RULES = (
+    Rule(
+        ("feature_map",),
+        lambda options: (
+            not any(
+                str(options.get(name, "")).endswith("linear")
+                for name in ("attention_type", "self_attention_type", "cross_attention_type")
+            )
+        ),
+        "where no attention is linear",
+    ),
+)
+
+
 @final
 class TransformerEncoder(nn.Module):
     """What `TransformerEncoderBuilder` builds from the same arguments, and `RecurrentEncoderBuilder` too: causal ones
@@ -66,6 +81,7 @@ class TransformerEncoder(nn.Module):
         attention_type: str = "full",
         feature_map: MakeFeatureMap = elu,
     ):
+        check_options(TransformerEncoder, RULES, locals())
         super().__init__()
         dim = n_heads * value_dimensions if model_dimensions is None else model_dimensions
         attention = partial(_attention, dim, n_heads, query_dimensions, value_dimensions, dropout=dropout)
@@ -117,6 +133,7 @@ class TransformerDecoder(nn.Module):
         cross_model_dimensions: int | None = None,
         feature_map: MakeFeatureMap = elu,
     ):
+        check_options(TransformerDecoder, RULES, locals())
         super().__init__()
         dim = n_heads * value_dimensions if model_dimensions is None else model_dimensions
         of_query = query_dimensions if cross_query_dimensions is None else cross_query_dimensions

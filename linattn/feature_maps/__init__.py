@@ -14,6 +14,7 @@ from linattn.feature_maps.favor_trigonometric import TrigonometricFavorFeatureMa
 from linattn.feature_maps.generalized import GeneralizedFeatureMap
 from linattn.feature_maps.hedgehog import HedgehogFeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features, redraw_features_
+from linattn.feature_maps.scaled import ScaledFeatureMap
 from linattn.feature_maps.second_order_taylor import SecondOrderTaylorFeatureMap
 from linattn.feature_maps.t2r import T2RFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
@@ -56,6 +57,7 @@ __all__ = [
     "HyperbolicFavorFeatureMap",
     "LogFeatureMap",
     "RandomProjection",
+    "ScaledFeatureMap",
     "SecondOrderTaylorFeatureMap",
     "T2RFeatureMap",
     "TaylorFeatureMap",

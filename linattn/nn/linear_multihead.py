@@ -47,7 +47,9 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         return_weights: bool = True,
     ):
         # the keys that add_bias_kv and add_zero_attn add have columns of their own, the first
-        longest = seq_len + int(add_bias_kv) + int(add_zero_attn)
+        extra = int(add_bias_kv) + int(add_zero_attn)
+        _check_sizes(projection, extra, seq_len, proj_k)
+        longest = seq_len + extra
         super().__init__(
             embed_dim,
             num_heads,
@@ -69,6 +71,19 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         """That of the keys: with "key-value" and "layerwise", of the values too."""
         assert isinstance(self.inner, LinformerAttention)
         return self.inner.key_projection
+
+
+def _check_sizes(projection: SequenceProjection | None, extra: int, seq_len: int, proj_k: int) -> None:
+    """Those of a given projection, or the defaults: no other sizes would have an effect."""
+    if projection is None:
+        return
+    sizes = {
+        "seq_len": (seq_len, 512, projection.max_length - extra),
+        "proj_k": (proj_k, 128, projection.projected_length),
+    }
+    for name, (given, default, actual) in sizes.items():
+        if given not in (default, actual):
+            raise ValueError(f"{name} is {given}, but the projection that was given has {actual}: leave it out")
 
 
 def _linformer(

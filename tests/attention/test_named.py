@@ -13,6 +13,7 @@ from linattn.attention import (
     named_attention,
 )
 from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
+from linattn.nn import HeadNorm
 from tests.attention.cases import over
 
 LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
@@ -69,6 +70,32 @@ def test_attend_by_softmax_is_torchs():
     for causal in (False, True):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         assert_close(attend(q, k, v, "softmax", is_causal=causal), expected)
+
+
+@pytest.mark.parametrize("length", [1, 65])
+def test_retention_is_the_papers(length):
+    """(Q Kᵀ / √d ⊙ D) V with D_nm = γ^(n−m), γ = 1 − 2^(−5−i) for head i: equations 5 and 8 and the scale of section
+    2.2 of https://arxiv.org/abs/2307.08621."""
+    q, k, v = torch.randn(3, 2, 4, length, 6, dtype=torch.float64)
+    place = torch.arange(length)
+    age = (place[:, None] - place).double()
+    gamma = 1 - 2.0 ** (-5 - torch.arange(4, dtype=torch.float64))
+    fade = (gamma[:, None, None] ** age).tril()
+    expected = (q @ k.mT / 6**0.5 * fade) @ v
+    # the decays of the module are float32 numbers
+    assert_close(attend(q, k, v, "retention", is_causal=True), expected, rtol=1e-5, atol=1e-5)
+    retention = make("retention", num_heads=4, causal=True)
+    retention.decay.log_decay = gamma.log()
+    assert_close(retention(q, k, v), expected)
+
+
+def test_a_norm_of_each_head_undoes_the_scale_of_retention():
+    """So it changes no model with `head_norm`: bit by bit with 64 channels, whose scale is a power of two."""
+    q, k, v = torch.randn(3, 2, 4, 65, 64)
+    scaled = named_attention("retention", num_heads=4, head_dim=64, causal=True)
+    plain = LinearAttention(FEATURE_MAPS["identity"](64, 4, 4), causal=True, normalize=None, decay=scaled.decay)
+    assert torch.equal(8 * scaled(q, k, v), plain(q, k, v))
+    assert torch.equal(HeadNorm(64)(scaled(q, k, v)), HeadNorm(64)(plain(q, k, v)))
 
 
 @over(CALLABLE)

@@ -49,12 +49,20 @@ class Constructor(NamedTuple):
         }
 
 
+def has_window(options: dict[str, Any], *, lm: bool) -> bool:
+    """Whether linear-attention-transformer's `local_attn_window_size` has an effect: else it is refused."""
+    axial_positions = lm and options.get("use_axial_pos_emb", True) and not options.get("use_rotary_emb")
+    local_heads = options.get("n_local_attn_heads", 0) not in (0, (0,))
+    return axial_positions or local_heads or options.get("attend_axially", False)
+
+
 def _linear_attention_transformer(
     name: str, *, lm: bool = True, causal: bool = False, receives_context: bool = False, **options: Any
 ) -> Constructor:
     def build() -> nn.Module:
-        fields = {"dim": DIM, "depth": 2, "max_seq_len": LONGEST, "heads": 4, "local_attn_window_size": 8}
-        fields |= {"causal": causal, "receives_context": receives_context, "dim_head": 6} | options
+        fields = {"dim": DIM, "depth": 2, "max_seq_len": LONGEST, "heads": 4, "dim_head": 6}
+        fields |= {"causal": causal, "receives_context": receives_context} | options
+        fields |= {"local_attn_window_size": 8} if has_window(fields, lm=lm) else {}
         if lm:
             return LinearAttentionTransformerLM(num_tokens=VOCABULARY, **fields)
         return LinearAttentionTransformer(**fields)

@@ -9,11 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from examples.learning.task import IGNORED, Training
-from examples.talk import captured, combined, gradient_memory, lookup, masked, recurrence, spectrum, theorem
+from examples.talk import captured, combined, gradient_memory, lookup, masked, recurrence, sharing, spectrum, theorem
 from linattn import (
     LanguageModel,
     LanguageModelConfig,
     LinearAttention,
+    LinearMultiheadAttention,
     MeanPooling,
     SoftmaxAttention,
     attention_weights,
@@ -302,6 +303,45 @@ def test_the_page_on_combining(folder, text, tmp_path, capsys, monkeypatch):
     arguments = ["--data", str(text), "--texts", "2", "--lookup", str(runs), "--out", str(tmp_path / "combined.svg")]
     combined.main([str(folder), *arguments])
     assert "| φ(E K) | " in capsys.readouterr().out and is_picture(tmp_path / "combined.svg")
+
+
+# the three ways of sharing
+
+
+def test_what_each_way_of_sharing_shares():
+    """The numbers of the paper's section 4, of LinearMultiheadAttention too, and the objects that are shared."""
+    depth, heads, n, k = 3, 4, 40, 10
+    made = {name: sharing.make(name, depth, heads, n, k) for name in sharing.SHARINGS}
+    expected = {"none": 2 * depth * heads, "headwise": 2 * depth, "key-value": depth, "layerwise": 1}
+    assert {name: sharing.numbers(inners) for name, inners in made.items()} == {
+        name: count * n * k for name, count in expected.items()
+    }
+    for name in ("none", "headwise", "key-value"):
+        torchs = LinearMultiheadAttention(8, heads, seq_len=n, proj_k=k, param_sharing=name).inner
+        assert depth * sharing.numbers([torchs]) == sharing.numbers(made[name])
+    assert len({inner.key_projection for inner in made["layerwise"]}) == 1
+    for inner in made["key-value"]:
+        assert inner.key_projection is inner.value_projection
+    assert len({part for inner in made["headwise"] for part in (inner.key_projection, inner.value_projection)}) == 6
+
+
+def test_all_ways_begin_as_one_and_learn():
+    layers = [captured.Captured(*torch.randn(3, 8, 2, 24, 6), False) for _ in range(2)]
+    for name in sharing.SHARINGS:
+        inners = sharing.make(name, 2, 2, 24, 6)
+        before = sharing.error(inners, layers)
+        assert_close(before, sharing.error(sharing.make("none", 2, 2, 24, 6), layers))
+        sharing.learn(inners, layers, steps=20)
+        assert sharing.error(inners, layers) < before
+    # nothing is projected, and so nothing is lost
+    assert sharing.error(sharing.make("none", 2, 2, 24, 24), layers) < 1e-10
+
+
+def test_the_page_on_sharing(folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sharing, "RANKS", (4, 8))
+    monkeypatch.setattr(sharing, "STEPS", 2)
+    sharing.main([str(folder), "--data", str(text), "--texts", "2", "--out", str(tmp_path / "sharing.svg")])
+    assert capsys.readouterr().out.count("\n| ") == 2 * 4 and is_picture(tmp_path / "sharing.svg")
 
 
 def test_a_masked_character_is_asked_for_and_hidden(small, text):

@@ -4,9 +4,12 @@ linattn.compat.linear_attention_transformer import …`. docs/compat.md has the 
 from linattn.compat.linear_attention_transformer.autopadder import Autopadder
 from linattn.compat.linear_attention_transformer.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.linear_attention_transformer.images import ImageLinearAttention
-from linattn.compat.linear_attention_transformer.language_model import LinearAttentionTransformerLM
-from linattn.compat.linear_attention_transformer.layers import LinformerContextSettings, LinformerSettings
-from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
+    LinearAttentionTransformer,
+    LinearAttentionTransformerLM,
+    LinformerContextSettings,
+    LinformerSettings,
+)
 
 __all__ = [
     "Autopadder",

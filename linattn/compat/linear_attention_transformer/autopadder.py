@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.language_model import LinearAttentionTransformerLM
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
 
 
@@ -18,6 +18,8 @@ class Autopadder(nn.Module):
     The net takes any length by itself; of use where lengths should not vary, as for a compiled graph."""
 
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False):
+        if pad_left and net.pad_to_multiple == 1:
+            raise ValueError("pad_left has no effect: nothing is padded around a net without windows and blindspots")
         super().__init__()
         self.net, self.pad_left, self.pad_to = net, pad_left, net.pad_to_multiple
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.language_model import LinearAttentionTransformerLM
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.compat.performer_pytorch.autoregressive_wrapper import Filter, top_k, top_p
 from linattn.models.generation import Sampling, evaluating, generate
 from linattn.models.loss import next_token_loss

@@ -1,5 +1,6 @@
 """From the package's arguments to branches: what each layer of a `LinearAttentionTransformer` adds."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,6 +86,12 @@ class Layers:
             raise ValueError(f"heads must divide dim, or dim_head be given, but they are {self.heads} and {self.dim}")
         return self.dim // self.heads
 
+    @property
+    def pad_to_multiple(self) -> int:
+        """What `Autopadder` pads to, as the original needs it."""
+        window = self.local_attn_window_size if any(self.local_heads) or self.attend_axially else 1
+        return math.lcm(self.blindspot_size, window)
+
     def stack(self) -> ResidualSequence | ReversibleSequence:
         """For each layer attention and feed-forward, then the same folded axially, then the same for the context."""
         pairs = []
@@ -163,8 +170,6 @@ def _linformer(longest: int, projected: int) -> LinformerAttention:
 def _check_linformer(layers: Layers) -> None:
     if layers.linformer_settings is not None and layers.causal:
         raise ValueError("Linformer mixes the whole sequence into every key, so linformer_settings need causal=False")
-    if layers.context_linformer_settings is not None and not layers.receives_context:
-        raise ValueError("context_linformer_settings are for a context, but receives_context is False")
 
 
 def _check_local_heads(layers: Layers) -> None:

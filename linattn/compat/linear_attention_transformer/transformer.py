@@ -1,12 +1,13 @@
 """linear-attention-transformer's stack of layers."""
 
-import math
 from typing import Any, final
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.compat.linear_attention_transformer.layers import Layers, LinformerContextSettings, LinformerSettings
+from linattn.compat.linear_attention_transformer.options import STACK_RULES
+from linattn.compat.options import check_options
 from linattn.models.sequence_model import run_stack
 
 
@@ -42,6 +43,7 @@ class LinearAttentionTransformer(nn.Module):
         shift_tokens: bool = False,
         rotary: bool = False,
     ):
+        check_options(LinearAttentionTransformer, STACK_RULES, locals())
         super().__init__()
         layers = Layers(
             dim=dim,
@@ -67,8 +69,7 @@ class LinearAttentionTransformer(nn.Module):
             rotary=rotary,
         )
         self.stack, self.causal, self.receives_context = layers.stack(), causal, receives_context
-        window = local_attn_window_size if any(layers.local_heads) or attend_axially else 1
-        self.pad_to_multiple = math.lcm(blindspot_size, window)
+        self.pad_to_multiple = layers.pad_to_multiple
 
     def forward(
         self,

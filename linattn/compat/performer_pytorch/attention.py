@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LocalAttention, SplitHeads
 from linattn.attention.rotary import RotaryAttention
+from linattn.compat.options import check_options
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
+from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 from linattn.nn import MultiheadAttention
 
@@ -63,6 +65,7 @@ class AttentionBase(nn.Module, ABC):
         softmax_epsilon: float = 1e-4,
         kernel_epsilon: float = 1e-3,
     ):
+        check_options(AttentionBase, (*RULES, ROTARY_RULE), locals())
         super().__init__()
         self.looks_at_places = local_heads > 0 or rotary_position_emb
         if self.crosses:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from linattn.attention import InnerAttention, LinearAttention
 from linattn.attention.floored_favor import FlooredFavorAttention
+from linattn.compat.options import check_options
+from linattn.compat.performer_pytorch.options import RULES
 from linattn.feature_maps import (
     EfficientFeatureMap,
     FavorFeatureMap,
@@ -24,7 +26,8 @@ class FastAttention(InnerAttention):
     """FAVOR+; or, `generalized_attention`, kernel_fn(Ωu) + kernel_epsilon; or, `no_projection`, Efficient Attention.
 
     `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
-    with 0 there is none. `kernel_fn` acts with `generalized_attention` only, as there."""
+    with 0 there is none. An option that has no effect, such as `kernel_fn` without `generalized_attention`, is an error
+    unless it is the default."""
 
     def __init__(
         self,
@@ -39,9 +42,8 @@ class FastAttention(InnerAttention):
         softmax_epsilon: float = 1e-4,
         kernel_epsilon: float = 1e-3,
     ):
+        check_options(FastAttention, RULES, locals())
         super().__init__()
-        if no_projection and generalized_attention:
-            raise ValueError("generalized_attention projects, so it cannot be had with no_projection: choose one")
         self.dim_heads, self.causal = dim_heads, causal
         if no_projection:
             # the causal form normalises outputs as performer-pytorch does; not causal, keys are a softmax over tokens

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from linattn.compat.options import check_options
+from linattn.compat.performer_pytorch.options import POSITION_RULES, RULES, has_fast_heads
 from linattn.compat.performer_pytorch.performer import Performer
 from linattn.models.sequence_model import SequenceModel, SequenceModelState, TiedHead
 from linattn.nn import AxialPositions, LearnedPositions, SinusoidalPositions
@@ -59,6 +61,9 @@ class PerformerLM(nn.Module):
         softmax_epsilon: float = 1e-4,
         kernel_epsilon: float = 1e-3,
     ):
+        check_options(PerformerLM, (*RULES, *POSITION_RULES), locals())
+        # without fast heads they are sinusoids alone
+        rotary_heads = rotary_position_emb and has_fast_heads(locals())
         super().__init__()
         self.max_seq_len = max_seq_len
         performer = Performer(
@@ -88,7 +93,7 @@ class PerformerLM(nn.Module):
             attn_out_bias,
             shift_tokens,
             ortho_scaling=ortho_scaling,
-            rotary_position_emb=rotary_position_emb,
+            rotary_position_emb=rotary_heads,
             softmax_epsilon=softmax_epsilon,
             kernel_epsilon=kernel_epsilon,
         )
@@ -189,12 +194,6 @@ class _Stack(nn.Module):
 
 
 def _positions(dim: int, length: int, rotary: bool, axial: bool, shape: tuple[int, ...] | None) -> nn.Module:
-    if axial and rotary:
-        raise ValueError(
-            "axial_position_emb needs rotary_position_emb=False, which is not the default: sinusoids take their place"
-        )
-    if shape is not None and not axial:
-        raise ValueError(f"axial_position_shape is {shape}, but axial_position_emb is False")
     if rotary:
         return SinusoidalPositions(dim)
     if axial:

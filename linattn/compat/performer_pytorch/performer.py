@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linattn.compat.options import check_options
 from linattn.compat.performer_pytorch.attention import head_channels, mixed_heads
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
+from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 from linattn.nn import (
     Branch,
@@ -66,9 +68,8 @@ class Performer(nn.Module):
         softmax_epsilon: float = 1e-4,
         kernel_epsilon: float = 1e-3,
     ):
+        check_options(Performer, (*RULES, ROTARY_RULE), locals())
         super().__init__()
-        if use_scalenorm and use_rezero:
-            raise ValueError("use_rezero has no norm, so it cannot be had with use_scalenorm: choose one")
         channels = head_channels(dim, heads, dim_head)
         fast = partial(
             FastAttention,

@@ -9,13 +9,19 @@ from torch import Tensor, nn
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, Filter, top_k
 from linattn.compat.performer_pytorch.language_model import PerformerLM
 from linattn.models.generation import evaluating
+from linattn.models.sequence_model import TiedHead
+
+# what makes them an encoder and a decoder
+FIXED = {"enc_cross_attend": False, "dec_causal": True, "dec_cross_attend": True}
 
 
 @final
 class PerformerEncDec(nn.Module):
     """decoder(target, context=encoder(source)): two `PerformerLM`s whose arguments are given as `enc_…` and `dec_…`.
 
-    `tie_token_embeds` gives both the same embedding; `tie_token_embed`, the name in performer-pytorch's readme, too."""
+    `tie_token_embeds` gives both the same embedding; `tie_token_embed`, the name in performer-pytorch's readme, too.
+    `no_projection` is for both, `enc_no_projection` and `dec_no_projection` for one of them. The encoder gives logits
+    only with `enc_tie_embed`: training would never reach an output layer of its own."""
 
     def __init__(
         self,
@@ -29,13 +35,14 @@ class PerformerEncDec(nn.Module):
         **enc_and_dec: Any,
     ):
         super().__init__()
-        of_encoder, of_decoder = _split(enc_and_dec)
-        both = {"dim": dim, "no_projection": no_projection}
-        # what is decided here cannot be given again: Python refuses it
-        self.enc = PerformerLM(**both, cross_attend=False, tie_embed=True, **of_encoder)
-        # nothing asks the encoder for logits
-        self.enc.model.head = None
-        decoder = PerformerLM(**both, causal=True, cross_attend=True, **of_decoder)
+        _check_fixed(enc_and_dec)
+        both: dict[str, Any] = {"dim": dim, "no_projection": no_projection}
+        of_encoder, of_decoder = (both | options for options in _split(enc_and_dec | FIXED))
+        gives_logits = of_encoder.pop("tie_embed", False)
+        self.enc = PerformerLM(**of_encoder, tie_embed=True)
+        if not gives_logits:
+            self.enc.model.head = None
+        decoder = PerformerLM(**of_decoder)
         if tie_token_embeds or tie_token_embed:
             self._tie(decoder)
         self.dec = AutoregressiveWrapper(decoder, ignore_index=ignore_index, pad_value=pad_value)
@@ -100,6 +107,17 @@ class PerformerEncDec(nn.Module):
         if sizes[0] != sizes[1]:
             raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
         self.enc.model.embedding = decoder.model.embedding
+        if self.enc.model.head is not None:
+            self.enc.model.head = TiedHead(decoder.model.embedding)
+
+
+def _check_fixed(options: dict[str, Any]) -> None:
+    for name, value in FIXED.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"{name} can only be {value} in an encoder and decoder, but is {options[name]}")
+    for name in ("enc_dim", "dec_dim"):
+        if name in options:
+            raise ValueError(f"the encoder and the decoder are as wide as each other: give dim, not {name}")
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

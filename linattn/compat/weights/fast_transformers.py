@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from linattn.compat.fast_transformers import TransformerDecoder, TransformerEncoder
+from linattn.compat.fast_transformers import RULES, TransformerDecoder, TransformerEncoder
+from linattn.compat.options import effective
 from linattn.compat.weights.moves import TRANSPOSED, Move, parameters
 from linattn.compat.weights.recipe import Recipe
 from linattn.feature_maps import RandomProjection
@@ -47,12 +48,12 @@ def _omega(ours: str, theirs: str, module: nn.Module) -> Iterator[Move]:
 
 RECIPES: dict[type[nn.Module], Recipe] = {
     TransformerEncoder: Recipe(
-        lambda config: TransformerEncoder(**config),
+        lambda config: TransformerEncoder(**effective(TransformerEncoder, RULES, config)),
         lambda model, _: _moves(model, ("attention",)),
         roots=("layers.",),
     ),
     TransformerDecoder: Recipe(
-        lambda config: TransformerDecoder(**config),
+        lambda config: TransformerDecoder(**effective(TransformerDecoder, RULES, config)),
         lambda model, _: _moves(model, ("self_attention", "cross_attention")),
         roots=("layers.",),
     ),

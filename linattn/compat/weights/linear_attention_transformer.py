@@ -18,6 +18,8 @@ from linattn.compat.linear_attention_transformer import (
     LinformerContextSettings,
     LinformerSettings,
 )
+from linattn.compat.linear_attention_transformer.options import MODEL_RULES, STACK_RULES
+from linattn.compat.options import effective
 from linattn.compat.weights import layers
 from linattn.compat.weights.moves import (
     ONES,
@@ -53,7 +55,8 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_language_model(config: Mapping[str, Any]) -> LinearAttentionTransformerLM:
-    model = LinearAttentionTransformerLM(**_arguments(config))
+    arguments = effective(LinearAttentionTransformerLM, MODEL_RULES, _arguments(config))
+    model = LinearAttentionTransformerLM(**arguments)
     if config.get("use_rotary_emb"):
         for module in model.modules():
             if isinstance(module, MultiheadAttention) and not module.is_cross_attention:
@@ -155,7 +158,9 @@ RECIPES: dict[type[nn.Module], Recipe] = {
         _build_language_model, _language_model, roots=("token_emb.",), left_out=layers.TABLES
     ),
     LinearAttentionTransformer: Recipe(
-        lambda config: LinearAttentionTransformer(**_arguments(config)),
+        lambda config: LinearAttentionTransformer(
+            **effective(LinearAttentionTransformer, STACK_RULES, _arguments(config))
+        ),
         _transformer,
         roots=("layers.layers.", "layers.blocks."),
     ),

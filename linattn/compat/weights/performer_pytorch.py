@@ -10,6 +10,7 @@ from linattn.attention import FlooredFavorAttention
 from linattn.attention.base import InnerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.rotary import RotaryAttention
+from linattn.compat.options import Rule, effective
 from linattn.compat.performer_pytorch import (
     Attention,
     CrossAttention,
@@ -19,6 +20,8 @@ from linattn.compat.performer_pytorch import (
     PerformerLM,
     SelfAttention,
 )
+from linattn.compat.performer_pytorch.options import POSITION_RULES, RULES
+from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
 from linattn.compat.weights import layers
 from linattn.compat.weights.moves import SAME, Move, channels, halves, heads, pairs_as_halves, parameters, turned
 from linattn.compat.weights.recipe import Recipe
@@ -29,38 +32,21 @@ Attend = Attention | SelfAttention | CrossAttention
 
 # every weight a second time, and matrices that no head uses
 LEFT_OUT = (*layers.TABLES, r".*\bproj_updater\.instance\..*", r".*\bfast_attention\.projection_matrix")
+LM_RULES = (*RULES, *POSITION_RULES)
 # the seed of our drawings, and whether they have ended, which theirs does not save
 NEW = (r".*\bproj_updater\.(seed|fixed)",)
-
-
-def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of two arguments that exclude each other here, one was silently without effect there."""
-    arguments = dict(config)
-    if arguments.get("use_scalenorm"):
-        arguments.pop("use_rezero", None)
-    if arguments.get("no_projection"):
-        arguments.pop("generalized_attention", None)
-    return arguments
-
-
-def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = _arguments(config)
-    if arguments.get("rotary_position_emb", True):
-        arguments.pop("axial_position_emb", None)
-    if not arguments.get("axial_position_emb"):
-        arguments.pop("axial_position_shape", None)
-    return arguments
 
 
 def _of_encoder_and_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
     both = {"no_projection": config.get("no_projection", False)}
     # what is decided for them there, and the readme's name that is not its argument
-    without = {"tie_token_embed", "enc_tie_embed", "dec_causal", "dec_cross_attend"}
+    without = {"tie_token_embed", "dec_causal", "dec_cross_attend"}
     arguments = {name: value for name, value in config.items() if name[:4] not in ("enc_", "dec_")}
     for prefix in ("enc_", "dec_"):
+        given = both | {name[4:]: value for name, value in FIXED.items() if name.startswith(prefix)}
         own = {name[4:]: value for name, value in config.items() if name.startswith(prefix) and name not in without}
-        own = _of_language_model(own | both)
-        arguments |= {prefix + name: value for name, value in own.items() if name not in both}
+        own = effective(PerformerLM, LM_RULES, own | given)
+        arguments |= {prefix + name: value for name, value in own.items() if name not in given}
     return {name: value for name, value in arguments.items() if name not in without}
 
 
@@ -148,24 +134,25 @@ def _differences(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _recipe(build: Callable[[Mapping[str, Any]], nn.Module], moves: Callable[..., Any], *roots: str) -> Recipe:
-    return Recipe(build, moves, roots, LEFT_OUT, NEW, _differences)
+def _recipe(kind: type[nn.Module], moves: Callable[..., Any], *roots: str, rules: tuple[Rule, ...] = RULES) -> Recipe:
+    return Recipe(lambda config: kind(**effective(kind, rules, config)), moves, roots, LEFT_OUT, NEW, _differences)
 
 
 def _layer_recipe(kind: type[Attend]) -> Recipe:
-    recipe = _recipe(lambda config: kind(**_arguments(config)), _layer, "to_q.")
+    recipe = _recipe(kind, _layer, "to_q.")
     # a layer alone does not count its calls there
     return recipe._replace(new=(r"proj_updater\..*",))
 
 
 RECIPES: dict[type[nn.Module], Recipe] = {
-    PerformerLM: _recipe(lambda config: PerformerLM(**_of_language_model(config)), _language_model, "token_emb."),
-    Performer: _recipe(lambda config: Performer(**_arguments(config)), _performer, "net.layers.", "net.blocks."),
-    PerformerEncDec: _recipe(
-        lambda config: PerformerEncDec(**_of_encoder_and_decoder(config)), _encoder_and_decoder, "enc."
-    )._replace(left_out=(r"enc\.to_out\..*", r"(enc|dec\.net)\.(layer_)?pos_emb\.emb", *LEFT_OUT)),
-    FastAttention: _recipe(
-        lambda config: FastAttention(**_arguments(config)), _fast_attention, "projection_matrix"
-    )._replace(left_out=("projection_matrix",)),
+    PerformerLM: _recipe(PerformerLM, _language_model, "token_emb.", rules=LM_RULES),
+    Performer: _recipe(Performer, _performer, "net.layers.", "net.blocks."),
+    PerformerEncDec: _recipe(PerformerEncDec, _encoder_and_decoder, "enc.")._replace(
+        build=lambda config: PerformerEncDec(**_of_encoder_and_decoder(config)),
+        left_out=(r"enc\.to_out\..*", r"(enc|dec\.net)\.(layer_)?pos_emb\.emb", *LEFT_OUT),
+    ),
+    FastAttention: _recipe(FastAttention, _fast_attention, "projection_matrix")._replace(
+        left_out=("projection_matrix",)
+    ),
     **{kind: _layer_recipe(kind) for kind in (Attention, SelfAttention, CrossAttention)},
 }

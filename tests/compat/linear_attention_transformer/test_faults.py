@@ -12,13 +12,15 @@ from torch.testing import assert_close
 from linattn.attention import LinearAttention
 from linattn.compat.linear_attention_transformer import LinearAttentionTransformer, LinearAttentionTransformerLM
 from linattn.nn import GatedFeedForward, MultiheadAttention
+from tests.compat.constructors import has_window
 from tests.compat.linear_attention_transformer.original import original
 
-SIZES = {"num_tokens": 11, "dim": 16, "depth": 1, "heads": 4, "max_seq_len": 64, "local_attn_window_size": 8}
+SIZES = {"num_tokens": 11, "dim": 16, "depth": 1, "heads": 4, "max_seq_len": 64}
 
 
 def lm(**options: Any) -> LinearAttentionTransformerLM:
-    return LinearAttentionTransformerLM(**(SIZES | options)).eval()
+    window = {"local_attn_window_size": 8} if has_window(options, lm=True) else {}
+    return LinearAttentionTransformerLM(**(SIZES | window | options)).eval()
 
 
 def some_tokens(n: int = 40, b: int = 2) -> torch.Tensor:

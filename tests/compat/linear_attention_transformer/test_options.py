@@ -17,19 +17,21 @@ from linattn.compat.linear_attention_transformer import (
     LinformerSettings,
 )
 from linattn.nn import Chunked, FeedForward, GatedFeedForward, MultiheadAttention, ReversibleSequence, TokenShift
+from tests.compat.constructors import has_window
 
-SIZES = {"num_tokens": 11, "dim": 16, "depth": 2, "heads": 4, "max_seq_len": 64, "local_attn_window_size": 8}
+SIZES = {"dim": 16, "depth": 2, "heads": 4, "max_seq_len": 64}
 
 
 def lm(**options: Any) -> LinearAttentionTransformerLM:
     torch.manual_seed(0)
-    return LinearAttentionTransformerLM(**(SIZES | options)).double().eval()
+    window = {"local_attn_window_size": 8} if has_window(options, lm=True) else {}
+    return LinearAttentionTransformerLM(num_tokens=11, **(SIZES | window | options)).double().eval()
 
 
 def stack(**options: Any) -> LinearAttentionTransformer:
     torch.manual_seed(0)
-    fields = {name: value for name, value in SIZES.items() if name != "num_tokens"} | options
-    return LinearAttentionTransformer(**fields).double().eval()
+    window = {"local_attn_window_size": 8} if has_window(options, lm=False) else {}
+    return LinearAttentionTransformer(**(SIZES | window | options)).double().eval()
 
 
 def found(model: nn.Module, kind: type) -> list[Any]:
@@ -72,7 +74,7 @@ def test_every_option_has_a_test():
     ids=str,
 )
 def test_options_without_weights_change_the_output(base, option):
-    base = {"use_axial_pos_emb": False, "depth": 2} | base
+    base = base if "use_rotary_emb" in base else {"use_axial_pos_emb": False} | base
     one, other, x = lm(**base), lm(**(base | option)), some_tokens()
     other.load_state_dict(one.state_dict(), strict="use_rotary_emb" not in base)
     assert not torch.allclose(one(x), other(x))
@@ -259,6 +261,8 @@ def test_automatic_padding_has_no_effect(pad_left, n):
 REFUSED = [
     ({"causal": True, "linformer_settings": LinformerSettings(k=5)}, "need causal=False"),
     ({"context_linformer_settings": LinformerContextSettings(seq_len=9, k=5)}, "receives_context is False"),
+    ({"use_rotary_emb": True, "use_axial_pos_emb": True}, "no effect with use_rotary_emb"),
+    ({"blindspot_size": 4, "causal": True, "n_local_attn_heads": 4}, "no effect where all heads are local"),
     ({"n_local_attn_heads": (1, 2, 3)}, "a number for 3 layers, but depth is 2"),
     ({"n_local_attn_heads": 5}, "from 0 to heads, 4, but is"),
     ({"blindspot_size": 4}, "needs causal=True"),

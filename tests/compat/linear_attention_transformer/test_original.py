@@ -12,9 +12,10 @@ from linattn.compat.linear_attention_transformer import (
     LinformerContextSettings,
     LinformerSettings,
 )
+from tests.compat.constructors import has_window
 from tests.compat.linear_attention_transformer.original import package, take_language_model, take_transformer
 
-SIZES = {"dim": 16, "depth": 2, "heads": 4, "max_seq_len": 48, "local_attn_window_size": 8}
+SIZES = {"dim": 16, "depth": 2, "heads": 4, "max_seq_len": 48}
 # with masks only what does not shift tokens or project the sequence: there theirs ignores masks
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +36,7 @@ every_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys()
 
 def pair(kind: str, **options: Any) -> tuple[Any, Any]:
     """Ours and theirs, with the same weights, in float64."""
-    fields = SIZES | options
+    fields = SIZES | options | ({"local_attn_window_size": 8} if has_window(options, lm=kind == "lm") else {})
     settings = {
         "linformer_settings": (LinformerSettings, package.LinformerSettings),
         "context_linformer_settings": (LinformerContextSettings, package.LinformerContextSettings),

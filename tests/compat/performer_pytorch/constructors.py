@@ -42,13 +42,20 @@ OPTIONS = {
 
 def rows(vocabulary: int, dim: int, longest: int) -> list[dict[str, Any]]:
     """The fields of a `Constructor` for each."""
-    sizes = {SelfAttention: {"dim": dim, "heads": 4, "dim_head": 6, "local_window_size": 8}}
+    sizes = {SelfAttention: {"dim": dim, "heads": 4, "dim_head": 6}}
     sizes[CrossAttention] = sizes[SelfAttention]
     sizes[Performer] = sizes[SelfAttention] | {"depth": 2}
     sizes[PerformerLM] = sizes[Performer] | {"num_tokens": vocabulary, "max_seq_len": longest}
     return [
-        row(kind, name, sizes[kind] | options) for kind, named in OPTIONS.items() for name, options in named.items()
+        row(kind, name, sizes[kind] | options | _window(options))
+        for kind, named in OPTIONS.items()
+        for name, options in named.items()
     ]
+
+
+def _window(options: dict[str, Any]) -> dict[str, Any]:
+    """Small, where there are local heads: it is refused where there are none."""
+    return {"local_window_size": 8} if {"local_heads", "local_attn_heads"} & set(options) else {}
 
 
 def row(kind: type[nn.Module], name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention
 
 
 def fast_attention(ours: FastAttention, **options: Any) -> nn.Module:
-    theirs = original.FastAttention(ours.dim_heads, ours.nb_features, causal=ours.causal, **options).double()
+    options["nb_features"] = ours.nb_features
+    theirs = original.FastAttention(ours.dim_heads, causal=ours.causal, **options).double()
     return take_features(theirs, ours)
 
 

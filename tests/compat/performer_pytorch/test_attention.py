@@ -23,6 +23,16 @@ def make(kind: type, **options):
     return kind(DIM, **{"heads": 4, "dim_head": 8} | options).double().eval()
 
 
+def local(local_heads: int) -> dict[str, int]:
+    """A window is refused where no head has one."""
+    return {"local_heads": local_heads, "local_window_size": 5} if local_heads else {}
+
+
+def with_fast_heads(local_heads: int, mode: str) -> dict[str, bool]:
+    """So is a kind of fast heads where none of the 4 is fast."""
+    return MODES[mode] if local_heads < 4 else {}
+
+
 def tokens(n: int) -> torch.Tensor:
     return torch.randn(2, n, DIM, dtype=torch.float64)
 
@@ -47,7 +57,9 @@ def test_their_outputs(mode, n):
 @pytest.mark.parametrize("n", [1, 16, 33, 65])
 def test_their_outputs_with_local_heads(local_heads, n):
     """Causal: in the other direction theirs are turned wrongly, and attend to the padding that they make."""
-    options = {"generalized_attention": True, "causal": True, "local_heads": local_heads, "local_window_size": 16}
+    options = {"causal": True, "local_heads": local_heads, "local_window_size": 16} | with_fast_heads(
+        local_heads, "relu"
+    )
     ours, x = make(SelfAttention, **options), tokens(n)
     # their local heads' angles are float32
     assert_close(ours(x), theirs("SelfAttention", ours, **options)(x), rtol=1e-5, atol=1e-6)
@@ -57,7 +69,7 @@ def test_their_outputs_with_local_heads(local_heads, n):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mode", ["softmax", "relu", "efficient"])
 def test_p1_the_mask_is_a_mask(mode, causal, local_heads):
-    attention = make(SelfAttention, causal=causal, local_heads=local_heads, local_window_size=5, **MODES[mode])
+    attention = make(SelfAttention, causal=causal, **local(local_heads), **with_fast_heads(local_heads, mode))
     x, mask = tokens(50), torch.rand(2, 50) < 0.6
     y = attention(x + torch.where(mask, 0, 1e3).unsqueeze(-1), mask=mask)
     for row, kept in enumerate(mask):
@@ -81,12 +93,9 @@ def test_the_example_of_their_issue():
     assert_close(attention(x, mask=mask)[:, :64].norm(), attention(x[:, :64]).norm())
 
 
-@pytest.mark.parametrize("local_heads", [0, 1, 4])
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize(("local_heads", "rotary"), [(0, False), (0, True), (1, False), (1, True), (4, False)])
 def test_extend(local_heads, rotary):
-    attention = make(
-        SelfAttention, causal=True, local_heads=local_heads, local_window_size=5, rotary_position_emb=rotary
-    )
+    attention = make(SelfAttention, causal=True, **local(local_heads), rotary_position_emb=rotary)
     x = tokens(40)
     first, state = attention.extend(x[:, :13])
     second, _ = attention.extend(x[:, 13:], state)

@@ -228,6 +228,41 @@ class TestEncDec:
         model = pair(no_projection=True)
         assert not [name for name in model.state_dict() if name.endswith("rows")]
 
+    @pytest.mark.parametrize("part", ["enc", "dec"])
+    def test_no_projection_of_one_part(self, part):
+        """Theirs accepts it and goes by the argument of both."""
+        for both in (False, True):
+            model = pair(no_projection=both, **{f"{part}_no_projection": not both})
+            drawn = {name[:3] for name in model.state_dict() if name.endswith("rows")}
+            assert drawn == ({part} if both else {"enc", "dec"} - {part})
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_an_encoder_with_tied_embeddings_gives_logits(self, tied):
+        """As theirs does: x Eᵀ, with the decoder's E if the two share it."""
+        model, source = pair(enc_tie_embed=True, tie_token_embeds=tied), tokens(13)
+        embedding = (model.dec.net if tied else model.enc).model.embedding
+        assert_close(model.enc(source), model.enc(source, return_encodings=True) @ embedding.weight.T)
+        assert list(model.state_dict()) == list(pair(tie_token_embeds=tied).state_dict())
+
+    def test_what_is_so_anyway_may_be_said(self):
+        said = pair(dec_causal=True, dec_cross_attend=True, enc_cross_attend=False)
+        said.load_state_dict(pair().state_dict())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dec_causal": False}, "dec_causal can only be True"),
+            ({"dec_cross_attend": False}, "dec_cross_attend can only be True"),
+            ({"enc_cross_attend": True}, "enc_cross_attend can only be False"),
+            ({"enc_dim": 8}, "give dim, not enc_dim"),
+            ({"dec_dim": 32}, "give dim, not dec_dim"),
+        ],
+        ids=str,
+    )
+    def test_what_makes_them_a_pair_is_fixed(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            pair(**options)
+
     def test_options_are_of_one_part(self):
         model = pair(enc_depth=1, dec_depth=3, enc_ff_mult=2)
         assert len(model.enc.performer.net.branches) == 2 and len(model.dec.net.performer.net.branches) == 12
@@ -237,10 +272,6 @@ class TestEncDec:
         [
             {"depth": 3},
             {"tie_token": True},
-            {"enc_dim": 8},
-            {"dec_causal": False},
-            {"dec_cross_attend": False},
-            {"enc_tie_embed": True},
             {"enc_depht": 3},
         ],
         ids=str,

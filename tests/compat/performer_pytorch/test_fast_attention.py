@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
@@ -12,9 +13,9 @@ from tests import laws
 from tests.compat.performer_pytorch.original import fast_attention, original
 
 MODES = {
-    "softmax": {},
-    "relu": {"generalized_attention": True},
-    "tanh": {"generalized_attention": True, "kernel_fn": torch.tanh},
+    "softmax": {"nb_features": 20},
+    "relu": {"nb_features": 20, "generalized_attention": True},
+    "tanh": {"nb_features": 20, "generalized_attention": True, "kernel_fn": torch.tanh},
     "efficient": {"no_projection": True},
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -28,14 +29,14 @@ def heads(n: int, std: float = 1.0) -> list[torch.Tensor]:
 @every_mode
 @pytest.mark.parametrize("n", [1, 63, 64, 200])
 def test_their_outputs_where_all_is_seen(mode, n):
-    ours, x = FastAttention(8, 20, **MODES[mode]).double(), heads(n)
+    ours, x = FastAttention(8, **MODES[mode]).double(), heads(n)
     assert_close(ours(*x), fast_attention(ours, **MODES[mode])(*x), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("mode", ["relu", "efficient"])
 @pytest.mark.parametrize("n", [1, 63, 64, 200])
 def test_their_causal_outputs(mode, n):
-    ours, x = FastAttention(8, 20, causal=True, **MODES[mode]).double(), heads(n)
+    ours, x = FastAttention(8, causal=True, **MODES[mode]).double(), heads(n)
     assert_close(ours(*x), fast_attention(ours, **MODES[mode])(*x), rtol=1e-10, atol=1e-10)
 
 
@@ -58,7 +59,7 @@ def test_causal_softmax_is_theirs_of_each_prefix():
 @pytest.mark.parametrize("mode", ["softmax", "relu", "efficient"])
 @both
 def test_laws(mode, causal):
-    inner, x = FastAttention(8, 20, causal=causal, **MODES[mode]).double(), heads(50)
+    inner, x = FastAttention(8, causal=causal, **MODES[mode]).double(), heads(50)
     for key_mask in laws.masks(50).values():
         laws.a_masked_key_is_a_missing_key(inner, *x, key_mask)
         laws.inputs_are_not_modified(inner, *x, key_mask)
@@ -88,7 +89,7 @@ def test_p2_a_large_last_key_does_not_change_the_past():
 @both
 def test_half_precision_at_length(mode, causal):
     """Theirs: NaN in fp16 (2,048 ReLU features or 1,024 causal softmax ones are summed in fp16)."""
-    inner, x = FastAttention(8, 20, causal=causal, **MODES[mode]).double(), heads(2048, 0.5)
+    inner, x = FastAttention(8, causal=causal, **MODES[mode]).double(), heads(2048, 0.5)
     y = inner(*(t.half() for t in x))
     assert y.dtype == torch.float16
     assert_close(y.double(), inner(*x), rtol=0.01, atol=0.01)
@@ -114,7 +115,8 @@ class TestOptions:
             assert_close(lengths, torch.full((30,), 8**0.5))
             assert FastAttention(8, 30, **options).projection_matrix.norm(dim=-1).std() > 0.1
 
-    def test_kernel_fn_acts_with_generalized_attention_only(self):
+    def test_kernel_fn(self):
+        """Any ReLU is the default, which may be given where there is no kernel: performer-pytorch's readme does so."""
         x = heads(9)
 
         def run(**options):
@@ -123,8 +125,9 @@ class TestOptions:
 
         generalized = run(generalized_attention=True)
         assert not torch.allclose(generalized, run(generalized_attention=True, kernel_fn=nn.Softplus()))
-        assert torch.equal(generalized, run(generalized_attention=True, kernel_fn=nn.ReLU()))
-        assert torch.equal(run(), run(kernel_fn=nn.Softplus()))
+        for relu in (nn.ReLU(), torch.relu, F.relu):
+            assert torch.equal(generalized, run(generalized_attention=True, kernel_fn=relu))
+            assert torch.equal(run(), run(kernel_fn=relu))
 
     def test_epsilons(self):
         x = heads(9)
@@ -145,7 +148,7 @@ class TestOptions:
         assert inner.projection_matrix is None and inner.nb_features == 8 and not inner.state_dict()
 
     def test_two_kinds_at_once_are_refused(self):
-        with pytest.raises(ValueError, match="choose one"):
+        with pytest.raises(ValueError, match="generalized_attention is True, but it has no effect with no_projection"):
             FastAttention(8, generalized_attention=True, no_projection=True)
 
     def test_unknown_arguments_raise(self):

@@ -23,8 +23,8 @@ class Model(nn.Module):
 
     def __init__(self, interval: int | None):
         super().__init__()
-        kinds = ({}, {"generalized_attention": True, "ortho_scaling": 1}, {"no_projection": True})
-        self.net = nn.ModuleList(FastAttention(8, 12, **options) for options in kinds)
+        relu = FastAttention(8, 12, ortho_scaling=1, generalized_attention=True)
+        self.net = nn.ModuleList([FastAttention(8, 12), relu, FastAttention(8, no_projection=True)])
         self.linear = nn.Linear(8, 8)
         self.updater = ProjectionUpdater(self.net, interval)
 

@@ -145,7 +145,11 @@ def test_fast_attention_gives_its_outputs(options):
     assert_close(new(q, k, v), old(q, k, v), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("tied", [{}, {"tie_token_embeds": True}, {"tie_token_embed": True}], ids=str)
+# what theirs takes and overwrites
+SAID = {"dec_causal": True, "dec_cross_attend": False, "enc_no_projection": True, "enc_tie_embed": True}
+
+
+@pytest.mark.parametrize("tied", [{}, {"tie_token_embeds": True} | SAID, {"tie_token_embed": True}], ids=str)
 @pytest.mark.parametrize("no_projection", [False, True])
 def test_encoder_and_decoder(tied, no_projection):
     """`tie_token_embed`, the readme's name, ties nothing there: two embeddings are what was trained."""

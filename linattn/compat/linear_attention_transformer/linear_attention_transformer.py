@@ -1,4 +1,4 @@
-"""linear-attention-transformer's language model: also its encoder, if it returns embeddings, and its decoder."""
+"""The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
 
 import math
 from typing import Any, final
@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.layers import LinformerContextSettings, LinformerSettings
+from linattn.compat.linear_attention_transformer.layers import Layers, LinformerContextSettings, LinformerSettings
+from linattn.compat.linear_attention_transformer.options import MODEL_RULES
 from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer, check_context
+from linattn.compat.options import check_options
 from linattn.models.sequence_model import SequenceModel, SequenceModelState
 from linattn.nn import AxialPositions, LearnedPositions, Projected, SinusoidalPositions
 
@@ -18,9 +20,9 @@ class LinearAttentionTransformerLM(nn.Module):
     """Embeddings with positions, a `LinearAttentionTransformer`, a norm and the logits (`return_embeddings` leaves them
     out). If causal, `linattn.generate` takes it.
 
-    Positions are those of a grid, `local_attn_window_size` wide (the default), or learned, one for each of
-    `max_seq_len`; or, with `use_rotary_emb`, sinusoids, of any length, and rotary in the local heads. They count
-    present tokens, so padding on the left moves none."""
+    Positions are those of a grid, `local_attn_window_size` wide (the default), or, with `use_axial_pos_emb=False`,
+    learned, one for each of `max_seq_len`; or, with `use_rotary_emb`, sinusoids, of any length, and rotary in the local
+    heads. They count present tokens, so padding on the left moves none."""
 
     def __init__(
         self,
@@ -47,18 +49,19 @@ class LinearAttentionTransformerLM(nn.Module):
         attend_axially: bool = False,
         linformer_settings: LinformerSettings | None = None,
         context_linformer_settings: LinformerContextSettings | None = None,
-        use_axial_pos_emb: bool = True,
+        use_axial_pos_emb: bool | None = None,
         use_rotary_emb: bool = False,
         shift_tokens: bool = False,
     ):
+        check_options(LinearAttentionTransformerLM, MODEL_RULES, locals())
         super().__init__()
         self.max_seq_len = max_seq_len
-        transformer = LinearAttentionTransformer(
-            dim,
-            depth,
-            max_seq_len,
-            heads,
-            dim_head,
+        layers = Layers(
+            dim=dim,
+            depth=depth,
+            max_seq_len=max_seq_len,
+            heads=heads,
+            dim_head=dim_head,
             causal=causal,
             ff_chunks=ff_chunks,
             ff_glu=ff_glu,
@@ -78,12 +81,15 @@ class LinearAttentionTransformerLM(nn.Module):
         )
         width = dim if emb_dim is None else emb_dim
         out = dim if return_embeddings else width
-        grid = (math.ceil(max_seq_len / local_attn_window_size), local_attn_window_size) if use_axial_pos_emb else None
-        self.receives_context, self.pad_to_multiple = receives_context, transformer.pad_to_multiple
+        grid = (math.ceil(max_seq_len / local_attn_window_size), local_attn_window_size)
+        self.receives_context, self.pad_to_multiple = receives_context, layers.pad_to_multiple
+        stack = layers.stack()
         self.model = SequenceModel(
             nn.Embedding(num_tokens, width),
-            transformer.stack if width == dim else Projected(transformer.stack, width, dim, out_dim=_other(out, dim)),
-            positions=SinusoidalPositions(width) if use_rotary_emb else _learned(width, max_seq_len, grid),
+            stack if width == dim else Projected(stack, width, dim, out_dim=_other(out, dim)),
+            positions=SinusoidalPositions(width)
+            if use_rotary_emb
+            else _learned(width, max_seq_len, None if use_axial_pos_emb is False else grid),
             norm=nn.LayerNorm(out),
             head=None if return_embeddings else nn.Linear(width, num_tokens),
         )
@@ -148,3 +154,11 @@ def _other(out: int, dim: int) -> int | None:
 def _learned(width: int, longest: int, grid: tuple[int, ...] | None) -> AxialPositions | LearnedPositions:
     # as large as the embeddings that they are added to
     return LearnedPositions(longest, width, std=1.0) if grid is None else AxialPositions(width, grid, std=1.0)
+
+
+__all__ = [
+    "LinearAttentionTransformer",
+    "LinearAttentionTransformerLM",
+    "LinformerContextSettings",
+    "LinformerSettings",
+]

@@ -1,5 +1,4 @@
-"""linformer 0.2.3 on our parts: the same constructors, `from linattn.compat.linformer import LinformerLM`, so that its
-weights have a place to go. docs/compat.md has the differences. Wang et al., https://arxiv.org/abs/2006.04768"""
+"""The three modules of linformer 0.2.3. Wang et al., https://arxiv.org/abs/2006.04768"""
 
 from typing import final
 
