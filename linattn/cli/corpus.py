@@ -112,7 +112,7 @@ def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) 
             out.write(np.array([vocabulary.separator], vocabulary.dtype).tobytes())
             num_tokens += 1
             for piece in _pieces(extent):
-                tokens = vocabulary.encode(piece)
+                tokens = np.asarray(vocabulary.encode(piece), vocabulary.dtype)
                 out.write(tokens.tobytes())
                 digest.update(piece)
                 num_bytes, num_tokens = num_bytes + len(piece), num_tokens + len(tokens)
@@ -148,12 +148,10 @@ def row(folder: Path, part: str) -> Path:
     return folder / f"{part}.tokens"
 
 
-def open_tokens(folder: Path, part: str, dtype: np.dtype, expected: int) -> np.ndarray:
-    path = row(folder, part)
+def open_tokens(folder: Path, part: str, dtype: str, expected: int) -> np.ndarray:
+    path, wanted = row(folder, part), expected * np.dtype(dtype).itemsize
     if not path.is_file():
         raise CommandError(f"the run has lost its data: there is no {path}")
-    if (size := path.stat().st_size) != expected * dtype.itemsize:
-        raise CommandError(
-            f"the run's data are damaged: {path} has {size} bytes instead of {expected * dtype.itemsize}"
-        )
+    if (size := path.stat().st_size) != wanted:
+        raise CommandError(f"the run's data are damaged: {path} has {size} bytes instead of {wanted}")
     return np.memmap(path, dtype, mode="r")

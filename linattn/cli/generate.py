@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     vocabulary = described.vocabulary()
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
     # the model has seen texts from their beginning, which this token marks
-    tokens = [vocabulary.separator, *vocabulary.encode(prompt).tolist()]
+    tokens = [vocabulary.separator, *vocabulary.encode(prompt)]
     model = load_model(described)
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()

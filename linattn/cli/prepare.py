@@ -20,14 +20,6 @@ from linattn.cli.whole import copy_whole, remove_whole, whole_folder, write_whol
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 
 
-def require_free(folder: Path, *, replace: bool) -> None:
-    """A run is never written over by accident, and nothing that is no run is ever deleted."""
-    if is_run(folder) and not replace:
-        raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
-    if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CommandError(f"{folder} exists and is no run: choose another --out")
-
-
 def create_run(
     folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
 ) -> None:

@@ -76,6 +76,14 @@ def is_run(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
+def require_free(folder: Path, *, replace: bool) -> None:
+    """A run is never written over by accident, and nothing that is no run is ever deleted."""
+    if is_run(folder) and not replace:
+        raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
+    if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CommandError(f"{folder} exists and is no run: choose another --out")
+
+
 def open_run(folder: Path) -> Run:
     path = folder / DESCRIPTION
     if not path.is_file():
