@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,6 +34,17 @@ def create_run(
         write_whole(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         if is_run(folder):
             remove_whole(folder)
+    _say_what_is_lost(vocabulary, data)
+
+
+def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
+    lost, total = (sum(part[name] for part in data.values()) for name in ("lost_bytes", "bytes"))
+    if lost:
+        print(
+            f"{vocabulary.name} cannot give the text back: {100 * lost / total:.2g} % of the bytes are lost (unknown "
+            "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
+            file=sys.stderr,
+        )
 
 
 def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:

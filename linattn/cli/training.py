@@ -101,6 +101,7 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.accelerator.wait_for_everyone()
     finally:
+        trainer.reports.close()
         if first:
             remove_leftovers(run.checkpoints)
     if first:
@@ -124,7 +125,7 @@ def _make_trainer(
     tokens_per_step = _sequences(options, args) * (options.context - 1)
     reports = Reports(run.log, clock, tokens_per_byte=run.tokens_per_byte, tokens_per_step=tokens_per_step)
     trainer = make_trainer(run, model, _datasets(run, options, args), args, callbacks=[clock, reports])
-    trainer.clock, trainer.keep = clock, options.keep
+    trainer.clock, trainer.reports, trainer.keep = clock, reports, options.keep
     return trainer, clock
 
 

@@ -2,6 +2,7 @@
 
 import codecs
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
@@ -30,6 +31,10 @@ class Vocabulary(ABC):
     def encode(self, text: bytes) -> Sequence[int]: ...
 
     @abstractmethod
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        """Return the number of the text's bytes that its tokens do not give back, at the least."""
+
+    @abstractmethod
     def decoder(self) -> Decoder:
         """A function from the next token to the text that is certain by then; the separator ends the text."""
 
@@ -44,6 +49,9 @@ class Bytes(Vocabulary):
     def encode(self, text: bytes) -> Sequence[int]:
         # numpy takes bytes themselves for one string, and a view of them for numbers
         return memoryview(text)
+
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        return 0
 
     def decoder(self) -> Decoder:
         # a character may be several bytes long: it appears when its last one is there
@@ -79,6 +87,16 @@ class Tokenizer(Vocabulary):
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        """Counts characters, not places: what is unknown, dropped or replaced is missing, what moved is not."""
+        # a byte that is no UTF-8 is a character of its own, which no tokenizer gives back
+        original = text.decode("utf-8", "surrogateescape")
+        decoded = self.backend.decode(list(tokens), skip_special_tokens=False)
+        if decoded == original:
+            return 0
+        missing = Counter(original) - Counter(decoded)
+        return sum(count * len(each.encode("utf-8", "surrogateescape")) for each, count in missing.items())
 
     def decoder(self) -> Decoder:
         from tokenizers.decoders import DecodeStream
