@@ -179,6 +179,24 @@ def test_a_run_can_be_replaced(text, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_tokenizer_that_loses_text_says_so_once(text, tokenizer, tmp_path, capsys):
+    """Here all the letters t, of which it makes spaces."""
+    description = json.loads(tokenizer.read_text())
+    description["normalizer"] = {"type": "Replace", "pattern": {"String": "t"}, "content": " "}
+    (tmp_path / "lossy.json").write_text(json.dumps(description))
+    content = b"".join(file.read_bytes() for file in text.iterdir())
+    share = f"{100 * content.count(b't') / len(content):.2g} %"
+    for name, expected in ((tmp_path / "lossy.json", 1), (tokenizer, 0)):
+        run = tmp_path / name.stem
+        options = ("--tokenizer", str(name), "--validation-part", "0.3", "--steps", "1", "--out", str(run))
+        assert main(["train", str(text), *TINY, *SHORT, *options]) == 0
+        told = [line for line in capsys.readouterr().err.splitlines() if "cannot give the text back" in line]
+        assert len(told) == expected
+        assert all(line.startswith(f"lossy.json cannot give the text back: {share} of the bytes are lost") for line in told)
+        lost = sum(part["lost_bytes"] for part in open_run(run).description["data"].values())
+        assert lost == expected * content.count(b"t")
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     """From the gradient of a step on, whatever it was."""
     before = RunTrainer.training_step

@@ -39,6 +39,48 @@ def test_a_tokenizer_reads_what_is_no_text(tokenizer):
     assert "".join(map(vocabulary.decoder(), tokens)) == "the \ufffd cat"
 
 
+def lost(vocabulary, text: str | bytes) -> int:
+    text = text.encode() if isinstance(text, str) else text
+    return vocabulary.lost(text, vocabulary.encode(text))
+
+
+def test_what_gives_the_text_back_loses_nothing(vocabulary):
+    assert lost(vocabulary, TEXT) == lost(vocabulary, "") == 0
+
+
+@pytest.fixture
+def of_words(tmp_path) -> Tokenizer:
+    """Small letters of words that it knows; spaces between words are not its tokens."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    backend = Backend(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "über": 3}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "words.json"))
+    return Tokenizer(tmp_path / "words.json")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("the cat", 0),
+        ("The Cat", 2),
+        ("Über", 2),  # Ü has two bytes
+        ("the dog", 3),  # [UNK]
+        ("the\ncat", 1),
+        ("the 𝄞", 4),
+    ],
+)
+def test_what_a_tokenizer_loses_is_counted(of_words, text, expected):
+    assert lost(of_words, text) == expected
+
+
+def test_bytes_that_are_no_text_are_lost_to_a_tokenizer(tokenizer):
+    assert lost(Tokenizer(tokenizer), b"the \xff\xc3 cat") == 2
+    assert lost(Bytes(), b"the \xff\xc3 cat") == 0
+
+
 def test_the_separator_is_no_other_token(vocabulary):
     assert vocabulary.separator == vocabulary.size - 1
     assert vocabulary.separator not in vocabulary.encode(bytes(range(256)) + TEXT.encode())
