@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 from xml.etree import ElementTree
 
 import pytest
@@ -110,14 +109,11 @@ def test_a_record_comes_back_as_it_was(record, tmp_path):
     assert read_record(tmp_path / "a.json") == record
 
 
-def test_the_budget_is_kept_and_what_it_cost_is_said(tmp_path, capsys):
-    started = time.monotonic()
+def test_what_the_budget_does_not_allow_is_said(tmp_path, capsys):
     asked = ["--methods", "softmax,elu", "--works", "training", "--lengths", "64,4194304", "--no-features"]
-    assert main(["bench", "--out", str(tmp_path), "--budget", "8", *asked, *SIZES]) == 0
-    # drawing and a busy machine may take what they want
-    assert time.monotonic() - started < 60
+    assert main(["bench", "--out", str(tmp_path), "--budget", "30", *asked, *SIZES]) == 0
     dropped = read_record(tmp_path / "bench.json").dropped
-    assert {(each.method, each.n) for each in dropped} >= {("softmax", 4194304), ("elu", 4194304)}
+    assert {(each.method, each.n) for each in dropped} == {("softmax", 4194304), ("elu", 4194304)}
     assert "training, float32, from n = 4,194,304 on, no time was left: softmax (" in capsys.readouterr().out
 
 

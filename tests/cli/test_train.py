@@ -192,7 +192,7 @@ def test_a_tokenizer_that_loses_text_says_so_once(text, tokenizer, tmp_path, cap
         assert main(["train", str(text), *TINY, *SHORT, *options]) == 0
         told = [line for line in capsys.readouterr().err.splitlines() if "cannot give the text back" in line]
         assert len(told) == expected
-        assert all(line.startswith(f"lossy.json cannot give the text back: {share} of the bytes are lost") for line in told)
+        assert all(f"lossy.json cannot give the text back: {share} of the bytes are lost" in line for line in told)
         lost = sum(part["lost_bytes"] for part in open_run(run).description["data"].values())
         assert lost == expected * content.count(b"t")
 
