@@ -16,7 +16,10 @@ COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong without repeating every option, and which name is nearest to an unknown one."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    # argparse declares it by overloads
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
