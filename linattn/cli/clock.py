@@ -51,7 +51,7 @@ class Clock(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Before the scheduler's step. Processes must agree: one that stopped alone would leave the others waiting."""
-        self.seconds, interrupted = _largest(
+        self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device
         )
         self.must_stop = interrupted > 0
@@ -82,7 +82,7 @@ class Clock(TrainerCallback, ExportableState):
                 signal.signal(number, handler)
 
 
-def _largest(*values: float, device: torch.device) -> list[float]:
+def largest(*values: float, device: torch.device) -> list[float]:
     """Each value's maximum over the processes."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return list(values)

@@ -33,11 +33,9 @@ class Part:
     documents: int
     bytes: int
     tokens: int
+    lost_bytes: int
+    """Bytes that the tokens do not give back."""
     sha256: str
-
-    @property
-    def tokens_per_byte(self) -> float:
-        return self.tokens / self.bytes
 
 
 def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
@@ -106,17 +104,18 @@ def _character_boundary(file: Path, cut: int) -> int:
 
 
 def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> Part:
-    digest, num_bytes, num_tokens = hashlib.sha256(), 0, 0
+    digest, num_bytes, num_tokens, lost = hashlib.sha256(), 0, 0, 0
     with open(path, "wb") as out:
         for extent in extents:
             out.write(np.array([vocabulary.separator], vocabulary.dtype).tobytes())
             num_tokens += 1
             for piece in _pieces(extent):
                 tokens = vocabulary.encode(piece)
-                out.write(tokens.tobytes())
+                out.write(np.asarray(tokens, vocabulary.dtype).tobytes())
+                lost += vocabulary.lost(piece, tokens)
                 digest.update(piece)
                 num_bytes, num_tokens = num_bytes + len(piece), num_tokens + len(tokens)
-    return Part(len(extents), num_bytes, num_tokens, digest.hexdigest())
+    return Part(len(extents), num_bytes, num_tokens, lost, digest.hexdigest())
 
 
 def _pieces(extent: Extent) -> Iterator[bytes]:
@@ -148,12 +147,10 @@ def row(folder: Path, part: str) -> Path:
     return folder / f"{part}.tokens"
 
 
-def open_tokens(folder: Path, part: str, dtype: np.dtype, expected: int) -> np.ndarray:
-    path = row(folder, part)
+def open_tokens(folder: Path, part: str, dtype: str, expected: int) -> np.ndarray:
+    path, wanted = row(folder, part), expected * np.dtype(dtype).itemsize
     if not path.is_file():
         raise CommandError(f"the run has lost its data: there is no {path}")
-    if (size := path.stat().st_size) != expected * dtype.itemsize:
-        raise CommandError(
-            f"the run's data are damaged: {path} has {size} bytes instead of {expected * dtype.itemsize}"
-        )
+    if (size := path.stat().st_size) != wanted:
+        raise CommandError(f"the run's data are damaged: {path} has {size} bytes instead of {wanted}")
     return np.memmap(path, dtype, mode="r")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from linattn.cli.errors import explained
+from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import load_model, open_run
-from linattn.cli.values import FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SHARE, WHOLE
+from linattn.cli.values import FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE, WHOLE
 from linattn.cli.vocabulary import Vocabulary
 from linattn.models import LanguageModel
 from linattn.models.generation import Sampling, stream
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", default=1.0, **POSITIVE, help="above 1: less of what was there (default: 1)"
     )
-    parser.add_argument("--seed", **NATURAL, help="the same text every time")
+    parser.add_argument("--seed", **SEED, help="the same text every time")
     parser.add_argument("--stop", metavar="TEXT", help="end before this text")
     parser.add_argument("--cpu", **FLAG, help="do not use a GPU")
 
@@ -43,14 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     vocabulary = described.vocabulary()
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
     # the model has seen texts from their beginning, which this token marks
-    tokens = [vocabulary.separator, *vocabulary.encode(prompt).tolist()]
+    tokens = [vocabulary.separator, *vocabulary.encode(prompt)]
     model = load_model(described)
+    if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
+        raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
-    with explained("this cannot be generated", ValueError):
-        new = _new_tokens(model, tokens, vocabulary, arguments)
-    timed = _Timed(new)
-    _write(text(vocabulary, tokens[1:], timed, arguments.stop))
+    # torch's own errors are RuntimeErrors: logits that overflow, or memory that is full
+    with explained("this cannot be generated", ValueError, RuntimeError):
+        timed = _Timed(_new_tokens(model, tokens, vocabulary, arguments))
+        _write(text(vocabulary, tokens[1:], timed, arguments.stop))
     print(timed.report(), file=sys.stderr)
     return 0
 
@@ -80,12 +82,12 @@ class _Timed:
 
     def __init__(self, tokens: Iterator[int]) -> None:
         self.tokens, self.count = tokens, 0
-        self.started = self.first = self.last = time.monotonic()
+        self.started = self.first = self.last = time.perf_counter()
 
     def __iter__(self) -> Iterator[int]:
         for token in self.tokens:
             self.count += 1
-            self.last = time.monotonic()
+            self.last = time.perf_counter()
             if self.count == 1:
                 self.first = self.last
             yield token

@@ -1,20 +1,37 @@
-"""The console entry: finds the command, and turns what goes wrong for the user into one line and exit status 2."""
+"""The console entry: finds the command, and turns what goes wrong for the user into one line and an exit status."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from linattn import __version__
 from linattn.cli import bench, generate, info, train
-from linattn.cli.errors import CommandError, Interrupted, one_line
+from linattn.cli.errors import CommandError, did_you_mean, one_line
 
 COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong without repeating every option."""
+    """Says what is wrong without repeating every option, and which name is nearest to an unknown one."""
+
+    # argparse declares it by overloads
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {one_line(ValueError(message))} ({self.prog} --help explains)\n")
@@ -36,13 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command].run(parsed)
     except CommandError as error:
-        return _fail(parsed.command, str(error))
+        return _fail(parsed.command, str(error), error.status)
     except ModuleNotFoundError as error:
         return _missing(parsed.command, error)
     except OSError as error:
         return _gone() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
-    except Interrupted as error:
-        return _fail(parsed.command, str(error), status=130)
     except KeyboardInterrupt:
         return _fail(parsed.command, "interrupted", status=130)
 

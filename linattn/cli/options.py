@@ -14,6 +14,7 @@ from linattn.cli.values import (
     NOT_NEGATIVE,
     PART,
     POSITIVE,
+    SEED,
     WHOLE,
     base_or_none,
     listed,
@@ -94,7 +95,7 @@ class TrainOptions:
         "of the matrix products; auto: bfloat16 where the GPU or CPU has it",
     )
     checkpointing: bool = training(False, FLAG, "recompute activations in the backward pass, to save memory")
-    seed: int = training(0, NATURAL, "of the weights, of the order of the data and of dropout")
+    seed: int = training(0, SEED, "of the weights, of the order of the data and of dropout")
     cpu: bool = training(False, FLAG, "do not use a GPU")
     fsdp: bool = training(
         False, FLAG, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,14 +21,6 @@ from linattn.cli.whole import copy_whole, remove_whole, whole_folder, write_whol
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 
 
-def require_free(folder: Path, *, replace: bool) -> None:
-    """A run is never written over by accident, and nothing that is no run is ever deleted."""
-    if is_run(folder) and not replace:
-        raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
-    if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CommandError(f"{folder} exists and is no run: choose another --out")
-
-
 def create_run(
     folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
 ) -> None:
@@ -41,6 +34,17 @@ def create_run(
         write_whole(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         if is_run(folder):
             remove_whole(folder)
+    _say_what_is_lost(vocabulary, data)
+
+
+def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
+    lost, total = (sum(part[name] for part in data.values()) for name in ("lost_bytes", "bytes"))
+    if lost:
+        print(
+            f"{vocabulary.name} cannot give the text back: {100 * lost / total:.2g} % of the bytes are lost (unknown "
+            "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
+            file=sys.stderr,
+        )
 
 
 def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:

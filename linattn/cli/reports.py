@@ -1,4 +1,4 @@
-"""What a run tells while it trains: lines of JSON for plots, and a progress bar for whoever is watching."""
+"""What a run tells while it trains: lines of JSON for plots, and a progress bar, or lines where no terminal is."""
 
 import json
 import math
@@ -20,6 +20,8 @@ class Reports(TrainerCallback):
         self.log, self.clock = log, clock
         self.tokens_per_byte, self.tokens_per_step = tokens_per_byte, tokens_per_step
         self.stepping, self.last_step, self.begun = 0.0, 0, 0.0
+        self.first = 0.0
+        """The progress that an earlier process made."""
         self.last: dict[str, Any] = {}
         self.bar: tqdm | None = None
 
@@ -28,16 +30,19 @@ class Reports(TrainerCallback):
         if state.is_world_process_zero:
             # it counts the progress from 0 to 1, which has a remaining time also where the clock ends the run
             layout = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-            self.bar = tqdm(total=1.0, bar_format=layout, dynamic_ncols=True, disable=None, leave=False)
-            self.bar.update(self.clock.progress(state.global_step) if state.global_step else 0)
+            self.first = self.clock.progress(state.global_step) if state.global_step else 0.0
+            self.bar = tqdm(
+                total=1.0, initial=self.first, bar_format=layout, dynamic_ncols=True, disable=None, leave=False
+            )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.begun = time.monotonic()
+        self.begun = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Seconds of validation and saving are no part of the speed."""
-        self.stepping += time.monotonic() - self.begun
+        self.stepping += time.perf_counter() - self.begun
         if self.bar is not None:
+            self.bar.set_postfix_str(summary(self.last | {"step": state.global_step}), refresh=False)
             self.bar.update(self.clock.progress(state.global_step) - self.bar.n)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -46,19 +51,29 @@ class Reports(TrainerCallback):
         step, logs = state.global_step, kwargs["logs"]
         record = {"step": step, "tokens": step * self.tokens_per_step, "seconds": round(self.clock.seconds, 3)}
         if "loss" in logs:
-            self._write(record | self._training(state, logs))
+            self._write(record := record | self._training(state, logs))
+            if self.bar is not None and self.bar.disable:
+                self._say(f"{summary(record)}, {self._time_left(step)} left")
         elif "eval_loss" in logs:
             self._write(record | self._bits(logs["eval_loss"], "validation"))
             self._say(summary(self.last))
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+    def _time_left(self, step: int) -> str:
+        progress = self.clock.progress(step)
+        elapsed = self.clock.seconds - self.clock.before
+        return tqdm.format_interval(elapsed * (1 - progress) / (progress - self.first))
 
     def _training(self, state: TrainerState, logs: dict[str, float]) -> dict[str, float]:
         steps, seconds = state.global_step - self.last_step, self.stepping
         self.last_step, self.stepping = state.global_step, 0.0
-        rates = {"learning_rate": logs["learning_rate"], "gradient_norm": logs.get("grad_norm")}
+        norm = logs.get("grad_norm")
+        # there is no infinity in JSON
+        finite = norm if norm is not None and math.isfinite(norm) else None
+        rates = {"learning_rate": logs["learning_rate"], "gradient_norm": finite}
         speed = {"tokens_per_second": round(steps * self.tokens_per_step / seconds)}
         return self._bits(logs["loss"], "training") | rates | speed
 
@@ -70,8 +85,6 @@ class Reports(TrainerCallback):
         self.last |= record
         with open(self.log, "a") as stream:
             stream.write(json.dumps(record) + "\n")
-        if self.bar is not None:
-            self.bar.set_postfix_str(summary(self.last))
 
     def _say(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)

@@ -17,14 +17,14 @@ from typing import Any
 
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
-from linattn.cli.whole import copy_whole, remove_whole, rename_whole, write_whole
+from linattn.cli.whole import copy_whole, remove_leftovers, remove_whole, rename_whole, write_whole
 from linattn.models import LanguageModel
+from linattn.models.storage import CONFIG, WEIGHTS
 
 FORMAT = 1
 FIELDS = ("created", "finished", "paths", "options", "tokenizer", "vocabulary", "data", "processes", "versions")
 DESCRIPTION = "run.json"
 TOKENIZER = "tokenizer.json"
-MODEL = ("config.json", "model.safetensors")
 MANIFEST = "files.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -76,6 +76,14 @@ def is_run(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
+def require_free(folder: Path, *, replace: bool) -> None:
+    """A run is never written over by accident, and nothing that is no run is ever deleted."""
+    if is_run(folder) and not replace:
+        raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
+    if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CommandError(f"{folder} exists and is no run: choose another --out")
+
+
 def open_run(folder: Path) -> Run:
     path = folder / DESCRIPTION
     if not path.is_file():
@@ -96,7 +104,7 @@ def open_run(folder: Path) -> Run:
 
 
 def load_model(run: Run) -> LanguageModel:
-    if not (run.folder / MODEL[0]).exists():
+    if not (run.folder / CONFIG).exists():
         raise CommandError(f"{run.folder} has no weights yet: its first checkpoint is still to come")
     with explained(f"{run.folder} is corrupt", ValueError):
         return LanguageModel.load(run.folder)
@@ -121,10 +129,22 @@ def rewind_log(path: Path, step: int) -> None:
 def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
     """The checkpoint, complete by now, gets its name; its weights become the run's, and the oldest checkpoints go."""
     write_whole(partial / MANIFEST, json.dumps(_digests(partial), indent=2))
-    if run.checkpoint(step).exists():
-        remove_whole(run.checkpoint(step))
     rename_whole(partial, run.checkpoint(step))
-    for name in MODEL:
+    _publish(run, step, keep)
+
+
+def recover(run: Run, step: int, keep: int) -> None:
+    """A kill may have come at any instant: leave the run as it was right after the last checkpoint, that of `step`."""
+    remove_leftovers(run.folder)
+    remove_leftovers(run.checkpoints)
+    rewind_log(run.log, step)
+    if step:
+        _publish(run, step, keep)
+
+
+def _publish(run: Run, step: int, keep: int) -> None:
+    # the weights first: a folder with a configuration is a folder with a model
+    for name in (WEIGHTS, CONFIG):
         copy_whole(run.checkpoint(step) / name, run.folder / name)
     for old in run.saved_steps()[:-keep]:
         remove_whole(run.checkpoint(old))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions, add_options, given_options, resumed_options
-from linattn.cli.prepare import require_free
-from linattn.cli.run_folder import TOKENIZER, open_run
+from linattn.cli.run_folder import TOKENIZER, open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 
 SUMMARY = "train a language model on text files"

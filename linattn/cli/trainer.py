@@ -1,5 +1,6 @@
 """transformers' Trainer, told what a run is. The loop, DDP, FSDP2 and mixed precision are its own and Accelerate's."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,22 +10,25 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linattn.cli.clock import Clock
-from linattn.cli.errors import CommandError, one_line
+from linattn.cli.clock import Clock, largest
+from linattn.cli.errors import CommandError, Diverged, one_line
 from linattn.cli.options import TrainOptions
+from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run, adopt_checkpoint
 from linattn.cli.whole import partial_name
 
 
 class RunTrainer(Trainer):
-    """Saves whole checkpoints and takes the learning rate from the clock, both of which it must be given before."""
+    """Saves whole checkpoints of finite weights, and takes the learning rate from the clock."""
 
     run: Run
     clock: Clock
+    reports: Reports
     keep: int
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
@@ -34,8 +38,25 @@ class RunTrainer(Trainer):
             self.lr_scheduler = LambdaLR(used, lambda step: self.clock.learning_rate_factor(step))
         return self.lr_scheduler
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Every loss is reported through here, in every process."""
+        if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "eval_loss")):
+            raise self._diverged("the loss is")
+        super().log(logs, start_time)
+
+    def _diverged(self, what: str) -> Diverged:
+        saved, clip = self.run.saved_steps(), self.args.max_grad_norm
+        kept = f"the checkpoint of step {saved[-1]:,} is kept" if saved else "there is no checkpoint yet"
+        clipping = f"a smaller --clip (it was {clip:g})" if clip else "with --clip 1, which limits the gradient"
+        return Diverged(
+            f"training has diverged: {what} not finite at step {self.state.global_step:,}; {kept}. "
+            f"Begin again with a lower --lr (it was {self.args.learning_rate:g}) or {clipping}"
+        )
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """All processes write into a folder of another name; when the last has done so, it becomes the checkpoint."""
+        if largest(float(not is_finite(model)), device=self.args.device) != [0.0]:
+            raise self._diverged("the weights are")
         step = self.state.global_step
         with _explained_failure(self.run.checkpoint(step)):
             super()._save_checkpoint(model, trial)
@@ -52,6 +73,12 @@ def _explained_failure(checkpoint: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CommandError(f"{checkpoint} could not be written: {one_line(error)}") from error
+
+
+def is_finite(model: nn.Module) -> bool:
+    """Tell whether all weights are finite. Sharded ones are judged by this process's part."""
+    weights = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+    return all(bool(weight.isfinite().all()) for weight in weights)
 
 
 class EmbeddingsOfOutput(TrainerCallback):

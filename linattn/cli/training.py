@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,10 +19,10 @@ from linattn.cli.errors import CommandError, Interrupted, explained, one_line
 from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports
-from linattn.cli.run_folder import DESCRIPTION, Run, last_checkpoint, open_run, read_log, rewind_log
+from linattn.cli.run_folder import DESCRIPTION, Run, last_checkpoint, open_run, read_log, recover
 from linattn.cli.trainer import RunTrainer, make_trainer, training_arguments
 from linattn.cli.vocabulary import Vocabulary
-from linattn.cli.whole import write_whole
+from linattn.cli.whole import remove_leftovers, write_whole
 from linattn.cli.windows import TrainingWindows, ValidationWindows
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 from linattn.models import LanguageModelConfig
@@ -95,17 +94,18 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
     first = trainer.is_world_process_zero()
     if first:
         step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-        rewind_log(run.log, step)
+        recover(run, step, options.keep)
         _say(run, model, options, args, step)
     try:
         with clock.minds_interrupts():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.accelerator.wait_for_everyone()
-        if first:
-            _finish(run, interrupted=clock.must_stop)
     finally:
+        trainer.reports.close()
         if first:
-            shutil.rmtree(str(args.output_dir), ignore_errors=True)
+            remove_leftovers(run.checkpoints)
+    if first:
+        _finish(run, interrupted=clock.must_stop)
     if clock.must_stop:
         step = trainer.state.global_step
         raise Interrupted(
@@ -125,7 +125,7 @@ def _make_trainer(
     tokens_per_step = _sequences(options, args) * (options.context - 1)
     reports = Reports(run.log, clock, tokens_per_byte=run.tokens_per_byte, tokens_per_step=tokens_per_step)
     trainer = make_trainer(run, model, _datasets(run, options, args), args, callbacks=[clock, reports])
-    trainer.clock, trainer.keep = clock, options.keep
+    trainer.clock, trainer.reports, trainer.keep = clock, reports, options.keep
     return trainer, clock
 
 

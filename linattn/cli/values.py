@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def whole_from(least: int) -> Callable[[str], int]:
+def whole_from(least: int, most: float = math.inf) -> Callable[[str], int]:
     def whole(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, but is {text!r}")
+        if not least <= value <= most:
+            limit = f" and at most {most}" if most < math.inf else ""
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}{limit}, but is {text!r}")
         return value
 
     return whole
@@ -51,6 +52,7 @@ def one_of(*choices: str) -> Mapping[str, Any]:
 
 NATURAL: Mapping[str, Any] = {"type": whole_from(0), "metavar": "N"}
 WHOLE: Mapping[str, Any] = {"type": whole_from(1), "metavar": "N"}
+SEED: Mapping[str, Any] = {"type": whole_from(0, 2**32 - 1), "metavar": "N"}
 POSITIVE: Mapping[str, Any] = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
 NOT_NEGATIVE: Mapping[str, Any] = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
 PART: Mapping[str, Any] = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}

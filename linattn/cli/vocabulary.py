@@ -2,11 +2,10 @@
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
-
-import numpy as np
 
 from linattn.cli.errors import CommandError, one_line
 
@@ -24,12 +23,16 @@ class Vocabulary(ABC):
         return self.size - 1
 
     @property
-    def dtype(self) -> np.dtype:
-        """The smallest that holds every token, little-endian on every machine."""
-        return np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
+    def dtype(self) -> str:
+        """The smallest type of numpy that holds every token, little-endian on every machine."""
+        return "<u2" if self.size <= 1 << 16 else "<u4"
 
     @abstractmethod
-    def encode(self, text: bytes) -> np.ndarray: ...
+    def encode(self, text: bytes) -> Sequence[int]: ...
+
+    @abstractmethod
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        """Return the number of the text's bytes that its tokens do not give back, at the least."""
 
     @abstractmethod
     def decoder(self) -> Decoder:
@@ -43,8 +46,12 @@ class Bytes(Vocabulary):
     name = "bytes"
     size = 257
 
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8).astype(self.dtype)
+    def encode(self, text: bytes) -> Sequence[int]:
+        # numpy takes bytes themselves for one string, and a view of them for numbers
+        return memoryview(text)
+
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        return 0
 
     def decoder(self) -> Decoder:
         # a character may be several bytes long: it appears when its last one is there
@@ -78,9 +85,18 @@ class Tokenizer(Vocabulary):
         tokens = self.backend.get_vocab(with_added_tokens=True).values()
         return max(tokens, default=-1) + 1
 
-    def encode(self, text: bytes) -> np.ndarray:
-        encoding = self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
-        return np.array(encoding.ids, self.dtype)
+    def encode(self, text: bytes) -> Sequence[int]:
+        return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
+        """Counts characters, not places: what is unknown, dropped or replaced is missing, what moved is not."""
+        # a byte that is no UTF-8 is a character of its own, which no tokenizer gives back
+        original = text.decode("utf-8", "surrogateescape")
+        decoded = self.backend.decode(list(tokens), skip_special_tokens=False)
+        if decoded == original:
+            return 0
+        missing = Counter(original) - Counter(decoded)
+        return sum(count * len(each.encode("utf-8", "surrogateescape")) for each, count in missing.items())
 
     def decoder(self) -> Decoder:
         from tokenizers.decoders import DecodeStream

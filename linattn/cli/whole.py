@@ -12,6 +12,20 @@ def partial_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def removed_name(path: Path) -> Path:
+    """Where something is while it is deleted."""
+    return path.with_name(f".{path.name}.removed")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what is in the folder under other names, because a kill came before it got or lost its own."""
+    for leftover in [*folder.glob(".*.partial"), *folder.glob(".*.removed")]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Readers see the old file or the new one, also after a crash."""
     with whole_file(path) as partial:
@@ -40,7 +54,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Fill the empty folder given; it becomes `path`, which must not exist, at the end."""
     partial = partial_name(path)
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in (partial, removed_name(path)):
+        shutil.rmtree(leftover, ignore_errors=True)
     parents = [parent for parent in path.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
@@ -66,7 +81,7 @@ def rename_whole(partial: Path, path: Path) -> None:
 
 def remove_whole(path: Path) -> None:
     """A folder that is being deleted loses its name first."""
-    condemned = path.with_name(f".{path.name}.removed")
+    condemned = removed_name(path)
     shutil.rmtree(condemned, ignore_errors=True)
     os.rename(path, condemned)
     shutil.rmtree(condemned)

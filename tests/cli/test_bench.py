@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 from xml.etree import ElementTree
 
 import pytest
@@ -34,10 +33,13 @@ TINY = Setup(heads=2, head_dim=8, window=16)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A smoke run of all there is."""
+    """A smoke run of all there is, with time enough on any machine but for the feature maps."""
     out = tmp_path_factory.mktemp("bench")
-    asked = ["--methods", ",".join(METHODS), "--lengths", "64,65", "--budget", "10"]
-    assert main(["bench", "--out", str(out), *asked, *SIZES]) == 0
+    asked = ["--methods", ",".join(METHODS), "--lengths", "64,65", "--budget", "10000"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("linattn.cli.bench.command.TRAINING_MOST", 1.0)
+        patch.setattr("linattn.cli.bench.command.FEATURES_SHARE", 2e-4)
+        assert main(["bench", "--out", str(out), *asked, *SIZES]) == 0
     return out
 
 
@@ -110,14 +112,11 @@ def test_a_record_comes_back_as_it_was(record, tmp_path):
     assert read_record(tmp_path / "a.json") == record
 
 
-def test_the_budget_is_kept_and_what_it_cost_is_said(tmp_path, capsys):
-    started = time.monotonic()
+def test_what_the_budget_does_not_allow_is_said(tmp_path, capsys):
     asked = ["--methods", "softmax,elu", "--works", "training", "--lengths", "64,4194304", "--no-features"]
-    assert main(["bench", "--out", str(tmp_path), "--budget", "8", *asked, *SIZES]) == 0
-    # drawing and a busy machine may take what they want
-    assert time.monotonic() - started < 60
+    assert main(["bench", "--out", str(tmp_path), "--budget", "30", *asked, *SIZES]) == 0
     dropped = read_record(tmp_path / "bench.json").dropped
-    assert {(each.method, each.n) for each in dropped} >= {("softmax", 4194304), ("elu", 4194304)}
+    assert {(each.method, each.n) for each in dropped} == {("softmax", 4194304), ("elu", 4194304)}
     assert "training, float32, from n = 4,194,304 on, no time was left: softmax (" in capsys.readouterr().out
 
 

@@ -110,8 +110,8 @@ def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
 
 def test_damaged_data_are_noticed(tmp_path):
     row(tmp_path, "training").write_bytes(bytes(10))
-    assert len(open_tokens(tmp_path, "training", np.dtype("<u2"), 5)) == 5
+    assert len(open_tokens(tmp_path, "training", "<u2", 5)) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
-        open_tokens(tmp_path, "training", np.dtype("<u2"), 6)
+        open_tokens(tmp_path, "training", "<u2", 6)
     with pytest.raises(CommandError, match=r"there is no .*validation"):
-        open_tokens(tmp_path, "validation", np.dtype("<u2"), 6)
+        open_tokens(tmp_path, "validation", "<u2", 6)

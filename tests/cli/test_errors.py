@@ -1,12 +1,14 @@
 """Whatever is wrong with what the user gave: one clear line, exit status 2, and nothing half-written."""
 
 import json
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from linattn.cli.main import main
 from tests.cli.conftest import SHORT, TINY
@@ -62,6 +64,7 @@ TRAIN = {
     "dropout": (("text", "--dropout", "1.5"), "dropout"),
     "not a number": (("text", "--steps", "many"), "--steps: must be a whole number of at least 1, but is 'many'"),
     "negative": (("text", "--batch", "-4"), "--batch: must be a whole number of at least 1, but is '-4'"),
+    "large seed": (("text", "--seed", "4294967296"), "--seed: must be a whole number of at least 0 and at most"),
     "infinite": (("text", "--lr", "inf"), "--lr: must be a number above 0, but is 'inf'"),
     "nan": (("text", "--warmup", "nan"), "--warmup: must be a number between 0 and 1, but is 'nan'"),
     "choice": (("text", "--norm", "batch"), "--norm: invalid choice: 'batch'"),
@@ -160,6 +163,10 @@ GENERATE = {
     "penalty": (("--repetition-penalty", "0"), "--repetition-penalty: must be a number above 0"),
     "tokens": (("--max-new-tokens", "-1"), "--max-new-tokens: must be a whole number of at least 0"),
     "seed": (("--seed", "x"), "--seed: must be a whole number of at least 0"),
+    "large seed": (("--seed", str(2**64)), "--seed: must be a whole number of at least 0 and at most 4294967295"),
+    # logits that such numbers divide are infinite
+    "no temperature": (("--temperature", "1e-300"), "this cannot be generated"),
+    "no penalty": (("--prompt", "the", "--repetition-penalty", "1e-300"), "this cannot be generated"),
 }
 
 
@@ -173,6 +180,22 @@ def test_the_end_of_learned_positions_is_told(here, capsys):
     assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--learned-positions", "--steps", "1"]) == 0
     line = fails(capsys, "generate", "run", "--max-new-tokens", "100")
     assert "positions end at 32" in line
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_told(run, capsys, value, temperature):
+    tensors = load_file(run / "model.safetensors")
+    next(iter(tensors.values())).fill_(value)
+    save_file(tensors, run / "model.safetensors", metadata={"format": "pt"})
+    line = fails(capsys, "generate", "run", "--temperature", temperature)
+    assert line == "linattn generate: the weights in run are not finite: their training has diverged"
+
+
+def test_logits_that_overflow_are_told(run, capsys):
+    tensors = load_file(run / "model.safetensors")
+    save_file({name: 1e38 * x for name, x in tensors.items()}, run / "model.safetensors", metadata={"format": "pt"})
+    assert "this cannot be generated" in fails(capsys, "generate", "run")
 
 
 def test_a_run_without_weights_says_so(run, capsys):

@@ -93,7 +93,7 @@ def test_text_of_a_tokenizer(text, tokenizer, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", str(text), "--out", str(run), *TINY, *SHORT, "--tokenizer", str(tokenizer)]) == 0
     vocabulary = Tokenizer(tokenizer)
-    prompt = [vocabulary.separator, *vocabulary.encode("över".encode()).tolist()]
+    prompt = [vocabulary.separator, *vocabulary.encode("över".encode())]
     (new,) = generate(LanguageModel.load(run), [prompt], max_new_tokens=5)
     expected = vocabulary.backend.decode([*prompt[1:], *new])
     written = output(capsys, run, "--prompt", "över", "--max-new-tokens", "5", "--temperature", "0")

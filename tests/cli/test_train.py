@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import linattn
+from linattn.cli.clock import Clock
 from linattn.cli.main import main
-from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.run_folder import last_checkpoint, open_run, read_log
+from linattn.cli.trainer import RunTrainer
 from linattn.cli.windows import ValidationWindows
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
@@ -115,13 +119,23 @@ def test_any_bytes_are_data(tmp_path):
     assert main(["train", str(tmp_path / "data"), *TINY, *SHORT, "--out", str(tmp_path / "run")]) == 0
 
 
-def test_the_clock_ends_a_run(text, tmp_path):
-    run = tmp_path / "run"
+def test_the_clock_ends_a_run(text, tmp_path, monkeypatch):
+    """Of this clock every step takes 50 ms, on any machine."""
+    run, now = tmp_path / "run", 0.0
+    monkeypatch.setattr("linattn.cli.clock.time", SimpleNamespace(monotonic=lambda: now))
+    step = Clock.on_optimizer_step
+
+    def slow_step(self, *arguments, **options):
+        nonlocal now
+        now += 0.05
+        step(self, *arguments, **options)
+
+    monkeypatch.setattr(Clock, "on_optimizer_step", slow_step)
     limits = ("--minutes", "0.02", "--evaluate-every", "1000000", "--save-every", "1000000", "--log-every", "1")
     short = [value for value in SHORT if value not in ("--steps", "8")]
     assert main(["train", str(text), *TINY, *short, *limits, "--out", str(run)]) == 0
     training = log_of(run, "training_bits_per_byte")
-    assert 1.2 <= training[-1]["seconds"] < 3
+    assert training[-1]["seconds"] == pytest.approx(1.2)
     # the learning rate has risen and come down with the time
     rates = [record["learning_rate"] for record in training]
     assert max(rates) > 0.9e-3 and rates[-1] < 0.1e-3
@@ -142,6 +156,19 @@ def test_the_bar_shows_bits_per_byte_and_tokens_per_second(text, tmp_path, monke
     bars = [line for line in terminal.getvalue().split("\r") if "%|" in line]
     assert any("training 7." in bar and "bits/byte" in bar and "tokens/s" in bar for bar in bars)
     assert any("validation 7." in bar for bar in bars)
+    # elapsed < left
+    assert any(re.search(r"\d\d:\d\d<\d\d:\d\d, step \d", bar) for bar in bars)
+    lines = terminal.getvalue().replace("\r", "\n").splitlines()
+    # lines are for validations only: the bar has the rest
+    assert not any(line.endswith(" left") for line in lines)
+
+
+def test_without_a_terminal_there_are_lines(text, tmp_path, capsys):
+    assert main(["train", str(text), *TINY, *SHORT, "--out", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    form = r"step (\d), training 7\.\d+ bits/byte, [\d,]+ tokens/s, \d\d:\d\d left"
+    assert [int(match[1]) for line in lines if (match := re.fullmatch(form, line))] == [2, 4, 6, 8]
+    assert not any("%|" in line for line in lines)
 
 
 def test_a_run_can_be_replaced(text, tmp_path):
@@ -150,3 +177,76 @@ def test_a_run_can_be_replaced(text, tmp_path):
     assert main(["train", str(text), *TINY, *SHORT, "--dim", "32", "--replace", "--out", str(run)]) == 0
     assert LanguageModel.load(run).config.dim == 32
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_tokenizer_that_loses_text_says_so_once(text, tokenizer, tmp_path, capsys):
+    """Here all the letters t, of which it makes spaces."""
+    description = json.loads(tokenizer.read_text())
+    description["normalizer"] = {"type": "Replace", "pattern": {"String": "t"}, "content": " "}
+    (tmp_path / "lossy.json").write_text(json.dumps(description))
+    content = b"".join(file.read_bytes() for file in text.iterdir())
+    share = f"{100 * content.count(b't') / len(content):.2g} %"
+    for name, expected in ((tmp_path / "lossy.json", 1), (tokenizer, 0)):
+        run = tmp_path / name.stem
+        options = ("--tokenizer", str(name), "--validation-part", "0.3", "--steps", "1", "--out", str(run))
+        assert main(["train", str(text), *TINY, *SHORT, *options]) == 0
+        told = [line for line in capsys.readouterr().err.splitlines() if "cannot give the text back" in line]
+        assert len(told) == expected
+        assert all(f"lossy.json cannot give the text back: {share} of the bytes are lost" in line for line in told)
+        lost = sum(part["lost_bytes"] for part in open_run(run).description["data"].values())
+        assert lost == expected * content.count(b"t")
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    """From the gradient of a step on, whatever it was."""
+    before = RunTrainer.training_step
+
+    def training_step(self, *arguments, **options):
+        loss = before(self, *arguments, **options)
+        if self.state.global_step == step - 1:
+            next(self.model.parameters()).grad.fill_(value)
+        return loss
+
+    monkeypatch.setattr(RunTrainer, "training_step", training_step)
+
+
+@pytest.mark.parametrize("reports", [("--log-every", "1"), ("--log-every", "100"), ("--evaluate-every", "1")])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(text, tmp_path, monkeypatch, capsys, reports, value):
+    """However seldom the loss is logged: a checkpoint of bad weights is never written."""
+    run = tmp_path / "run"
+    poison(monkeypatch, 6, value)
+    options = ("--save-every", "2", "--keep", "1", "--evaluate-every", "100", *reports)
+    assert main(["train", str(text), *TINY, *SHORT, *options, "--out", str(run)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "training has diverged" in error and "the checkpoint of step 4 is kept" in error
+    assert "a lower --lr (it was 0.001) or a smaller --clip (it was 1)" in error
+    opened = open_run(run)
+    assert opened.saved_steps() == [4] and opened.description["finished"] is None
+    assert all(weight.isfinite().all() for weight in LanguageModel.load(run).parameters())
+    assert last_checkpoint(opened) == opened.checkpoint(4)
+    assert [path for path in run.rglob(".*")] == []
+    # the log is JSON, which has no NaN
+    for line in (run / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_divergence_before_the_first_checkpoint(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", str(text), *TINY, *SHORT, "--lr", "1e20", "--clip", "0", "--out", str(run)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "there is no checkpoint yet" in error and "with --clip 1" in error
+    assert open_run(run).saved_steps() == []
+
+
+def test_a_loss_of_validation_may_diverge_too(text, tmp_path, monkeypatch, capsys):
+    evaluation_loop = RunTrainer.evaluation_loop
+
+    def overflowing(self, *arguments, **options):
+        output = evaluation_loop(self, *arguments, **options)
+        output.metrics["eval_loss"] = math.inf
+        return output
+
+    monkeypatch.setattr(RunTrainer, "evaluation_loop", overflowing)
+    assert main(["train", str(text), *TINY, *SHORT, "--out", str(tmp_path / "run")]) == 1
+    assert "the loss is not finite at step 4" in capsys.readouterr().err.splitlines()[-1]

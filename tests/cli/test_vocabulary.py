@@ -19,7 +19,7 @@ def vocabulary(request, tokenizer):
 
 def test_text_comes_back_piece_by_piece(vocabulary):
     decode = vocabulary.decoder()
-    pieces = [decode(token) for token in vocabulary.encode(TEXT.encode()).tolist()]
+    pieces = [decode(token) for token in vocabulary.encode(TEXT.encode())]
     assert "".join(pieces) + decode(vocabulary.separator) == TEXT
     # a character appears when it is whole, and not only at the end
     assert not any("�" in piece for piece in pieces)
@@ -35,8 +35,50 @@ def test_bytes_that_are_no_text_are_replaced():
 def test_a_tokenizer_reads_what_is_no_text(tokenizer):
     vocabulary = Tokenizer(tokenizer)
     tokens = vocabulary.encode(b"the \xff cat")
-    assert tokens.max() < vocabulary.separator
-    assert "".join(map(vocabulary.decoder(), tokens.tolist())) == "the \ufffd cat"
+    assert max(tokens) < vocabulary.separator
+    assert "".join(map(vocabulary.decoder(), tokens)) == "the \ufffd cat"
+
+
+def lost(vocabulary, text: str | bytes) -> int:
+    text = text.encode() if isinstance(text, str) else text
+    return vocabulary.lost(text, vocabulary.encode(text))
+
+
+def test_what_gives_the_text_back_loses_nothing(vocabulary):
+    assert lost(vocabulary, TEXT) == lost(vocabulary, "") == 0
+
+
+@pytest.fixture
+def of_words(tmp_path) -> Tokenizer:
+    """Small letters of words that it knows; spaces between words are not its tokens."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    backend = Backend(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "über": 3}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "words.json"))
+    return Tokenizer(tmp_path / "words.json")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("the cat", 0),
+        ("The Cat", 2),
+        ("Über", 2),  # Ü has two bytes
+        ("the dog", 3),  # [UNK]
+        ("the\ncat", 1),
+        ("the 𝄞", 4),
+    ],
+)
+def test_what_a_tokenizer_loses_is_counted(of_words, text, expected):
+    assert lost(of_words, text) == expected
+
+
+def test_bytes_that_are_no_text_are_lost_to_a_tokenizer(tokenizer):
+    assert lost(Tokenizer(tokenizer), b"the \xff\xc3 cat") == 2
+    assert lost(Bytes(), b"the \xff\xc3 cat") == 0
 
 
 def test_the_separator_is_no_other_token(vocabulary):
@@ -51,7 +93,7 @@ def test_large_vocabularies_take_larger_tokens(tokenizer, tmp_path):
     path = tmp_path / "large.json"
     path.write_text(json.dumps(description))
     assert Tokenizer(path).size == 70_301
-    assert Tokenizer(path).dtype.itemsize == 4
+    assert np.dtype(Tokenizer(path).dtype).itemsize == 4
 
 
 def test_a_truncating_tokenizer_loses_nothing(tokenizer, tmp_path):
@@ -62,7 +104,7 @@ def test_a_truncating_tokenizer_loses_nothing(tokenizer, tmp_path):
     backend.enable_padding(length=1000)
     backend.save(str(tmp_path / "truncating.json"))
     expected = Tokenizer(tokenizer).encode(TEXT.encode())
-    assert Tokenizer(tmp_path / "truncating.json").encode(TEXT.encode()).tolist() == expected.tolist()
+    assert Tokenizer(tmp_path / "truncating.json").encode(TEXT.encode()) == expected
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[1]"])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from linattn.attention.named import ATTENTIONS
 from linattn.cli.bench import LENGTHS, add_arguments
 from linattn.cli.bench.cells import DECODING, MODEL_WORKS, WORKS, Setup, is_method
 from linattn.cli.bench.compare import compared
@@ -22,7 +23,7 @@ from linattn.cli.bench.real_text import Sample, sample_of_run, sample_of_trainin
 from linattn.cli.bench.record import Measurement, Record, describe_machine, read_record, write_record
 from linattn.cli.bench.report import html
 from linattn.cli.bench.text import printed
-from linattn.cli.errors import CommandError, explained
+from linattn.cli.errors import CommandError, did_you_mean, explained
 from linattn.cli.whole import write_whole
 
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
@@ -99,14 +100,18 @@ def _names(arguments: argparse.Namespace) -> tuple[Sequence[str], Sequence[str],
     works, dtypes = arguments.works or WORKS, arguments.dtypes or DTYPES[:1]
     for option, names, known in (("--works", works, WORKS), ("--dtypes", dtypes, DTYPES)):
         if unknown := [name for name in names if name not in known]:
-            raise CommandError(f"{option} are of {', '.join(known)}, but there is {unknown[0]!r}")
+            nearest = did_you_mean(unknown[0], known)
+            raise CommandError(f"{option} are of {', '.join(known)}, but there is {unknown[0]!r}{nearest}")
     if not causal:
         if arguments.models or (arguments.works and DECODING in works):
             raise CommandError("decoding and --models are causal, so they cannot be --not-causal")
         works = [work for work in works if work != DECODING]
     methods = list(arguments.methods or (CAUSAL if causal else NOT_CAUSAL))
     if unknown := [name for name in methods if not is_method(name)]:
-        raise CommandError(f"{unknown[0]!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}")
+        nearest = did_you_mean(unknown[0], (*ATTENTIONS, *CAUSAL, *PEERS))
+        raise CommandError(
+            f"{unknown[0]!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}{nearest}"
+        )
     if arguments.peers:
         methods += [name for peer in installed(causal) for name in (PEERS[peer].like[causal], peer)]
         methods = list(dict.fromkeys(methods))

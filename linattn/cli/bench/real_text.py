@@ -105,7 +105,7 @@ def _windows(tokens: np.ndarray, starts: np.ndarray) -> Tensor:
 
 def _read(text: Path, vocabulary: Vocabulary) -> np.ndarray:
     with open(text, "rb") as stream:
-        return vocabulary.encode(stream.read(MOST_BYTES))
+        return np.asarray(vocabulary.encode(stream.read(MOST_BYTES)), vocabulary.dtype)
 
 
 def _standard_library() -> np.ndarray:
@@ -116,4 +116,4 @@ def _standard_library() -> np.ndarray:
         size += len(found[-1])
         if size > MOST_BYTES:
             break
-    return Bytes().encode(b"\n".join(found))
+    return np.frombuffer(b"\n".join(found), np.uint8)
