@@ -46,8 +46,9 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         projection: SequenceProjection | None = None,
         return_weights: bool = True,
     ):
+        extra = int(add_bias_kv) + int(add_zero_attn)
         # the keys that add_bias_kv and add_zero_attn add have columns of their own, the first
-        longest = seq_len + int(add_bias_kv) + int(add_zero_attn)
+        longest = seq_len + extra
         super().__init__(
             embed_dim,
             num_heads,
@@ -60,7 +61,9 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
             batch_first,
             device,
             dtype,
-            inner=_linformer(longest, min(proj_k, longest), num_heads, param_sharing, projection),
+            inner=_linformer(
+                longest, min(proj_k, longest), num_heads, param_sharing, projection, (512 + extra, 128)
+            ),
             return_weights=return_weights,
         )
 
@@ -72,13 +75,22 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
 
 
 def _linformer(
-    max_length: int, projected: int, num_heads: int, sharing: str, projection: SequenceProjection | None
+    max_length: int,
+    projected: int,
+    num_heads: int,
+    sharing: str,
+    projection: SequenceProjection | None,
+    defaults: tuple[int, int],
 ) -> LinformerAttention:
     if sharing not in PARAM_SHARING:
         raise unknown_name("param_sharing", sharing, PARAM_SHARING)
     if projection is not None:
         if sharing != "layerwise":
             raise ValueError(f'projection is what layers share, with param_sharing="layerwise", but it is {sharing!r}')
+        given = max_length, projected
+        if given not in ((projection.max_length, projection.projected_length), defaults):
+            shared = projection.extra_repr()
+            raise ValueError(f"the shared projection is {shared}, but seq_len and proj_k ask for {given}")
         return LinformerAttention(projection)
     heads = num_heads if sharing == "none" else None
     first = LearnedProjection(max_length, projected, num_key_heads=heads)
