@@ -1,12 +1,14 @@
 """Checks of the arguments of inner attentions, once, at their boundary, so that errors show what the caller passed."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from linattn.attention.base import map_state
 from linattn.ops.state import checked_kind
+
+_State = TypeVar("_State")
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -62,7 +64,9 @@ def checked_heads(
 def _same_batch(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]} | ({} if state is None else {"state": _batch(state) or 0})
+    sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]}
+    if state is not None:
+        sizes["state"] = _batch(state) or 0
     b = next((size for size in sizes.values() if size != 1), 1)
     if any(size not in (1, b) for size in sizes.values()):
         described = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -77,7 +81,7 @@ def repeat_state(state: Any, batch: int) -> Any:
     return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
 
 
-def for_batch(state: Any, batch: int) -> Any:
+def for_batch(state: _State, batch: int) -> _State:
     """A state for so many sequences, from that of one or of all of them."""
     made = _batch(state)
     if made in (batch, None):

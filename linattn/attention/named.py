@@ -98,7 +98,9 @@ def named_attention(
     window: int = 128,
     max_length: int | None = None,
 ) -> InnerAttention:
-    """A name of `ATTENTIONS`, or a mixture with the heads of each, "local:4+elu:4"; "local+elu" shares them equally."""
+    """A name of `ATTENTIONS`, or a mixture with the heads of each, "local:4+elu:4"; "local+elu" shares them equally.
+
+    `window` is read by local heads, `max_length` by Linformer; the others have no use for them."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
     parts = []
     for name, count in _shares(spec, num_heads):

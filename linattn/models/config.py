@@ -162,6 +162,8 @@ def _check_numbers(config: LanguageModelConfig) -> None:
         raise ValueError(f"dropout must be in [0, 1), but is {config.dropout!r}")
     if not (_is_number(config.mlp_ratio) and 0 < config.mlp_ratio < math.inf):
         raise ValueError(f"mlp_ratio must be positive and finite, but is {config.mlp_ratio!r}")
+    if config.feed_forward == "none" and config.mlp_ratio != LanguageModelConfig.mlp_ratio:
+        raise ValueError(f'mlp_ratio is of the feed-forward, but is {config.mlp_ratio} with feed_forward "none"')
     if config.rotary is not None and not (_is_number(config.rotary) and 1 < config.rotary < math.inf):
         raise ValueError(f"rotary must be None or a base above 1, but is {config.rotary!r}")
 

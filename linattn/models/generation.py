@@ -64,6 +64,8 @@ class Sampling:
             raise ValueError(f"top_k must be a positive integer, but is {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], but is {self.top_p}")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
+            raise ValueError("top_k and top_p choose what is drawn from: with temperature 0, the default, nothing is")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be positive and finite, but is {self.repetition_penalty}")
 

@@ -33,7 +33,7 @@ def replace_attention(
     places = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if (type(module) is nn.MultiheadAttention or _ours(module))
+        if (type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention))
         and where(name, module)
     ]
     if not places:
@@ -80,7 +80,7 @@ def with_inner(
 def _nothing_found(model: nn.Module) -> str:
     """What there is instead of torch's own modules, and what to do about it."""
     name = type(model).__name__
-    if any(type(module) is nn.MultiheadAttention or _ours(module) for module in model.modules()):
+    if any(type(x) is nn.MultiheadAttention or isinstance(x, TorchMultiheadAttention) for x in model.modules()):
         return f"`where` chose no nn.MultiheadAttention of this {name}"
     found = Counter(_full_name(module) for module in model.modules() if _is_attention(module))
     if not found:
@@ -104,10 +104,6 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _full_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def _ours(module: nn.Module) -> bool:
-    return isinstance(module, TorchMultiheadAttention)
 
 
 def _by_name(spec: str, window: int, max_length: int | None) -> Make:

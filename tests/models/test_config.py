@@ -40,6 +40,7 @@ def test_is_frozen():
         ({"mlp_ratio": 0.0}, "mlp_ratio must be positive"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio must be positive and finite"),
         ({"rotary": float("nan")}, "rotary must be None or a base above 1"),
+        ({"mlp_ratio": 2.0, "feed_forward": "none"}, "mlp_ratio is of the feed-forward"),
         ({"norm": "batch"}, "norm must be one of rms, layer, but is 'batch'"),
         ({"feed_forward": "relu"}, "feed_forward must be one of"),
         ({"positions": "sinusoidal"}, "positions must be one of"),

@@ -167,6 +167,13 @@ def test_wrong_sampling_is_refused(wrong):
         Sampling(**wrong)
 
 
+@pytest.mark.parametrize("option", [{"top_k": 3}, {"top_p": 0.5}])
+def test_what_only_draws_have_needs_a_temperature(option):
+    with pytest.raises(ValueError, match="with temperature 0, the default, nothing is"):
+        Sampling(**option)
+    Sampling(temperature=0.5, **option)
+
+
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
 
 

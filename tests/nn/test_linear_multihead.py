@@ -193,3 +193,12 @@ def test_errors():
         make("head")
     with pytest.raises(TypeError, match="proj"):
         LinearMultiheadAttention(DIM, HEADS, proj=4)
+
+
+def test_a_shared_projection_has_its_own_lengths():
+    first = LinearMultiheadAttention(8, 2, seq_len=20, proj_k=4, param_sharing="layerwise")
+    for options in ({}, {"seq_len": 20, "proj_k": 4}):
+        LinearMultiheadAttention(8, 2, param_sharing="layerwise", projection=first.projection, **options)
+    for options in ({"seq_len": 30}, {"proj_k": 5}):
+        with pytest.raises(ValueError, match=r"the shared projection is 20 → 4, but seq_len and proj_k ask for \("):
+            LinearMultiheadAttention(8, 2, param_sharing="layerwise", projection=first.projection, **options)
