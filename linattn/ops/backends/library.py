@@ -37,3 +37,9 @@ def kept_whole(x: Tensor | None) -> bool:
 
     A compiler would unroll every loop over blocks, and put each temporary in memory of its own."""
     return x is not None and torch.compiler.is_compiling() and not transformed()
+
+
+def check_exported_length(n: int, what: str) -> None:
+    """Some loops are of a number of blocks that a graph must know."""
+    if torch.compiler.is_exporting() and isinstance(n, torch.SymInt):
+        raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
