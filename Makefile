@@ -1,14 +1,12 @@
 # make demo   trains a small language model on this machine and lets it write
 # make test   everything that has to hold before a commit lands
 # Both build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
+# TORCH=2.11.0 chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
 
 PYTHON ?= python3
-ifeq ($(OS),Windows_NT)
-BIN := .venv/Scripts
-else
-BIN := .venv/bin
-endif
-INSTALLED := .venv/installed
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+INSTALLED := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 # a process for each core, up to four, as each loads torch; a file's tests stay together, for the runs that they share
 PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile
@@ -24,7 +22,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 
 types: $(INSTALLED)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # checking shapes at run time breaks torch.compile: what is compiled is tested apart, unchecked
 compiled: $(INSTALLED)
@@ -35,10 +33,16 @@ laws: $(INSTALLED)
 
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'linattn needs Python 3.11 or newer; say which: make PYTHON=python3.12')"
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
+ifdef TORCH
+	# another torch wants another triton and other setuptools
+	grep -vE '^(torch|triton|setuptools)==' requirements.lock > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt torch==$(TORCH)
+else
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+endif
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -c "open('$(INSTALLED)', 'w').close()"
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-torch-*

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner, map_state
 from linattn.attention.checks import checked_heads
+from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.compaction import pack_heads
 
 
@@ -111,6 +112,7 @@ class _Grid(NamedTuple):
     @staticmethod
     def _from(column: Tensor, k: Tensor, window: int, total: Tensor | None, rows: int) -> "_Grid":
         n = k.shape[-2]
+        check_exported_length(n, "AxialAttention")
         tokens = torch.arange(rows * window, device=k.device) - column.unsqueeze(1)
         held = (tokens >= 0) & (tokens < (n if total is None else total.unsqueeze(1)))
         places = torch.arange(n, device=k.device) + column.unsqueeze(1)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends import CAUSAL, CausalCall
+from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.state import LinearState
 
 
@@ -13,6 +14,7 @@ def run_in_blocks(
 ) -> tuple[Tensor, LinearState]:
     """Ends the block that is open, then whole blocks in one call, then opens the next."""
     n, size, length = call.q.shape[-2], call.blindspot, 0
+    check_exported_length(n, "attention with a blindspot")
     S, z, block = call.S, call.z, (torch.zeros_like(call.S), torch.zeros_like(call.z))
     if state is not None and state.block_S is not None and state.block_z is not None:
         block = state.block_S.expand_as(S), state.block_z.expand_as(z)

@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.testing import assert_close
 
-from linattn.attention import named_attention
+from linattn.attention import AxialAttention, LinearAttention, named_attention
 from linattn.attention.named import ATTENTIONS
+from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.laws import tokens
 from tests.operators import causal, decaying, over_all
 
 LENGTH = Dim("n", min=2, max=100_000)
+ELU = FEATURE_MAPS["elu"](8, 4, 2)
 # they project a sequence of one greatest length, and have no causal form
 LINFORMER = {"linformer", "linformer_mean", "linformer_conv"}
 
@@ -91,6 +93,20 @@ def test_masks(name: str, causal: bool) -> None:
         same_gradients(program.module()(*inputs, key_mask), inner(*inputs, key_mask=key_mask), inputs)
 
 
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("AxialAttention", AxialAttention(LinearAttention(ELU, causal=True), 6)),
+        ("blindspot", LinearAttention(ELU, causal=True, blindspot=4)),
+    ],
+)
+def test_what_is_exported_for_one_length_only_says_so(name: str, inner: nn.Module) -> None:
+    inputs = [x.float() for x in heads(70)]
+    assert_close(export(inner, tuple(inputs)).module()(*inputs), inner(*inputs))
+    with pytest.raises(NotImplementedError, match=f"{name} can be exported for one length only"):
+        export(inner, tuple(inputs), dynamic_shapes=[{2: LENGTH}] * 3)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("operator", [causal, over_all])
 def test_autocast_does_not_round_what_was_exported(operator: Callable[..., Tensor], dynamic: bool) -> None:
@@ -107,7 +123,7 @@ def test_the_default_language_model(dynamic: bool) -> None:
     model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=32, depth=2)).eval().double()
     shape = {0: Dim("b", max=100), 1: LENGTH} if dynamic else None
     example = (torch.randint(50, (2, 70)), torch.rand(2, 70) < 0.7)
-    program = export(model, example[:1], {"key_mask": example[1]}, dynamic_shapes=(dynamic and [shape, shape]) or None)
+    program = export(model, example[:1], {"key_mask": example[1]}, dynamic_shapes=[shape, shape] if dynamic else None)
     module = program.module()
     for b, n in ((2, 2), (3, 70), (1, 300)) if dynamic else ((2, 70),):
         text, key_mask = torch.randint(50, (b, n)), torch.rand(b, n) < 0.7

@@ -16,6 +16,12 @@ from linattn.ops.elementwise import ELEMENTWISE
 CHUNK = 64
 
 
+def check_exported_length(n: int, what: str) -> None:
+    """Raise NotImplementedError while exporting for any length what has a loop of as many blocks as the length asks."""
+    if torch.compiler.is_exporting() and isinstance(n, torch.SymInt):
+        raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
+
+
 def cut(x: Tensor, length: int) -> Tensor:
     """(… n d) as chunks (… c length d), filled up with zeros."""
     n = x.shape[-2]
