@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.operator import Tensors
+from linattn.ops.backends.triton import causal_gradient_kernels as gradient_kernels
 from linattn.ops.backends.triton import causal_kernels as kernels
 from linattn.ops.backends.triton import launch as host
 from linattn.ops.backends.triton.launch import (
@@ -165,7 +166,7 @@ def _query_gradient(call: _Call, dy: Tensor) -> tuple[Tensor, Denominators, Tens
 
     def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
         launch(
-            kernels.query_gradient, (rows.number * splits, tiles.parts),
+            gradient_kernels.query_gradient, (rows.number * splits, tiles.parts),
             [*taken.wide, taken.key_mask, taken.log_decay, states, *denominators, crossing,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=call.normalized,
@@ -191,7 +192,7 @@ def _key_gradients(
     crossing = call.scalars(rows.number, launches[0][0].parts, wanted=call.log_decay is not None)
     for tiles, keys, values in launches:
         launch(
-            kernels.key_gradients, (rows.number * splits, tiles.parts),
+            gradient_kernels.key_gradients, (rows.number * splits, tiles.parts),
             [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, *denominators, crossing, dS, dz,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, KEYS=keys, VALUES=values, NORMALIZED=call.normalized,

@@ -34,14 +34,18 @@ def test_a_step_is_one_launch() -> None:
 
 
 def test_a_new_length_is_no_new_kernel() -> None:
-    from linattn.ops.backends.triton import causal_kernels
+    from linattn.ops.backends.triton import causal_gradient_kernels, causal_kernels
 
     def train(n: int) -> None:
         inputs = tokens(n, grad=True)
         causal_linear_attention(*inputs, **OPTIONS)[0].square().sum().backward()
 
     def compiled() -> list[int]:
-        kernels = (causal_kernels.forward, causal_kernels.query_gradient, causal_kernels.key_gradients)
+        kernels = (
+            causal_kernels.forward,
+            causal_gradient_kernels.query_gradient,
+            causal_gradient_kernels.key_gradients,
+        )
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     for n in (700, 701, 30_000):
