@@ -68,15 +68,12 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
 
-@torch.compiler.assume_constant_result
-def _has_autocast(device: str) -> bool:
-    # torch 2.11 cannot trace this question in a graph, so its compiler takes the answer for granted
-    return torch.amp.is_autocast_available(device)
-
-
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
     device = x.device.type
+    # torch 2.11 cannot trace the first question: what is compiled is for a device that has it
+    if device == "meta" or not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)):
+        return nullcontext()
     # an exported graph may be called where autocast is on
-    wanted = _has_autocast(device) and (torch.is_autocast_enabled(device) or torch.compiler.is_exporting())
+    wanted = torch.is_autocast_enabled(device) or torch.compiler.is_exporting()
     return torch.autocast(device, enabled=False) if wanted else nullcontext()
