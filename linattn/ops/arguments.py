@@ -117,7 +117,7 @@ def causal_call(
         lead = k.shape[:-2]
         if state is None or state.S.shape[:-2] == lead == state.z.shape[:-1]:
             S, z = _start(k, v, lead, state)
-            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, blindspot)
+            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, blindspot, state is None)
     sides = {"k": k.shape[:-2], "v": v.shape[:-2]}
     key_mask = checked_mask(k, key_mask)
     if key_mask is not None:
@@ -137,7 +137,7 @@ def causal_call(
     if log_decay is not None:
         log_decay = align(checked_decay(log_decay), len(lead) + 1)
     q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
-    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, blindspot)
+    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, blindspot, state is None)
 
 
 def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def run_in_blocks(
     for start, stop in ((0, first), (first, first + whole), (first + whole, n)):
         if start == stop and n > 0:
             continue
-        part = _tokens(call._replace(S=S, z=z), start, stop)
+        part = _tokens(call._replace(S=S, z=z, fresh=False), start, stop)
         if length == 0 and (stop - start) % size == 0:
             y, S, z = CAUSAL(part, backend)
         else:

@@ -80,7 +80,7 @@ def test_whole_operators_tell_their_shapes(n: int, blindspot: int) -> None:
     S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
     operators = torch.ops.linattn
     for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
-        call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot)
+        call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot, False)
         torch.library.opcheck(operators.causal_chunked.default, (*call, save))
         results = operators.causal_chunked(*call, save)
         upstream = tuple(torch.randn_like(x) for x in results[:3])

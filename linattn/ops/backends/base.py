@@ -10,7 +10,7 @@ from torch import Tensor
 class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
     the full size or 1, and q has the full ones; `log_decay` and `key_mask` are (*b, n); S (*b, f, dv) and z (*b, f) are
-    the sums before the first token. What is masked does not decay."""
+    the sums before the first token, zeros if `fresh`. What is masked does not decay."""
 
     q: Tensor
     k: Tensor
@@ -22,6 +22,7 @@ class CausalCall(NamedTuple):
     normalize: str | None
     feature_map: str
     blindspot: int
+    fresh: bool
 
 
 class SumCall(NamedTuple):

@@ -28,8 +28,9 @@ class Backend(NamedTuple):
     `unsupported(call)` says why it cannot run a call, from shapes, dtypes and devices alone. `forward(call, save)`
     returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the call, empty unless
     `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and computes again what
-    was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are results without
-    numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
+    was not saved (empty, or None inside vmap). Upstream gradients are None where no output is used, unless `wants_all`.
+    `empty(call, save)` and `empty_gradient(call)` are results without numbers, for tracing. Without a gradient, torch
+    differentiates `forward` itself."""
 
     name: str
     unsupported: Callable[[Any], str | None]
@@ -38,6 +39,7 @@ class Backend(NamedTuple):
     empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
     empty_gradient: Callable[[Any], Tensors] | None = None
     saved: int = 0
+    wants_all: bool = True
 
 
 class Operator:
@@ -111,7 +113,19 @@ class Form:
     def gradient(self, call: Any, saved: Tensors, grads: Tensors) -> Tensors:
         assert self.backend.gradient is not None
         with without_autocast(call[0]):
-            return self.backend.gradient(call, saved, grads)
+            if self.backend.wants_all:
+                grads = self.filled(call, grads)
+            found = self.backend.gradient(call, saved, grads)
+        # neither autograd nor torch.library lets a function return what it was given
+        return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in found)
+
+    def filled(self, call: Any, grads: Tensors) -> Tensors:
+        """Zeros for the upstream gradients that autograd leaves out (None)."""
+        if all(g is not None for g in grads):
+            return grads
+        assert self.backend.empty is not None
+        results = self.backend.empty(call, False)
+        return tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, results, strict=False))
 
 
 def cannot_export(call: Any) -> str | None:
@@ -211,11 +225,14 @@ class _Differentiable(Function):
         saved = output[ctx.form.outputs :]
         ctx.mark_non_differentiable(*saved)
         ctx.save_for_backward(*tensors, *saved)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = grads[: ctx.form.outputs]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, grads = ctx.form, grads[: ctx.form.outputs]
         _refuse_old_vmap(grads)
+        if torch.is_grad_enabled():
+            grads = form.filled(form.make(*ctx.saved_tensors[: form.tensors], *ctx.options[:-1]), grads)
         return None, None, *_Gradient.apply(ctx.form, ctx.options[:-1], *ctx.saved_tensors, *grads)
 
     @staticmethod
@@ -289,8 +306,8 @@ def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, .
     return results, tuple(None if x is None else 0 for x in results)
 
 
-def _refuse_old_vmap(grads: tuple[Tensor, ...]) -> None:
-    if any(is_legacy_batchedtensor(g) for g in grads):
+def _refuse_old_vmap(grads: Tensors) -> None:
+    if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
         raise NotImplementedError(
             "is_grads_batched and jacobian(vectorize=True) use a vmap that knows no custom operators: take "
             'torch.func.jacrev, torch.func.vmap of a function of torch.func.vjp, or backend="reference"'

@@ -25,8 +25,8 @@ def test_it_is_the_definition(n: int, decay: str | None, normalize: str | None) 
             log_decay[..., n // 2 : n // 2 + 1] = -torch.inf if decay == "resets" else -20
             inputs.append(log_decay.requires_grad_())
         key_mask = torch.rand(2, 1, 1, n) < 0.6 if masked else None
-        call = CausalCall(*inputs[:5], log_decay, key_mask, normalize, "elu_plus_one", blindspot)
-        found, expected = loopless.run(call), reference.run(call)
+        call = CausalCall(*inputs[:5], log_decay, key_mask, normalize, "elu_plus_one", blindspot, False)
+        found, expected = loopless.forward(call, False), reference.causal(call, False)
         assert_close(found, expected)
         upstream = [torch.randn_like(x) for x in found]
         assert_close(

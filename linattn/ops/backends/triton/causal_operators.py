@@ -37,7 +37,7 @@ class _Call:
     """A causal call made readable for kernels. Its rows are those of the queries."""
 
     def __init__(self, call: CausalCall) -> None:
-        q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = call
+        q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = call
         self.lead, self.n, self.f, self.dv = q.shape[:-2], q.shape[-2], q.shape[-1], v.shape[-1]
         self.q, self.k, self.v = (readable(x, self.lead) for x in (q, k, v))
         self.S, self.z = S.contiguous(), z.contiguous()
