@@ -465,7 +465,7 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: 
     [
         ({"normalize": "rows"}, ValueError, "normalize must be"),
         ({"feature_map": "elu"}, ValueError, "one of identity, elu_plus_one"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of triton, recurrent, chunked, reference"),
+        ({"backend": "cuda"}, ValueError, "one of triton, recurrent, dense, chunked, loopless, ref"),
         ({"backend": "recurrent"}, NotImplementedError, "recurrent: takes one token at a time"),
         ({"blindspot": 0}, ValueError, "at least 1"),
         ({"key_mask": torch.ones(2, 1, 10)}, ValueError, "boolean"),

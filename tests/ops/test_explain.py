@@ -15,7 +15,7 @@ def choice(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("n", "options", "expected"),
-    [(5, {}, "chunked"), (1, {}, "recurrent"), (1, {"blindspot": 4}, "chunked")],
+    [(5, {}, "dense"), (200, {}, "chunked"), (1, {}, "recurrent"), (1, {"blindspot": 4}, "chunked")],
 )
 def test_it_names_the_backend_that_runs(n: int, options: dict[str, int], expected: str) -> None:
     text = explain_backend(*tokens(n), **options)
@@ -27,7 +27,7 @@ def test_it_names_the_backend_that_runs(n: int, options: dict[str, int], expecte
 def test_a_state_is_part_of_the_call() -> None:
     q, k, v = tokens(5)
     _, state = causal_linear_attention(q, k, v)
-    assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "chunked"
+    assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "dense"
 
 
 def test_attention_to_all_keys() -> None:
