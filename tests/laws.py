@@ -59,7 +59,7 @@ def a_masked_key_is_a_missing_key(attend: Attend, q: Tensor, k: Tensor, v: Tenso
 def a_masked_token_has_no_effect_on_gradients(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, rubbish: float, *, queries: bool, **to: Any
 ) -> None:
-    """Compared with the sequence without it, where keys and values (and queries, if they are masked too) hold rubbish."""
+    """Compared with the sequence without it. Its key and value hold rubbish, and its query if queries are masked too."""
     upstream = torch.randn(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
     absent = ~key_mask.unsqueeze(-1)
     if queries:

@@ -1,7 +1,4 @@
-"""Gradients in half precision, at lengths and with values where a difference of rounded numbers would lose them.
-
-The oracle is the recurrence in float64, token by token, on the same rounded inputs. Inputs are rounded to bfloat16,
-which float16 holds too, so one oracle serves both dtypes."""
+"""Gradients in half precision, at lengths and with values where a difference of rounded numbers would lose them."""
 
 from functools import cache
 from typing import Any
@@ -12,6 +9,7 @@ from torch import Tensor
 
 from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
 from tests.ops.test_causal_linear import run
+from tests.recurrence import log_decays, recurrence, relative, rounded
 
 # relative errors of norms; a tolerance for all lengths
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
@@ -19,40 +17,6 @@ NAMES = ("q", "k", "v", "S", "z", "log_decay")
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 every_normalization = pytest.mark.parametrize("normalize", ["output", "keys", None])
-
-
-def rounded(*shape: int, mean: float = 0.0) -> Tensor:
-    return (torch.randn(*shape) + mean).bfloat16().double()
-
-
-def log_decays(n: int) -> Tensor:
-    """A head per kind: at random, strong, and those of retention, 1 − 2⁻⁵ to 1 − 2⁻⁸."""
-    retention = [torch.tensor(1 - 2.0**-i).log() for i in range(5, 9)]
-    constant = torch.tensor([-10.0, *retention]).unsqueeze(-1).expand(-1, n)
-    return torch.cat([-torch.nn.functional.softplus(torch.randn(1, n)), constant]).bfloat16().double()
-
-
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, S: Tensor, z: Tensor, log_decay: Tensor | None, normalize: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """S_i = exp(log_decay_i) S_{i−1} + φ(k_i) v_iᵀ, likewise z_i; y_i from S_i and z_i."""
-    q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-    kv = k.unsqueeze(-1) * v.unsqueeze(-2)
-    if log_decay is None:
-        S_all, z_all = S.unsqueeze(-3) + kv.cumsum(-3), z.unsqueeze(-2) + k.cumsum(-2)
-    else:
-        Ss, zs = [], []
-        for a, key, outer in zip(log_decay.exp().unbind(-1), k.unbind(-2), kv.unbind(-3), strict=True):
-            S, z = a[..., None, None] * S + outer, a[..., None] * z + key
-            Ss.append(S)
-            zs.append(z)
-        S_all, z_all = torch.stack(Ss, -3), torch.stack(zs, -2)
-    if normalize == "keys":
-        q = q / z_all
-    y = (q.unsqueeze(-1) * S_all).sum(-2)
-    if normalize == "output":
-        y = y / (q * z_all).sum(-1, keepdim=True)
-    return y, S_all[..., -1, :, :], z_all[..., -1, :]
 
 
 @cache
@@ -72,10 +36,6 @@ def causal_case(
     small = 1.0 if normalize else 2.0**-10
     upstream = [small * rounded(heads, n, 8), small * rounded(heads, 8, 8), small * rounded(heads, 8)]
     return inputs, upstream, list(torch.autograd.grad(results, leaves, upstream))
-
-
-def relative(ours: Tensor, exact: Tensor) -> float:
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 def causal_gradients(
