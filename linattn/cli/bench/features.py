@@ -1,6 +1,5 @@
-"""How far each feature map's attention is from that of softmax, against its number of features."""
+"""Distance of each feature map's attention from that of softmax, by number of features."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -8,65 +7,54 @@ import torch
 
 from linattn.cli.bench.real_text import Layers, Sample
 from linattn.cli.bench.record import ERROR, Measurement
+from linattn.cli.bench.workloads import num_features
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
-    ElementwiseFeatureMap,
+    FEATURE_MAPS,
     FavorFeatureMap,
     FeatureMap,
     GeneralizedFeatureMap,
     HyperbolicFavorFeatureMap,
     RandomProjection,
-    SecondOrderTaylorFeatureMap,
-    TaylorFeatureMap,
     TrigonometricFavorFeatureMap,
 )
-from linattn.feature_maps.efficient import EfficientFeatureMap
 
-WORK, UNIFORM = "feature maps", "uniform attention"
+WORKLOAD, UNIFORM = "feature maps", "uniform attention"
 COUNTS, DRAWS = (16, 32, 64, 128, 256, 512, 1024), 3
-
+FIXED = ("elu", "efficient", "taylor", "taylor2")
 RANDOM: dict[str, Callable[[int, int], FeatureMap]] = {
     "favor": FavorFeatureMap,
     "favor_hyperbolic": HyperbolicFavorFeatureMap,
     "favor_trigonometric": TrigonometricFavorFeatureMap,
     "favor_relu": lambda d, f: GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, f)),
 }
-FIXED: dict[str, Callable[[], FeatureMap]] = {
-    "elu": lambda: ElementwiseFeatureMap("elu_plus_one"),
-    "efficient": EfficientFeatureMap,
-    "taylor": TaylorFeatureMap,
-    "taylor2": SecondOrderTaylorFeatureMap,
-}
 
 
 def measure_features(sample: Sample, deadline: float) -> Iterator[Measurement]:
-    """‖A v − P v‖ / ‖P v‖ of causal attention, means over heads and layers; a value for each draw of a random map.
+    """Measure ‖A v − P v‖ / ‖P v‖ of causal attention, the mean over heads and layers; random maps have three values.
 
-    Few features first, and no further when the deadline passes."""
+    Few features go first, and no more follow when the deadline passes."""
+
+    def measured(name: str, count: int, maps: list[FeatureMap | None]) -> Measurement:
+        errors = tuple(_error(sample.layers, each) for each in maps)
+        return Measurement(ERROR, WORKLOAD, name, "float32", count, errors)
+
     d = sample.layers[0][0].shape[-1]
-    yield _measurement(UNIFORM, 1, [statistics.fmean(_errors(sample.layers, None))])
-    for name, make in FIXED.items():
-        feature_map = make()
-        count = feature_map.scaled_query(torch.ones(1, 1, 1, d))[0].shape[-1]
-        yield _measurement(name, count, [statistics.fmean(_errors(sample.layers, feature_map))])
+    yield measured(UNIFORM, 1, [None])
+    for name in FIXED:
+        feature_map = FEATURE_MAPS[name](d, 1, 1)
+        yield measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), [feature_map])
     for count in COUNTS:
-        for name, make_random in RANDOM.items():
+        for name, make in RANDOM.items():
             if time.monotonic() > deadline:
                 return
             torch.manual_seed(0)
-            maps = [make_random(d, count) for _ in range(DRAWS)]
-            yield _measurement(name, count, [statistics.fmean(_errors(sample.layers, each)) for each in maps])
+            yield measured(name, count, [make(d, count) for _ in range(DRAWS)])
 
 
-def _errors(layers: Layers, feature_map: FeatureMap | None) -> list[float]:
-    """Of each layer; without a map, of attending to all keys alike."""
-    errors = []
-    for q, k, v in layers:
-        found = compare_with_softmax(q, k, feature_map or TaylorFeatureMap(), v=v, causal=True)
-        error = found.uniform_output_error if feature_map is None else found.output_error
-        errors.append(error.mean().item())
-    return errors
-
-
-def _measurement(name: str, count: int, values: list[float]) -> Measurement:
-    return Measurement(ERROR, WORK, name, "float32", count, tuple(values))
+def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
+    """Without a map, return the error of attending to all keys alike."""
+    some = feature_map or FEATURE_MAPS["elu"](1, 1, 1)
+    found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
+    errors = [each.output_error if feature_map else each.uniform_output_error for each in found]
+    return torch.stack(errors).mean().item()

@@ -1,27 +1,29 @@
 """Queries, keys and values that a language model makes of text it has not seen, for judging feature maps on."""
 
+import argparse
+import contextlib
+import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
-from linattn.cli.corpus import find_files, open_tokens
+from linattn.cli import train
+from linattn.cli.corpus import open_tokens
 from linattn.cli.errors import CommandError
-from linattn.cli.run_folder import load_model, open_run
-from linattn.cli.vocabulary import Bytes, Vocabulary
-from linattn.models import LanguageModel, LanguageModelConfig
-from linattn.models.loss import next_token_loss
+from linattn.cli.run_folder import load_model, open_run, read_log
+from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
 
-CONTEXT, SEQUENCES, BATCH = 256, 2, 8
+CONTEXT, SEQUENCES = 256, 2
 MOST_BYTES = 4_000_000
-SMALL = LanguageModelConfig(vocab_size=Bytes.size, dim=128, depth=2, num_heads=2, attention="softmax")
+# of linattn train
+SMALL = "--attention softmax --dim 128 --depth 2 --heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
+BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 Layers = list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -33,87 +35,50 @@ class Sample(NamedTuple):
 
 def sample_of_run(folder: Path, text: Path | None) -> Sample:
     run = open_run(folder)
-    vocabulary = run.vocabulary()
+    vocabulary, size = run.vocabulary(), run.description["data"]["validation"]["tokens"]
     if text is None:
-        tokens = open_tokens(run.data, "validation", vocabulary.dtype, run.description["data"]["validation"]["tokens"])
-        of = "its validation data"
+        tokens = open_tokens(run.data, "validation", vocabulary.dtype, size)
     else:
-        tokens, of = _read(text, vocabulary), str(text)
-    return Sample(collect(load_model(run), tokens), f"Queries and keys are those of the model in {folder} on {of}.")
+        tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
+    source = f"Queries and keys are those of the model in {folder} on {text or 'its validation data'}."
+    return Sample(_collect(load_model(run), tokens), source)
 
 
 def sample_of_training(text: Path | None, seconds: float) -> Sample:
-    """A small softmax model learns for so many seconds; its last tenth of the text is kept from it."""
-    tokens = _read(text, Bytes()) if text else _standard_library()
-    cut = len(tokens) - max(CONTEXT + 1, len(tokens) // 10)
-    if cut <= CONTEXT:
-        raise CommandError(f"there must be more than {2 * CONTEXT + 1} bytes of text, but there are {len(tokens)}")
-    torch.manual_seed(0)
-    model = LanguageModel(SMALL)
-    steps, loss = _train(model, tokens[:cut], seconds)
-    name = str(text) if text else "the sources of Python's standard library"
+    """Let `linattn train` train a small softmax model for so many seconds, and look at the last tenth of the text."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    with TemporaryDirectory() as folder:
+        words = ["--out", f"{folder}/run", "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
+        with contextlib.redirect_stdout(sys.stderr):
+            train.run(parser.parse_args([*map(str, [text] if text else library), *words]))
+        *_, last = read_log(open_run(Path(folder, "run")).log)
+        layers, _ = sample_of_run(Path(folder, "run"), None)
     return Sample(
-        collect(model, tokens[cut:]),
-        f"Queries and keys are those of a softmax model of {SMALL.depth} layers, {SMALL.num_heads} heads of "
-        f"{SMALL.channels} channels and rotary positions, on text that it has not seen; it learned {name} for "
-        f"{steps} steps of {BATCH * CONTEXT:,} bytes, down to a loss of {loss:.2f} nats a byte.",
+        layers,
+        f"Queries and keys are those of a softmax model of 2 layers, 2 heads of 64 channels and rotary positions, on "
+        f"text that it has not seen; it learned {text or 'the modules of the standard library'} for {last['step']:,} "
+        f"steps of 2,048 bytes, down to {last['validation_bits_per_byte']:.2f} bits per byte.",
     )
 
 
-def collect(model: LanguageModel, tokens: np.ndarray) -> Layers:
-    """What each layer's inner attention is given, positions included: evenly spread sequences."""
+def _collect(model: LanguageModel, tokens: np.ndarray) -> Layers:
+    """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
     if len(tokens) < CONTEXT:
         raise CommandError(f"there must be {CONTEXT} tokens of text to look at, but there are {len(tokens)}")
     layers: Layers = []
-    inner: list[InnerAttention] = [part.inner for part in model.modules() if isinstance(part, MultiheadAttention)]
-    # a hook may return a value, so one that returns nothing
-    hooks = [each.register_forward_pre_hook(_keeps(layers)) for each in inner]
-    try:
-        with torch.no_grad():
-            model.eval()(_windows(tokens, np.linspace(0, len(tokens) - CONTEXT, SEQUENCES).astype(int)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return layers
 
-
-def _keeps(layers: Layers) -> Callable[[object, tuple[Tensor, Tensor, Tensor]], None]:
+    # a hook's return value would replace the inputs, so it returns None
     def keep(module: object, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
         layers.append(inputs)
 
-    return keep
-
-
-def _train(model: LanguageModel, tokens: np.ndarray, seconds: float) -> tuple[int, float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw, end, steps, losses = np.random.default_rng(0), time.monotonic() + seconds, 0, []
-    while time.monotonic() < end:
-        batch = _windows(tokens, draw.integers(len(tokens) - CONTEXT, size=BATCH))
-        optimizer.zero_grad()
-        loss = next_token_loss(model(batch[:, :-1]), batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        steps += 1
-    return steps, float(np.mean(losses[-10:])) if losses else float("nan")
-
-
-def _windows(tokens: np.ndarray, starts: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.stack([tokens[start : start + CONTEXT] for start in starts]).astype(np.int64))
-
-
-def _read(text: Path, vocabulary: Vocabulary) -> np.ndarray:
-    with open(text, "rb") as stream:
-        return vocabulary.encode(stream.read(MOST_BYTES))
-
-
-def _standard_library() -> np.ndarray:
-    """As much of it as is quickly read."""
-    found, size = [], 0
-    for file in find_files([sysconfig.get_paths()["stdlib"]], ("*.py",), ("test", "tests", "site-packages")):
-        found.append(file.read_bytes())
-        size += len(found[-1])
-        if size > MOST_BYTES:
-            break
-    return Bytes().encode(b"\n".join(found))
+    starts = np.linspace(0, len(tokens) - CONTEXT, SEQUENCES).astype(int)
+    windows = np.stack([tokens[start : start + CONTEXT] for start in starts]).astype(np.int64)
+    inner = [part.inner for part in model.modules() if isinstance(part, MultiheadAttention)]
+    hooks = [each.register_forward_pre_hook(keep) for each in inner]
+    with torch.no_grad():
+        model.eval()(torch.from_numpy(windows))
+    for hook in hooks:
+        hook.remove()
+    return layers
