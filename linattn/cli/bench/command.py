@@ -13,10 +13,9 @@ from linattn.attention.named import ATTENTIONS
 from linattn.cli.bench import add_arguments
 from linattn.cli.bench.cases import DECODING, MODEL_WORKLOADS, WORKLOADS, Setup
 from linattn.cli.bench.compare import compared
-from linattn.cli.bench.features import measure_features
+from linattn.cli.bench.features import layers_of_run, layers_of_training, measure_features
 from linattn.cli.bench.measuring import Measuring, plan
 from linattn.cli.bench.peers import PEERS, installed
-from linattn.cli.bench.real_text import sample_of_run, sample_of_training
 from linattn.cli.bench.record import Measurement, Record, describe_machine, read_record, write_record
 from linattn.cli.bench.report import html, printed
 from linattn.cli.errors import CommandError, explained
@@ -26,9 +25,8 @@ LENGTHS = tuple(2**power for power in range(8, 17))
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")
 DTYPES = ("float32", "bfloat16", "float16")
-# shares of the budget: training the small model, all of the feature maps' errors, and drawing; the most seconds
-TRAINING_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.1, 0.2, 0.1
-TRAINING_MOST, REPORT_MOST = 60.0, 10.0
+# shares of the budget, and the most seconds: training the small model, all feature maps' errors, drawing
+TRAINING_SHARE, TRAINING_MOST, FEATURES_SHARE, REPORT_SHARE, REPORT_MOST = 0.1, 60.0, 0.2, 0.1, 10.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,18 +47,18 @@ def measure(arguments: argparse.Namespace) -> Record:
     started, setup, asked = time.monotonic(), _setup(arguments), _asked(arguments)
     machine = describe_machine(setup.device, setup.threads)
     torch.set_num_threads(setup.threads)
-    notes, errors = _features(arguments, started)
+    notes, errors = ((), []) if arguments.no_features else _features(arguments, started)
     budget = arguments.budget - min(REPORT_MOST, REPORT_SHARE * arguments.budget)
     measuring = Measuring(setup, plan(**asked), arguments.repeats, started + budget)
     with tqdm(measuring.groups, dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
         for place, group in enumerate(bar):
             bar.set_description_str(f"{group[0].workload}, {group[0].dtype}, n = {group[0].n:,}")
             measuring.measure(place)
-    sizes = {name: getattr(setup, name) for name in ("batch", "heads", "head_dim", "window", "causal")}
+    sizes = {name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "window", "repeats", "budget")}
     return Record(
         command=command_line(arguments),
         machine=machine,
-        options=asked | sizes | {"repeats": arguments.repeats, "budget": arguments.budget},
+        options=asked | sizes | {"causal": setup.causal},
         measurements=(*measuring.measurements, *errors),
         dropped=tuple(measuring.dropped),
         seconds=round(time.monotonic() - started, 1),
@@ -102,15 +100,14 @@ def _asked(arguments: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def _features(arguments: argparse.Namespace, started: float) -> tuple[tuple[str, ...], list[Measurement]]:
-    if arguments.no_features:
-        return (), []
     print("real queries and keys for the feature maps …", file=sys.stderr)
     with explained("no queries and keys", OSError):
         if arguments.model is not None:
-            sample = sample_of_run(arguments.model, arguments.text)
+            layers, source = layers_of_run(arguments.model, arguments.text)
         else:
-            sample = sample_of_training(arguments.text, min(TRAINING_MOST, TRAINING_SHARE * arguments.budget))
-    return (sample.source,), list(measure_features(sample, started + FEATURES_SHARE * arguments.budget))
+            seconds = min(TRAINING_MOST, TRAINING_SHARE * arguments.budget)
+            layers, source = layers_of_training(arguments.text, seconds)
+    return (source,), list(measure_features(layers, started + FEATURES_SHARE * arguments.budget))
 
 
 def command_line(arguments: argparse.Namespace) -> str:
@@ -121,6 +118,6 @@ def command_line(arguments: argparse.Namespace) -> str:
         value = getattr(arguments, name)
         if value != default:
             words.append("--" + name.replace("_", "-"))
-            texts = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removesuffix(".0")
-            words += [] if value is True else [texts]
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removesuffix(".0")
+            words += [] if value is True else [text]
     return shlex.join(words)

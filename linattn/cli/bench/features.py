@@ -1,13 +1,24 @@
-"""Distance of each feature map's attention from that of softmax, by number of features."""
+"""Distance of each feature map's attention from that of softmax, on the queries and keys of a language model."""
 
+import argparse
+import contextlib
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from linattn.cli.bench.real_text import Layers, Sample
+from linattn.cli import train
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
+from linattn.cli.corpus import open_tokens
+from linattn.cli.errors import CommandError
+from linattn.cli.run_folder import load_model, open_run, read_log
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
     FEATURE_MAPS,
@@ -18,8 +29,14 @@ from linattn.feature_maps import (
     RandomProjection,
     TrigonometricFavorFeatureMap,
 )
+from linattn.models import LanguageModel
+from linattn.nn import MultiheadAttention
 
 WORKLOAD, UNIFORM = "feature maps", "uniform attention"
+CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
+# of linattn train
+SMALL = "--attention softmax --dim 128 --depth 2 --heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
+BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 COUNTS, DRAWS = (16, 32, 64, 128, 256, 512, 1024), 3
 FIXED = ("elu", "efficient", "taylor", "taylor2")
 RANDOM: dict[str, Callable[[int, int], FeatureMap]] = {
@@ -28,18 +45,18 @@ RANDOM: dict[str, Callable[[int, int], FeatureMap]] = {
     "favor_trigonometric": TrigonometricFavorFeatureMap,
     "favor_relu": lambda d, f: GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, f)),
 }
+Layers = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def measure_features(sample: Sample, deadline: float) -> Iterator[Measurement]:
+def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
     """Measure ‖A v − P v‖ / ‖P v‖ of causal attention, the mean over heads and layers; random maps have three values.
 
     Few features go first, and no more follow when the deadline passes."""
 
     def measured(name: str, count: int, maps: list[FeatureMap | None]) -> Measurement:
-        errors = tuple(_error(sample.layers, each) for each in maps)
-        return Measurement(ERROR, WORKLOAD, name, "float32", count, errors)
+        return Measurement(ERROR, WORKLOAD, name, "float32", count, tuple(_error(layers, each) for each in maps))
 
-    d = sample.layers[0][0].shape[-1]
+    d = layers[0][0].shape[-1]
     yield measured(UNIFORM, 1, [None])
     for name in FIXED:
         feature_map = FEATURE_MAPS[name](d, 1, 1)
@@ -58,3 +75,53 @@ def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
     found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
     errors = [each.output_error if feature_map else each.uniform_output_error for each in found]
     return torch.stack(errors).mean().item()
+
+
+def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
+    """Return each layer's queries, keys and values for text that the model has not seen, and a sentence on them."""
+    run = open_run(folder)
+    vocabulary, size = run.vocabulary(), run.description["data"]["validation"]["tokens"]
+    if text is None:
+        tokens = open_tokens(run.data, "validation", vocabulary.dtype, size)
+    else:
+        tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
+    source = f"Queries and keys are those of the model in {folder} on {text or 'its validation data'}."
+    return _layers(load_model(run), tokens), source
+
+
+def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
+    """Let `linattn train` train a small softmax model for so many seconds, and show it the last tenth of the text."""
+    data = [text] if text else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        run = Path(folder, "run")
+        options = ["--out", str(run), "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
+        train.run(parser.parse_args([*map(str, data), *options]))
+        *_, last = read_log(open_run(run).log)
+        layers, _ = layers_of_run(run, None)
+    return layers, (
+        "Queries and keys are those of a softmax model of 2 layers, 2 heads of 64 channels and rotary positions, on "
+        f"text that it has not seen; it learned {text or 'the modules of the standard library'} for {last['step']:,} "
+        f"steps of 2,048 bytes, down to {last['validation_bits_per_byte']:.2f} bits per byte."
+    )
+
+
+def _layers(model: LanguageModel, tokens: np.ndarray) -> Layers:
+    """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
+    if len(tokens) < CONTEXT:
+        raise CommandError(f"there must be {CONTEXT} tokens of text to look at, but there are {len(tokens)}")
+    layers: Layers = []
+
+    # a hook's return value would replace the inputs, so it returns None
+    def keep(module: object, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        layers.append(inputs)
+
+    starts = np.linspace(0, len(tokens) - CONTEXT, SEQUENCES).astype(int)
+    windows = np.stack([tokens[start : start + CONTEXT] for start in starts]).astype(np.int64)
+    for part in model.eval().modules():
+        if isinstance(part, MultiheadAttention):
+            part.inner.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        model(torch.from_numpy(windows))
+    return layers

@@ -18,7 +18,6 @@ from linattn.cli.whole import write_whole
 
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
-Key = tuple[str, str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Measurement:
     """Seconds that the matrix products alone would take at the rate of batched 64³ products, from the same rounds."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, str, str, str, int]:
         return self.quantity, self.workload, self.method, self.dtype, self.n
 
     @property
@@ -82,10 +81,6 @@ class Record:
             if (each.quantity, each.workload, each.dtype) == (quantity, workload, dtype):
                 found.setdefault(each.method, []).append(each)
         return found
-
-    @property
-    def dtypes(self) -> list[str]:
-        return list(dict.fromkeys(each.dtype for each in self.measurements))
 
 
 def describe_machine(device: str, threads: int) -> dict[str, Any]:

@@ -74,28 +74,22 @@ TABLES = (TIME, MEMORY, STATE, SPEED_UP, SHARE, DISTANCE)
 
 PICTURES = (
     ("time", "Time against length", ((TIME, cases.FORWARD), (TIME, cases.TRAINING)),
-     "A straight line of slope 1 is linear, of slope 2 quadratic. Bars go from the fastest run to the upper quartile; "
-     "training is forward and backward."),
+     "Slope 1 is linear, 2 quadratic. Bars go from the fastest run to the upper quartile; training includes forward."),
     ("memory", "Memory against length", ((MEMORY, cases.FORWARD), (MEMORY, cases.TRAINING)),
-     "Peak above the inputs, so with outputs and gradients, each in a process of its own; below a few MiB it is mostly "
-     "what a process takes anyway."),
+     "With outputs and gradients, each in a process of its own; a few MiB are what a process takes anyway."),
     ("speedup", "Speed-up over softmax", ((SPEED_UP, cases.FORWARD), (SPEED_UP, cases.TRAINING)),
      "How many times longer torch's fused softmax attention takes, in the same run. Below 1, softmax is faster."),
     ("share", "Share of the machine's limit", ((SHARE, cases.FORWARD), (SHARE, cases.TRAINING)),
-     "The time that the method's own matrix products would take at the rate of batched products of 64 × 64 × 64 in the "
-     "same rounds, over the time that it took."),
-    ("token", "A generated token", ((TIME, cases.DECODING), (STATE, cases.DECODING), (MEMORY, cases.DECODING)),
-     "One token from the state, all heads, against its position n. Softmax reads all that came before, and its cache "
-     "grows; the other states do not."),
+     "The time of the method's own matrix products at the rate of batched 64³ products, over the time that it took."),
+    ("token", "A generated token", tuple((view, cases.DECODING) for view in (TIME, STATE, MEMORY)),
+     "One token from the state at position n. Softmax reads a cache that grows; the other states do not grow."),
     ("models", "Complete models: training and prompts",
      ((THROUGHPUT, cases.MODEL_TRAINING), (THROUGHPUT, cases.MODEL_PREFILL)),
-     "The default language model but for its attention, one sequence of the length at a time; training has loss, "
-     "gradients and AdamW. Higher is better."),
-    ("generation", "Complete models: generation",
-     ((TIME, cases.MODEL_DECODING), (STATE, cases.MODEL_DECODING), (MEMORY, cases.MODEL_DECODING)),
-     "A token at a position of the text, and the memory that the generation keeps beside the weights."),
+     "The default model but for its attention, one sequence at a time; training has loss, gradients and AdamW."),
+    ("generation", "Complete models: generation", tuple((view, cases.MODEL_DECODING) for view in (TIME, STATE, MEMORY)),
+     "A token at position n of the text, and the memory that the generation keeps beside the weights."),
     ("features", "Feature maps on real queries and keys", ((DISTANCE, features.WORKLOAD),),
-     "‖y − y_softmax‖ / ‖y_softmax‖ of causal attention by number of features, the mean over heads and layers; bars "
+     "‖y − y_softmax‖ / ‖y_softmax‖ of causal attention by number of features n, the mean over heads and layers; bars "
      "span the draws of a random map. What is not below the dotted line is no approximation of softmax, and what is "
      "far above it leaves the picture. A model that learns with a feature map need not imitate softmax."),
 )  # fmt: skip
@@ -112,33 +106,32 @@ class Picture(NamedTuple):
     title: str
     caption: str
     panels: list[Panel]
-
-    @property
-    def sentence(self) -> str:
-        return "; ".join(_sentence(*panel) for panel in self.panels) + "."
+    sentence: str
 
 
 def pictures(record: Record) -> Iterator[Picture]:
-    for dtype in record.dtypes:
-        for name, title, panels, caption in PICTURES:
-            found = [Panel(view, workload, view.curves(record, workload, dtype)) for view, workload in panels]
-            for panel in found:
+    for dtype in dict.fromkeys(each.dtype for each in record.measurements):
+        for name, title, shown_here, caption in PICTURES:
+            panels = [Panel(view, workload, view.curves(record, workload, dtype)) for view, workload in shown_here]
+            for panel in panels:
                 panel.curves.pop(RATE, None)
-            if found := [panel for panel in found if panel.curves]:
-                yield Picture(f"{name}-{dtype}", f"{title}, {dtype}", caption, found)
+            if panels := [panel for panel in panels if panel.curves]:
+                sentence = "; ".join(_sentence(*panel) for panel in panels) + "."
+                yield Picture(f"{name}-{dtype}", f"{title}, {dtype}", caption, panels, sentence)
 
 
 def _sentence(view: View, workload: str, curves: Curves) -> str:
     """Compare the best method with softmax at the greatest length of both, and feature maps with uniform attention."""
     reference = features.UNIFORM if view is DISTANCE else SOFTMAX
-    known = {point.n: point.value for point in curves.get(reference, ())}
+    known = {x.n: x.value for x in curves.get(reference, ())}
     others = [(x.value, x.n, method) for method, points in curves.items() if method != reference for x in points]
     lengths = {n for _, n, _ in others}
-    longest = max(lengths & known.keys() or lengths or known)
-    if view is not DISTANCE:
+    if view is DISTANCE:
+        # uniform attention has no features, so it compares with any number of them
+        known = {n: value for value in known.values() for n in lengths}
+    else:
+        longest = max(lengths & known.keys() or lengths or known)
         others = [each for each in others if each[1] == longest]
-    value, n, method = view.best(others, default=(known.get(longest), longest, reference))
-    said = f"{workload} at n = {n:,}: {view.says.format(method, view.shown(value))}"
-    if method != reference and (value := known.get(1 if view is DISTANCE else n)) is not None:
-        said += f", {view.says.format(reference, view.shown(value))}"
-    return said
+    value, n, method = view.best(others, default=(0.0, max(known, default=0), reference))
+    told = {method: value} | ({reference: known[n]} if n in known else {})
+    return f"{workload} at n = {n:,}: " + ", ".join(view.says.format(name, view.shown(x)) for name, x in told.items())

@@ -29,23 +29,16 @@ def prepare(setup: Setup, case: Case) -> Workload:
     return PREPARE[case.workload](setup, case)
 
 
-def _forward(setup: Setup, case: Case) -> Workload:
-    q, k, v, _ = _shared(setup, case.n, case.torch_dtype)
-    attention = _attention(setup, case)
-    return Workload(torch.no_grad()(lambda: attention(q, k, v)), _flop(attention, setup, case))
-
-
-def _training(setup: Setup, case: Case) -> Workload:
+def _attending(setup: Setup, case: Case) -> Workload:
     q, k, v, upstream = _shared(setup, case.n, case.torch_dtype)
     attention = _attention(setup, case)
+    flop = _flop(attention, setup, case)
+    if case.workload == cases.FORWARD:
+        return Workload(torch.no_grad()(lambda: attention(q, k, v)), flop)
     weights = list(attention.parameters()) if isinstance(attention, nn.Module) else []
     wanted = [x.requires_grad_() for x in (q, k, v)] + weights
-
-    def call() -> object:
-        # Linformer's package takes its queries for keys and values, so ours get no gradients
-        return torch.autograd.grad(attention(q, k, v), wanted, upstream, allow_unused=True)
-
-    return Workload(call, _flop(attention, setup, case))
+    # Linformer's package takes its queries for keys and values, so ours get no gradients
+    return Workload(lambda: torch.autograd.grad(attention(q, k, v), wanted, upstream, allow_unused=True), flop)
 
 
 def _decoding(setup: Setup, case: Case) -> Workload:
@@ -150,8 +143,8 @@ def _tokens(setup: Setup, n: int) -> Tensor:
 
 
 PREPARE: dict[str, Callable[[Setup, Case], Workload]] = {
-    cases.FORWARD: _forward,
-    cases.TRAINING: _training,
+    cases.FORWARD: _attending,
+    cases.TRAINING: _attending,
     cases.DECODING: _decoding,
     cases.MODEL_TRAINING: _model_training,
     cases.MODEL_PREFILL: _model_prefill,
