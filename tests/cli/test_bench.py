@@ -158,16 +158,16 @@ def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder,
 def test_every_curve_gets_the_same_time():
     """The slow one ends early, the fast one goes on."""
     cases = [Case("forward", method, "float32", n) for method in ("elu", "softmax") for n in (1024, 2048, 4096)]
-
-    def fitting(seconds):
-        budget = Budget(repeats=2, deadline=time.monotonic() + seconds)
-        budget.seen = {cases[0].curve: (1024, 0.1, 0.0), cases[3].curve: (1024, 5.0, 0.0)}
-        return {case for case in cases if budget.fits(case, curves=2)}
-
-    assert {case.n for case in fitting(100.0) if case.method == "elu"} == {1024, 2048, 4096}
-    assert {case.n for case in fitting(100.0) if case.method == "softmax"} == {1024}
-    assert fitting(1e9) == set(cases)
-    assert not fitting(0.0)
+    budget = Budget(repeats=2)
+    budget.seen = {cases[0].curve: (1024, 0.1, 0.0), cases[3].curve: (1024, 5.0, 0.0)}
+    fitting = budget.fitting(cases, 100.0)
+    assert {case.n for case in fitting if case.method == "elu"} == {1024, 2048, 4096}
+    assert {case.n for case in fitting if case.method == "softmax"} == {1024}
+    assert budget.fitting(cases, 1e9) == set(cases)
+    assert not budget.fitting(cases, 0.0)
+    # what a curve has had counts
+    budget.spent = {cases[0].curve: 1e6}
+    assert {case.method for case in budget.fitting(cases, 41.0)} == {"softmax"}
 
 
 def test_what_needs_too_much_memory_is_not_tried():

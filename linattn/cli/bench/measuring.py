@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -39,18 +39,26 @@ def plan(
 
 
 class Budget:
-    """Gives every curve the same share of the time that is left: the slow ones end early, at their largest lengths."""
+    """Gives every curve the same time: the slow ones end early, at their largest lengths."""
 
-    def __init__(self, repeats: int, deadline: float) -> None:
-        self.repeats, self.deadline = repeats, deadline
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
         self.seen: dict[Curve, tuple[int, float, float]] = {}
         """The last length, its seconds per call, and its bytes, from which those of longer sequences are predicted."""
+        self.spent: dict[Curve, float] = {}
 
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def fits(self, case: Case, curves: int) -> bool:
-        return self.cost(case) <= self.left() / curves
+    def fitting(self, cases: Iterable[Case], seconds: float) -> set[Case]:
+        """Return the cases that the time suffices for. Curves that have had less time go first."""
+        spent, until, fitting, cut = dict(self.spent), {}, set(), set()
+        for case in sorted(cases, key=lambda case: case.n):
+            until[case] = spent[case.curve] = spent.get(case.curve, 0.0) + self.cost(case)
+        for case in sorted(until, key=lambda case: (until[case], case.n)):
+            if case.curve not in cut and self.cost(case) <= seconds:
+                seconds -= self.cost(case)
+                fitting.add(case)
+            else:
+                cut.add(case.curve)
+        return fitting
 
     def cost(self, case: Case) -> float:
         """Predict the seconds of a case: two calls for its memory, two before the first round, and two per round."""
@@ -65,29 +73,30 @@ class Budget:
 
 class Measuring:
     def __init__(self, setup: Setup, groups: list[list[Case]], repeats: int, deadline: float) -> None:
-        self.setup, self.groups, self.budget = setup, groups, Budget(repeats, deadline)
+        self.setup, self.groups, self.deadline, self.budget = setup, groups, deadline, Budget(repeats)
         self.measurements: list[Measurement] = []
         self.dropped: list[Dropped] = []
         self.ended: dict[Curve, str] = {}
 
     def measure(self, place: int) -> None:
         """Measure the group at this place, once those before it are done."""
-        ahead = {case.curve for group in self.groups[place:] for case in group}
-        cases = [case for case in self._within_limits(self.groups[place], ahead) if self._measure_memory(case)]
+        later = [case for group in self.groups[place + 1 :] for case in group]
+        cases = [case for case in self._within_limits(self.groups[place], later) if self._measure_memory(case)]
         # the time of a call is known now
-        if cases := self._within_limits(cases, ahead):
+        if cases := self._within_limits(cases, later):
             self._measure_time(cases)
 
-    def _within_limits(self, cases: list[Case], ahead: set[Curve]) -> list[Case]:
+    def _within_limits(self, cases: list[Case], later: list[Case]) -> list[Case]:
         """Drop what is too large. A curve that has ended is not tried again, and the others get its time."""
-        curves = len(ahead - self.ended.keys())
+        ahead = [case for case in (*cases, *later) if case.curve not in self.ended]
+        fitting = self.budget.fitting(ahead, self.deadline - time.monotonic())
         for case in cases:
             size = self.budget.size(case)
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
             elif size > LARGEST_SHARE * _total_memory(self.setup.device):
                 self._drop(case, f"it would need about {size / 2**30:,.0f} GiB of memory")
-            elif not self.budget.fits(case, curves):
+            elif case not in fitting:
                 self._drop(case, f"no time was left: {self.budget.cost(case):,.1f} s")
         return [case for case in cases if case.curve not in self.ended]
 
@@ -95,7 +104,7 @@ class Measuring:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""
         quantity, measure = (STATE_BYTES, memory.state) if case.workload in ONE_TOKEN else (BYTES, memory.peak)
         try:
-            found = measure(self.setup, case, max(1.0, self.budget.left()))
+            found = measure(self.setup, case, max(1.0, self.deadline - time.monotonic()))
         # another package may fail in any way; the rest of the run is still worth having
         except Exception as error:
             self._drop(case, one_line(error)[:200])
@@ -111,13 +120,14 @@ class Measuring:
         if any(workload.flop for workload in workloads.values()):
             rate = replace(cases[0], method=RATE)
             calls[rate], flop = products(self.setup.device, rate.torch_dtype)
-        times = alternate(calls, self.budget.repeats, deadline=self.budget.deadline)
+        times = alternate(calls, self.budget.repeats, deadline=self.deadline)
         for case, values in times.items():
             needed = workloads[case].flop if case in workloads else None
             limit = needed * statistics.median(times[rate]) / flop if needed and rate else None
             measured = Measurement(SECONDS, *case.curve, case.n, tuple(values), limit)
             self.measurements.append(measured)
             self.budget.seen[case.curve] = case.n, measured.median, self.budget.size(case)
+            self.budget.spent[case.curve] = self.budget.spent.get(case.curve, 0.0) + self.budget.cost(case)
 
     def _drop(self, case: Case, reason: str) -> None:
         self.ended[case.curve] = reason
