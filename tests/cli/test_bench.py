@@ -21,6 +21,7 @@ from linattn.cli.bench.compare import changes, compared
 from linattn.cli.bench.decoding_state import lengthened, num_bytes, state_at
 from linattn.cli.bench.features import FIXED, RANDOM, UNIFORM
 from linattn.cli.bench.measuring import Budget, Measuring, plan
+from linattn.cli.bench.memory import peak
 from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Measurement, Record, read_record, write_record
 from linattn.cli.bench.timing import alternate
@@ -177,6 +178,24 @@ def test_what_needs_too_much_memory_is_not_tried():
     measuring.measure(0)
     assert not measuring.measurements
     assert "GiB of memory" in measuring.dropped[0].reason
+
+
+def test_a_method_that_fails_is_said_to_and_the_others_go_on():
+    """Both come back from another process: the error and the figure."""
+    cases = [Case("forward", method, "float32", 64) for method in ("linformer", "elu")]
+    measuring = Measuring(TINY, [cases], repeats=1, deadline=time.monotonic() + 60)
+    measuring.measure(0)
+    assert [(each.method, each.reason) for each in measuring.dropped] == [
+        ("linformer", "Linformer mixes the whole sequence into every key, so it cannot be causal")
+    ]
+    assert {each.quantity for each in measuring.measurements if each.method == "elu"} == {BYTES, SECONDS}
+
+
+def test_a_call_that_lasts_too_long_is_given_up():
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="no time was left"):
+        peak(Setup(), Case("training", "elu", "float32", 2**20), 0.5)
+    assert time.monotonic() - started < 30
 
 
 def test_the_plan_goes_from_short_to_long_and_leaves_out_what_cannot_be():

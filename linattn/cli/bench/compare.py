@@ -1,4 +1,4 @@
-"""What changed between two runs: ratios of medians that are beyond both runs' spread."""
+"""Compares two runs: ratios of medians that are beyond both runs' spread."""
 
 from typing import NamedTuple
 

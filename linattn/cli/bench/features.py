@@ -70,7 +70,7 @@ def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
 
 
 def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
-    """Without a map, return the error of attending to all keys alike."""
+    """Return the mean error of a map or, without one, that of attending to all keys alike."""
     some = feature_map or FEATURE_MAPS["elu"](1, 1, 1)
     found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
     errors = [each.output_error if feature_map else each.uniform_output_error for each in found]

@@ -35,12 +35,12 @@ def build_peer(setup: Setup, case: Case) -> Attention:
     return attention.to(setup.device, case.torch_dtype) if isinstance(attention, nn.Module) else attention
 
 
-def _performer(package: Any, setup: Setup, case: Case, **options: bool) -> Attention:
-    return package.FastAttention(setup.head_dim, causal=setup.causal, **options)
+def _performer(package: Any, setup: Setup, case: Case, no_projection: bool = False) -> Attention:
+    return package.FastAttention(setup.head_dim, causal=setup.causal, no_projection=no_projection)
 
 
 def _linear_attention_transformer(package: Any, setup: Setup, case: Case, blindspot: int = 1) -> Attention:
-    """With a blindspot of 1 a query sees all keys up to its own, as ours do."""
+    """A query sees all keys up to its own, as ours do, if the blindspot is 1."""
     package = package.linear_attention_transformer
     return partial(package.causal_linear_attn, bucket_size=blindspot) if setup.causal else package.linear_attn
 

@@ -1,4 +1,4 @@
-"""What tables and pictures show: measured quantities and ratios of them, and what they say in a sentence."""
+"""The contents of tables and pictures: measured quantities, ratios of them, and a sentence on each."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -92,7 +92,7 @@ def num_features(feature_map: FeatureMap, queries: Tensor) -> int:
 
 
 def operator_flop(tokens: int, features: int, channels: int, *, causal: bool, training: bool) -> float:
-    """Causal, in chunks: qkᵀ, times v, qS and kᵀv, and 13 such with gradients. Over all keys: kᵀv and qS, and 6."""
+    """Count FLOP. Causal, in chunks: qkᵀ, times v, qS and kᵀv, and 13 such with gradients. Over all keys: kᵀv and qS, and 6."""
     over_all = 4 * features * channels
     if causal:
         return tokens * (2 * CHUNK * (features + channels) + over_all) * (13 / 4 if training else 1)
@@ -100,7 +100,7 @@ def operator_flop(tokens: int, features: int, channels: int, *, causal: bool, tr
 
 
 def _model_training(setup: Setup, case: Case) -> Workload:
-    """Loss, gradients and a step of AdamW, in half precision by autocast, as `linattn train` does it."""
+    """Take the loss, its gradients and a step of AdamW, in half precision by autocast, as `linattn train` does it."""
     model, tokens = _model(setup, case, torch.float32).train(), _tokens(setup, case.n + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -115,7 +115,7 @@ def _model_training(setup: Setup, case: Case) -> Workload:
 
 
 def _model_prefill(setup: Setup, case: Case) -> Workload:
-    """From a prompt to the first new token."""
+    """Read a prompt, and write the first new token."""
     model, tokens = _model(setup, case, case.torch_dtype), _tokens(setup, case.n)
     return Workload(lambda: next(stream(model, tokens, max_new_tokens=1)))
 
@@ -132,7 +132,7 @@ def _model_decoding(setup: Setup, case: Case) -> Workload:
 
 
 def _model(setup: Setup, case: Case, dtype: torch.dtype) -> LanguageModel:
-    """Our default model but for its attention."""
+    """Make the default model but for its attention."""
     config = LanguageModelConfig(vocab_size=VOCABULARY, attention=case.method)
     return LanguageModel(config).to(device=setup.device, dtype=dtype).eval()
 
