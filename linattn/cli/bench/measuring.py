@@ -42,7 +42,7 @@ class Budget:
     """Gives every curve the same time: the slow ones end early, at their largest lengths."""
 
     def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
+        self.repeats, self.overhead = repeats, OVERHEAD
         self.seen: dict[Curve, tuple[int, float, float]] = {}
         """The last length, its seconds per call, and its bytes, from which those of longer sequences are predicted."""
         self.spent: dict[Curve, float] = {}
@@ -64,7 +64,7 @@ class Budget:
         """Predict the seconds of a case: two calls for its memory, two before the first round, and two per round."""
         n, seconds, _ = self.seen.get(case.curve, (case.n, UNKNOWN, 0.0))
         call = seconds * max(1.0, case.n / n) ** case.growth
-        return OVERHEAD + 4 * call + self.repeats * (call + max(call, SPAN))
+        return self.overhead + 4 * call + self.repeats * (call + max(call, SPAN))
 
     def size(self, case: Case) -> float:
         n, _, size = self.seen.get(case.curve, (case.n, 0.0, 0.0))
@@ -103,6 +103,7 @@ class Measuring:
     def _measure_memory(self, case: Case) -> bool:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""
         quantity, measure = (STATE_BYTES, memory.state) if case.workload in ONE_TOKEN else (BYTES, memory.peak)
+        start = time.monotonic()
         try:
             found = measure(self.setup, case, max(1.0, self.deadline - time.monotonic()))
         # another package may fail in any way; the rest of the run is still worth having
@@ -110,6 +111,9 @@ class Measuring:
             self._drop(case, one_line(error)[:200])
             return False
         self.budget.seen[case.curve] = case.n, found.seconds, found.bytes
+        # the first process imports torch, so no single one counts for much
+        taken = max(0.0, time.monotonic() - start - 2 * found.seconds)
+        self.budget.overhead += (taken - self.budget.overhead) / 8
         if not math.isnan(found.bytes):
             self.measurements.append(Measurement(quantity, *case.curve, case.n, (found.bytes,)))
         return True

@@ -92,7 +92,7 @@ def num_features(feature_map: FeatureMap, queries: Tensor) -> int:
 
 
 def operator_flop(tokens: int, features: int, channels: int, *, causal: bool, training: bool) -> float:
-    """Count FLOP. Causal, in chunks: qkᵀ, times v, qS and kᵀv, and 13 such with gradients. Over all keys: kᵀv and qS, and 6."""
+    """Count FLOP: qkᵀ, its product with v, qS and kᵀv in chunks (13 with gradients); over all keys kᵀv and qS (6)."""
     over_all = 4 * features * channels
     if causal:
         return tokens * (2 * CHUNK * (features + channels) + over_all) * (13 / 4 if training else 1)
