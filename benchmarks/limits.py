@@ -1,4 +1,4 @@
-"""How far the CPU forms are from what they cannot do without, and what a busy neighbour costs. Contenders take turns.
+"""How far the CPU forms are from what they cannot do without, and what a busy neighbour costs. Methods take turns.
 
     python benchmarks/limits.py [--threads 1] [--repeats 5] [--only local,model,…]
 
@@ -25,7 +25,7 @@ from torch.nn.functional import elu as elu_map
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from linattn.attention import LearnedProjection, LinformerAttention
-from linattn.cli.bench.cells import Call
+from linattn.cli.bench.cases import Call
 from linattn.cli.bench.timing import alternate
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream

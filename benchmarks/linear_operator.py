@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from linattn.cli.bench import memory
-from linattn.cli.bench.cells import DECODING, FORWARD, TRAINING, Call, Cell, Setup
-from linattn.cli.bench.measuring import RATE
-from linattn.cli.bench.operators import operator_flop
+from linattn.cli.bench.cases import DECODING, FORWARD, RATE, TRAINING, Call, Case, Setup
 from linattn.cli.bench.record import BYTES, SECONDS, Measurement, Record, describe_machine, write_record
-from linattn.cli.bench.text import printed
+from linattn.cli.bench.report import printed
 from linattn.cli.bench.timing import alternate, products
+from linattn.cli.bench.workloads import operator_flop
 from linattn.ops import causal_linear_attention
 from linattn.ops.softmax import softmax_attention
 
@@ -88,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     started = time.monotonic()
     setup = Setup(heads=HEADS, head_dim=CHANNELS, threads=options.threads)
-    peak = memory.peak(setup, Cell(FORWARD, "elu", "float32", LONG), 600.0).bytes
+    peak = memory.peak(setup, Case(FORWARD, "elu", "float32", LONG), 600.0).bytes
     record = Record(
         command="python benchmarks/linear_operator.py " + " ".join(sys.argv[1:]),
         machine=describe_machine("cpu", options.threads),
@@ -102,8 +101,8 @@ def main() -> None:
     )
     print(printed(record))
     for each in record.measurements:
-        if each.quantity == SECONDS and each.work != DECODING and each.method != RATE:
-            print(f"{each.work}, {each.method}: {each.median / each.n / HEADS * 1e9:,.0f} ns a token and head")
+        if each.quantity == SECONDS and each.workload != DECODING and each.method != RATE:
+            print(f"{each.workload}, {each.method}: {each.median / each.n / HEADS * 1e9:,.0f} ns a token and head")
     of_output = 4 * HEADS * LONG * CHANNELS
     print(f"\npeak above inputs and output at n = {LONG:,}: {100 * (peak / of_output - 1) / 3:.1f} % of q, k and v")
     if options.json:

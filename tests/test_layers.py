@@ -13,6 +13,7 @@ DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 BESIDE = {("compat", "models"), ("integrations", "models"), ("feature_maps", "ops")}
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
+    "jinja2": ("linattn/cli/",),
     "triton": ("linattn/ops/backends/triton",),
     "transformers": ("linattn/integrations/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),

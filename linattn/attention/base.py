@@ -96,11 +96,13 @@ def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tens
     return q.unflatten(1, (num_key_heads, -1))
 
 
-def map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """Applies the function to every tensor of a state: nested tuples of tensors, each with the batch in front."""
-    if isinstance(state, Tensor):
+def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
+    """Applies the function to every tensor of a state: nested tuples of tensors, each with the batch in front.
+
+    `leaf` may be a kind of state instead: its instances are given to the function, and other tensors stay."""
+    if isinstance(state, leaf):
         return function(state)
     if isinstance(state, tuple):
-        parts = [map_state(function, part) for part in state]
+        parts = [map_state(function, part, leaf=leaf) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import re
+import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -13,17 +15,18 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from linattn.attention import SoftmaxAttention, map_state, named_attention
-from linattn.cli.bench.cells import MODEL_TRAINING, Cell, Setup
+from linattn.cli.bench.cases import MODEL_TRAINING, RATE, Case, Setup
 from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
 from linattn.cli.bench.compare import changes, compared
+from linattn.cli.bench.decoding_state import lengthened, num_bytes, state_at
 from linattn.cli.bench.features import FIXED, RANDOM, UNIFORM
-from linattn.cli.bench.measuring import RATE
-from linattn.cli.bench.past import lengthened, past_of
+from linattn.cli.bench.measuring import Budget, Measuring, plan
+from linattn.cli.bench.memory import peak
 from linattn.cli.bench.peers import PEERS, installed
-from linattn.cli.bench.plan import Costs, plan
-from linattn.cli.bench.record import BYTES, SECONDS, Measurement, Record, read_record, write_record
+from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Measurement, Record, read_record, write_record
 from linattn.cli.bench.timing import alternate
-from linattn.cli.bench.works import PREPARE, prepare
+from linattn.cli.bench.views import pictures
+from linattn.cli.bench.workloads import PREPARE, prepare
 from linattn.cli.main import main
 
 METHODS = ("softmax", "elu", "local+elu")
@@ -56,13 +59,14 @@ def holding(record: Record, *measurements: Measurement) -> Record:
     return dataclasses.replace(record, measurements=measurements)
 
 
-def test_every_contender_is_there_or_said_to_be_missing(record):
-    found = {(each.quantity, each.work, each.method, each.n) for each in record.measurements}
-    missing = {(each.work, each.method, each.n) for each in record.dropped}
+def test_every_method_is_there_or_said_to_be_missing(record):
+    found = {(each.quantity, each.workload, each.method, each.n) for each in record.measurements}
+    missing = {(each.workload, each.method, each.n) for each in record.dropped}
     for work in ("forward", "training", "decoding"):
         for method in METHODS:
             for n in (64, 65):
-                both = {(quantity, work, method, n) for quantity in (SECONDS, BYTES)}
+                size = STATE_BYTES if work == "decoding" else BYTES
+                both = {(quantity, work, method, n) for quantity in (SECONDS, size)}
                 assert both <= found or (work, method, n) in missing
     assert any(work == "forward" and quantity == SECONDS for quantity, work, *_ in found)
 
@@ -103,7 +107,7 @@ def test_ids_of_the_pictures_do_not_meet(folder):
 def test_a_record_is_drawn_again_without_measuring(folder, tmp_path, capsys):
     assert main(["bench", "--redraw", str(folder / "bench.json"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_bytes() == (folder / "report.html").read_bytes()
-    assert "median time a call" in capsys.readouterr().out
+    assert "median time per call" in capsys.readouterr().out
     assert not (tmp_path / "bench.json").exists()
 
 
@@ -113,7 +117,7 @@ def test_a_record_comes_back_as_it_was(record, tmp_path):
 
 
 def test_what_the_budget_does_not_allow_is_said(tmp_path, capsys):
-    asked = ["--methods", "softmax,elu", "--works", "training", "--lengths", "64,4194304", "--no-features"]
+    asked = ["--methods", "softmax,elu", "--workloads", "training", "--lengths", "64,4194304", "--no-features"]
     assert main(["bench", "--out", str(tmp_path), "--budget", "30", *asked, *SIZES]) == 0
     dropped = read_record(tmp_path / "bench.json").dropped
     assert {(each.method, each.n) for each in dropped} == {("softmax", 4194304), ("elu", 4194304)}
@@ -154,26 +158,53 @@ def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder,
 
 def test_every_curve_gets_the_same_time():
     """The slow one ends early, the fast one goes on."""
-    costs = Costs(repeats=2)
-    cells = [Cell("forward", method, "float32", n) for method in ("elu", "softmax") for n in (1024, 2048, 4096)]
-    costs.saw(cells[0], 0.1, 0.0)
-    costs.saw(cells[3], 5.0, 0.0)
-    fitting = costs.fitting(cells, 100.0)
-    assert {cell.n for cell in fitting if cell.method == "elu"} == {1024, 2048, 4096}
-    assert {cell.n for cell in fitting if cell.method == "softmax"} == {1024}
-    assert costs.fitting(cells, 1e9) == set(cells)
-    assert not costs.fitting(cells, 0.0)
+    cases = [Case("forward", method, "float32", n) for method in ("elu", "softmax") for n in (1024, 2048, 4096)]
+    budget = Budget(repeats=2)
+    budget.seen = {cases[0].curve: (1024, 0.1, 0.0), cases[3].curve: (1024, 5.0, 0.0)}
+    fitting = budget.fitting(cases, 100.0)
+    assert {case.n for case in fitting if case.method == "elu"} == {1024, 2048, 4096}
+    assert {case.n for case in fitting if case.method == "softmax"} == {1024}
+    assert budget.fitting(cases, 1e9) == set(cases)
+    assert not budget.fitting(cases, 0.0)
+    # what a curve has had counts
+    budget.spent = {cases[0].curve: 1e6}
+    assert {case.method for case in budget.fitting(cases, 41.0)} == {"softmax"}
+
+
+def test_what_needs_too_much_memory_is_not_tried():
+    case = Case("forward", "elu", "float32", 2**40)
+    measuring = Measuring(TINY, [[case]], repeats=1, deadline=math.inf)
+    measuring.budget.seen[case.curve] = 2**10, 0.0, 2.0**30
+    measuring.measure(0)
+    assert not measuring.measurements
+    assert "GiB of memory" in measuring.dropped[0].reason
+
+
+def test_a_method_that_fails_is_said_to_and_the_others_go_on():
+    """Both come back from another process: the error and the figure."""
+    cases = [Case("forward", method, "float32", 64) for method in ("linformer", "elu")]
+    measuring = Measuring(TINY, [cases], repeats=1, deadline=time.monotonic() + 60)
+    measuring.measure(0)
+    assert [(each.method, each.reason) for each in measuring.dropped] == [
+        ("linformer", "Linformer mixes the whole sequence into every key, so it cannot be causal")
+    ]
+    assert {each.quantity for each in measuring.measurements if each.method == "elu"} == {BYTES, SECONDS}
+
+
+def test_a_call_that_lasts_too_long_is_given_up():
+    with pytest.raises(RuntimeError, match="no time was left"):
+        peak(Setup(), Case("training", "elu", "float32", 2**20), 0.5)
 
 
 def test_the_plan_goes_from_short_to_long_and_leaves_out_what_cannot_be():
-    groups = plan(["forward", "decoding"], ["elu", "performer-pytorch"], ["float32"], [64, 128], causal=True)
-    lengths = [cell.n for group in groups for cell in group]
+    groups = plan(["forward", "decoding"], ["elu", "performer-pytorch"], ["float32"], [64, 128])
+    lengths = [case.n for group in groups for case in group]
     assert lengths == sorted(lengths)
-    assert not any(cell.method in PEERS and cell.work == "decoding" for group in groups for cell in group)
-    assert all(len({(cell.n, cell.work, cell.dtype) for cell in group}) == 1 for group in groups)
+    assert not any(case.method in PEERS and case.workload == "decoding" for group in groups for case in group)
+    assert all(len({(case.n, case.workload, case.dtype) for case in group}) == 1 for group in groups)
 
 
-def test_contenders_take_turns_and_each_is_called_before_it_is_timed():
+def test_methods_take_turns_and_each_is_called_before_it_is_timed():
     calls = []
     timed = lambda call, count: (calls.append("timing"), call(), 1.0)[-1]  # noqa: E731
     times = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, timed)
@@ -191,10 +222,8 @@ def test_the_deadline_leaves_one_round():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_work_does_the_same_when_called_again(work, dtype):
     """A step of training does not: it has moved the weights, and says nothing."""
-    prepared = prepare(TINY, Cell(work, "local+elu", dtype, 33))
-    with torch.set_grad_enabled(prepared.grad):
-        call = prepared.begin()
-        first, second = ([torch.as_tensor(x) for x in tree_leaves(call()) if x is not None] for _ in range(2))
+    prepared = prepare(TINY, Case(work, "local+elu", dtype, 33))
+    first, second = ([torch.as_tensor(x) for x in tree_leaves(prepared.call()) if x is not None] for _ in range(2))
     assert bool(first) == (work != MODEL_TRAINING)
     assert all(map(torch.equal, first, second))
 
@@ -203,8 +232,8 @@ def test_every_work_does_the_same_when_called_again(work, dtype):
     "method, causal", [*((name, True) for name in CAUSAL), *((name, False) for name in NOT_CAUSAL)]
 )
 def test_every_method_of_the_list_can_be_trained(method, causal):
-    prepared = prepare(dataclasses.replace(TINY, causal=causal), Cell("training", method, "float32", 33))
-    gradients = prepared.begin()()
+    prepared = prepare(dataclasses.replace(TINY, causal=causal), Case("training", method, "float32", 33))
+    gradients = prepared.call()
     assert [x.shape for x in gradients[:3]] == 3 * [(1, 2, 33, 8)]
     assert all(x.isfinite().all() and x.any() for x in gradients)
 
@@ -215,7 +244,7 @@ def test_a_peer_that_is_installed_does_its_work(name, causal):
     if name not in installed(causal):
         pytest.skip("not installed, or it cannot be so")
     y, (dq, *_) = (
-        prepare(dataclasses.replace(TINY, causal=causal), Cell(work, name, "float32", 128)).begin()()
+        prepare(dataclasses.replace(TINY, causal=causal), Case(work, name, "float32", 128)).call()
         for work in ("forward", "training")
     )
     assert y.shape == dq.shape == (1, 2, 128, 8)
@@ -229,7 +258,8 @@ def test_a_peer_is_the_method_that_it_is_compared_with(name, causal):
         pytest.skip("not installed")
     setup = dataclasses.replace(TINY, causal=causal)
     theirs, ours = (
-        prepare(setup, Cell("forward", method, "float32", 64)).begin()() for method in (name, PEERS[name].like[causal])
+        prepare(setup, Case("forward", method, "float32", 64)).call()
+        for method in (name, PEERS[name].counterpart[causal])
     )
     # theirs have floors under their sums, and a scale of their own where keys are normalised
     cosine = torch.nn.functional.cosine_similarity(theirs.flatten(), ours.flatten(), 0)
@@ -245,7 +275,7 @@ def test_the_past_is_as_long_as_it_would_be(method):
         return inner.extend(*torch.randn(3, 1, 2, n, 8), state)[1]
 
     shapes = []
-    for state in (past_of(extend, 200, 16), extend(200, None)):
+    for state in (state_at(extend, 200, 16), extend(200, None)):
         found = []
         map_state(lambda x, found=found: found.append(x.shape) or x, state)
         shapes.append(found)
@@ -257,18 +287,64 @@ def test_only_softmax_grows():
     assert lengthened((state, None), 10)[0].k.shape == (1, 2, 10, 8)
 
 
+def test_the_size_of_the_state_is_that_of_its_tensors(record):
+    """Bytes of float32: softmax keeps all keys and values, elu + 1 keeps S and z, and a process adds nothing."""
+    sizes = record.find(STATE_BYTES, "decoding", "float32")
+    heads, d = record.options["heads"], record.options["head_dim"]
+    expected = {"softmax": lambda n: 4 * heads * n * 2 * d, "elu": lambda n: 4 * heads * (d * d + d)}
+    for method, size in expected.items():
+        assert sizes[method]
+        assert all(each.values == (size(each.n),) for each in sizes[method])
+        prepared = prepare(TINY, Case("decoding", method, "float32", 1000))
+        assert num_bytes(prepared.state) == size(1000)
+
+
+def test_every_picture_has_a_sentence_at_the_top(folder):
+    page = (folder / "report.html").read_text("utf-8")
+    linked = re.findall(r'<li><a href="#([^"]+)', page)
+    assert linked == re.findall(r'<h2 id="([^"]+)', page)
+    assert "token-float32" in linked
+
+
+def test_sentences_compare_the_best_method_with_softmax(record):
+    slow = [measured(seconds, method="softmax", n=n) for n, seconds in ((64, 2.0), (128, 6.0))]
+    fast = [measured(seconds, n=n) for n, seconds in ((64, 1.0), (128, 1.5), (256, 3.0))]
+    worse = [measured(9.0, method="taylor", n=128)]
+    time_, speed_up = pictures(holding(record, *slow, *fast, *worse))
+    assert time_.sentence == "forward at n = 128: elu takes 1.5 s, softmax takes 6 s."
+    assert speed_up.sentence == "forward at n = 128: elu is 4 times as fast as softmax."
+    (alone,) = pictures(holding(record, *fast))
+    assert alone.sentence == "forward at n = 256: elu takes 3 s."
+
+
+def test_the_record_in_the_docs_is_drawn_and_compared(tmp_path, capsys):
+    committed = Path(__file__).parents[2] / "docs" / "bench.json"
+    raw = json.loads(committed.read_text("utf-8"))
+    # drawing all of it takes long
+    raw["measurements"] = [each for each in raw["measurements"] if (each["dtype"], each["n"]) == ("float32", 256)]
+    (tmp_path / "part.json").write_text(json.dumps(raw))
+    assert main(["bench", "--redraw", str(tmp_path / "part.json"), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text("utf-8")
+    for method in raw["options"]["methods"]:
+        assert f"<th>{method}</th>" in page
+    assert main(["bench", "--compare", str(committed), str(committed)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\b0 of [1-9]\d+ figures changed", shown)
+    assert "not the same conditions" not in shown
+
+
 def test_products_are_the_limit_in_every_group(record):
-    groups = {(each.work, each.n) for each in record.measurements if each.quantity == SECONDS}
-    with_rate = {(each.work, each.n) for each in record.measurements if each.method == RATE}
+    groups = {(each.workload, each.n) for each in record.measurements if each.quantity == SECONDS}
+    with_rate = {(each.workload, each.n) for each in record.measurements if each.method == RATE}
     assert with_rate == {(work, n) for work, n in groups if work != "decoding"}
 
 
 WRONG = {
     "no such method": (("--methods", "elu,nonsense"), "'nonsense' is no attention"),
-    "no such work": (("--works", "flying"), "--works are of forward, training, decoding"),
+    "no such work": (("--workloads", "flying"), "--workloads are of forward, training, decoding"),
     "no such dtype": (("--dtypes", "int8"), "--dtypes are of float32"),
     "no length": (("--lengths", "64,0"), "must be a whole number of at least 1"),
-    "decoding without order": (("--not-causal", "--works", "decoding"), "are causal"),
+    "decoding without order": (("--not-causal", "--workloads", "decoding"), "are causal"),
     "nothing to compare": (("--compare", "a.json", "b.json"), "there is no a.json"),
     "no run": (("--model", "nowhere"), "there is no run in nowhere"),
     "no text": (("--text", "nowhere.txt"), "nowhere.txt"),
@@ -297,6 +373,6 @@ def test_a_file_that_is_no_benchmark_is_told(tmp_path, capsys):
 
 def test_real_queries_and_keys_come_from_a_run(finished, tmp_path, capsys):
     """Its context is short, but its text is long enough to look at."""
-    asked = ["--model", str(finished), "--methods", "elu", "--works", "forward", "--lengths", "64", "--budget", "10"]
-    assert main(["bench", "--out", str(tmp_path), *asked, *SIZES]) == 0
+    asked = ["--model", str(finished), "--methods", "elu", "--workloads", "forward", "--lengths", "64"]
+    assert main(["bench", "--out", str(tmp_path), "--budget", "10", *asked, *SIZES]) == 0
     assert f"the model in {finished} on its validation data" in read_record(tmp_path / "bench.json").notes[0]

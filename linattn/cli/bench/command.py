@@ -1,38 +1,32 @@
-"""What `linattn bench` does with its options: measure, or compare, or draw again."""
+"""Runs `linattn bench`: measures, compares, or draws again."""
 
 import argparse
-import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from linattn.attention.named import ATTENTIONS
-from linattn.cli.bench import LENGTHS, add_arguments
-from linattn.cli.bench.cells import DECODING, MODEL_WORKS, WORKS, Setup, is_method
+from linattn.cli.bench import add_arguments
+from linattn.cli.bench.cases import DECODING, MODEL_WORKLOADS, WORKLOADS, Setup
 from linattn.cli.bench.compare import compared
-from linattn.cli.bench.features import measure_features
-from linattn.cli.bench.measuring import Measuring
+from linattn.cli.bench.features import layers_of_run, layers_of_training, measure_features
+from linattn.cli.bench.measuring import Measuring, plan
 from linattn.cli.bench.peers import PEERS, installed
-from linattn.cli.bench.plan import plan
-from linattn.cli.bench.real_text import Sample, sample_of_run, sample_of_training
 from linattn.cli.bench.record import Measurement, Record, describe_machine, read_record, write_record
-from linattn.cli.bench.report import html
-from linattn.cli.bench.text import printed
+from linattn.cli.bench.report import html, printed
 from linattn.cli.errors import CommandError, did_you_mean, explained
 from linattn.cli.whole import write_whole
 
+LENGTHS = tuple(2**power for power in range(8, 17))
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")
 DTYPES = ("float32", "bfloat16", "float16")
-TRAINING_SHARE, TRAINING_MOST, FEATURES_SHARE = 0.1, 60.0, 0.2
-"""Of the budget: the small model's training, and with it all of the feature maps' errors."""
-REPORT_SHARE, REPORT_MOST = 0.1, 10.0
-"""Kept for drawing."""
+# shares of the budget, and the most seconds: training the small model, all feature maps' errors, drawing
+TRAINING_SHARE, TRAINING_MOST, FEATURES_SHARE, REPORT_SHARE, REPORT_MOST = 0.1, 60.0, 0.2, 0.1, 10.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,29 +44,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    started = time.monotonic()
-    setup, (works, methods, dtypes) = _setup(arguments), _names(arguments)
-    lengths = arguments.lengths or LENGTHS
-    groups = plan(works, methods, dtypes, lengths, causal=setup.causal)
+    started, setup, asked = time.monotonic(), _setup(arguments), _asked(arguments)
     machine = describe_machine(setup.device, setup.threads)
     torch.set_num_threads(setup.threads)
-    notes, measured = _features(arguments, setup, started)
+    notes, errors = ((), []) if arguments.no_features else _features(arguments, started)
     budget = arguments.budget - min(REPORT_MOST, REPORT_SHARE * arguments.budget)
-    with tqdm(total=len(groups), dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
-        measuring = Measuring(
-            setup,
-            groups,
-            repeats=arguments.repeats,
-            seconds=budget - (time.monotonic() - started),
-            say=bar.set_description_str,
-        )
-        for _ in measuring.run():
-            bar.update()
+    measuring = Measuring(setup, plan(**asked), arguments.repeats, started + budget)
+    with tqdm(measuring.groups, dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
+        for place, group in enumerate(bar):
+            bar.set_description_str(f"{group[0].workload}, {group[0].dtype}, n = {group[0].n:,}")
+            measuring.measure(place)
+    sizes = {name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "window", "repeats", "budget")}
     return Record(
         command=command_line(arguments),
         machine=machine,
-        options=_recorded(arguments, setup, works, methods, dtypes, lengths),
-        measurements=(*measuring.measurements, *measured),
+        options=asked | sizes | {"causal": setup.causal},
+        measurements=(*measuring.measurements, *errors),
         dropped=tuple(measuring.dropped),
         seconds=round(time.monotonic() - started, 1),
         notes=notes,
@@ -83,86 +70,58 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CommandError("torch finds no CUDA device here: --device cpu")
-    return Setup(
-        batch=arguments.batch,
-        heads=arguments.heads,
-        head_dim=arguments.head_dim,
-        window=arguments.window,
-        causal=not arguments.not_causal,
-        device=device,
-        threads=arguments.threads or torch.get_num_threads(),
-    )
+    sizes = {name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "window")}
+    threads = arguments.threads or torch.get_num_threads()
+    return Setup(causal=not arguments.not_causal, device=device, threads=threads, **sizes)
 
 
-def _names(arguments: argparse.Namespace) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    """Works, methods and dtypes."""
+def _asked(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    """Return the names and lengths that `plan` takes."""
     causal = not arguments.not_causal
-    works, dtypes = arguments.works or WORKS, arguments.dtypes or DTYPES[:1]
-    for option, names, known in (("--works", works, WORKS), ("--dtypes", dtypes, DTYPES)):
+    workloads, dtypes = arguments.workloads or WORKLOADS, arguments.dtypes or DTYPES[:1]
+    for option, names, known in (("--workloads", workloads, WORKLOADS), ("--dtypes", dtypes, DTYPES)):
         if unknown := [name for name in names if name not in known]:
             nearest = did_you_mean(unknown[0], known)
             raise CommandError(f"{option} are of {', '.join(known)}, but there is {unknown[0]!r}{nearest}")
-    if not causal:
-        if arguments.models or (arguments.works and DECODING in works):
-            raise CommandError("decoding and --models are causal, so they cannot be --not-causal")
-        works = [work for work in works if work != DECODING]
+    if not causal and (arguments.models or DECODING in (arguments.workloads or ())):
+        raise CommandError("decoding and --models are causal, so they cannot be --not-causal")
+    workloads = [name for name in workloads if causal or name != DECODING]
     methods = list(arguments.methods or (CAUSAL if causal else NOT_CAUSAL))
-    if unknown := [name for name in methods if not is_method(name)]:
-        nearest = did_you_mean(unknown[0], (*ATTENTIONS, *CAUSAL, *PEERS))
-        raise CommandError(
-            f"{unknown[0]!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}{nearest}"
-        )
-    if arguments.peers:
-        methods += [name for peer in installed(causal) for name in (PEERS[peer].like[causal], peer)]
-        methods = list(dict.fromkeys(methods))
-    return [*works, *(MODEL_WORKS if arguments.models else ())], methods, dtypes
+    for name in methods:
+        if name not in PEERS and any(part.partition(":")[0] not in ATTENTIONS for part in name.split("+")):
+            nearest = did_you_mean(name, (*ATTENTIONS, *CAUSAL, *PEERS))
+            raise CommandError(
+                f"{name!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}{nearest}"
+            )
+    for peer in installed(causal) if arguments.peers else ():
+        methods += [PEERS[peer].counterpart[causal], peer]
+    return {
+        "workloads": [*workloads, *(MODEL_WORKLOADS if arguments.models else ())],
+        "methods": list(dict.fromkeys(methods)),
+        "dtypes": list(dtypes),
+        "lengths": list(arguments.lengths or LENGTHS),
+    }
 
 
-def _features(arguments: argparse.Namespace, setup: Setup, started: float) -> tuple[tuple[str, ...], list[Measurement]]:
-    if arguments.no_features:
-        return (), []
+def _features(arguments: argparse.Namespace, started: float) -> tuple[tuple[str, ...], list[Measurement]]:
     print("real queries and keys for the feature maps …", file=sys.stderr)
     with explained("no queries and keys", OSError):
-        sample = _sample(arguments)
-    deadline = started + FEATURES_SHARE * arguments.budget
-    return (sample.source,), list(measure_features(sample, deadline))
-
-
-def _sample(arguments: argparse.Namespace) -> Sample:
-    if arguments.model is not None:
-        return sample_of_run(arguments.model, arguments.text)
-    return sample_of_training(arguments.text, min(TRAINING_MOST, TRAINING_SHARE * arguments.budget))
+        if arguments.model is not None:
+            layers, source = layers_of_run(arguments.model, arguments.text)
+        else:
+            seconds = min(TRAINING_MOST, TRAINING_SHARE * arguments.budget)
+            layers, source = layers_of_training(arguments.text, seconds)
+    return (source,), list(measure_features(layers, started + FEATURES_SHARE * arguments.budget))
 
 
 def command_line(arguments: argparse.Namespace) -> str:
-    """The command that was given, from what differs from the defaults."""
-    parser = argparse.ArgumentParser()
+    """Rebuild the command that was given from what differs from the defaults."""
+    parser, words = argparse.ArgumentParser(), ["linattn", "bench"]
     add_arguments(parser)
-    defaults, words = vars(parser.parse_args([])), ["linattn", "bench"]
-    for name, default in defaults.items():
+    for name, default in vars(parser.parse_args([])).items():
         value = getattr(arguments, name)
-        if value == default:
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words.append(_word(value))
+        if value != default:
+            words.append("--" + name.replace("_", "-"))
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removesuffix(".0")
+            words += [] if value is True else [text]
     return shlex.join(words)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)
-
-
-def _recorded(
-    arguments: argparse.Namespace,
-    setup: Setup,
-    works: Sequence[str],
-    methods: Sequence[str],
-    dtypes: Sequence[str],
-    lengths: Sequence[int],
-) -> dict[str, Any]:
-    names = {"works": list(works), "methods": list(methods), "dtypes": list(dtypes), "lengths": list(lengths)}
-    sizes = {name: getattr(setup, name) for name in ("batch", "heads", "head_dim", "window", "causal")}
-    return names | sizes | {"repeats": arguments.repeats, "budget": arguments.budget}

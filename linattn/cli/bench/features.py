@@ -1,72 +1,127 @@
-"""How far each feature map's attention is from that of softmax, against its number of features."""
+"""Distance of each feature map's attention from that of softmax, on the queries and keys of a language model."""
 
-import statistics
+import argparse
+import contextlib
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from linattn.cli.bench.real_text import Layers, Sample
+from linattn.cli import train
 from linattn.cli.bench.record import ERROR, Measurement
+from linattn.cli.bench.workloads import num_features
+from linattn.cli.corpus import open_tokens
+from linattn.cli.errors import CommandError
+from linattn.cli.run_folder import load_model, open_run, read_log
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
-    ElementwiseFeatureMap,
+    FEATURE_MAPS,
     FavorFeatureMap,
     FeatureMap,
     GeneralizedFeatureMap,
     HyperbolicFavorFeatureMap,
     RandomProjection,
-    SecondOrderTaylorFeatureMap,
-    TaylorFeatureMap,
     TrigonometricFavorFeatureMap,
 )
-from linattn.feature_maps.efficient import EfficientFeatureMap
+from linattn.models import LanguageModel
+from linattn.nn import MultiheadAttention
 
-WORK, UNIFORM = "feature maps", "uniform attention"
+WORKLOAD, UNIFORM = "feature maps", "uniform attention"
+CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
+# of linattn train
+SMALL = "--attention softmax --dim 128 --depth 2 --heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
+BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 COUNTS, DRAWS = (16, 32, 64, 128, 256, 512, 1024), 3
-
+FIXED = ("elu", "efficient", "taylor", "taylor2")
 RANDOM: dict[str, Callable[[int, int], FeatureMap]] = {
     "favor": FavorFeatureMap,
     "favor_hyperbolic": HyperbolicFavorFeatureMap,
     "favor_trigonometric": TrigonometricFavorFeatureMap,
     "favor_relu": lambda d, f: GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, f)),
 }
-FIXED: dict[str, Callable[[], FeatureMap]] = {
-    "elu": lambda: ElementwiseFeatureMap("elu_plus_one"),
-    "efficient": EfficientFeatureMap,
-    "taylor": TaylorFeatureMap,
-    "taylor2": SecondOrderTaylorFeatureMap,
-}
+Layers = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def measure_features(sample: Sample, deadline: float) -> Iterator[Measurement]:
-    """‖A v − P v‖ / ‖P v‖ of causal attention, means over heads and layers; a value for each draw of a random map.
+def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
+    """Measure ‖A v − P v‖ / ‖P v‖ of causal attention, the mean over heads and layers; random maps have three values.
 
-    Few features first, and no further when the deadline passes."""
-    d = sample.layers[0][0].shape[-1]
-    yield _measurement(UNIFORM, 1, [statistics.fmean(_errors(sample.layers, None))])
-    for name, make in FIXED.items():
-        feature_map = make()
-        count = feature_map.scaled_query(torch.ones(1, 1, 1, d))[0].shape[-1]
-        yield _measurement(name, count, [statistics.fmean(_errors(sample.layers, feature_map))])
+    Few features go first, and no more follow when the deadline passes."""
+
+    def measured(name: str, count: int, maps: list[FeatureMap | None]) -> Measurement:
+        return Measurement(ERROR, WORKLOAD, name, "float32", count, tuple(_error(layers, each) for each in maps))
+
+    d = layers[0][0].shape[-1]
+    yield measured(UNIFORM, 1, [None])
+    for name in FIXED:
+        feature_map = FEATURE_MAPS[name](d, 1, 1)
+        yield measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), [feature_map])
     for count in COUNTS:
-        for name, make_random in RANDOM.items():
+        for name, make in RANDOM.items():
             if time.monotonic() > deadline:
                 return
             torch.manual_seed(0)
-            maps = [make_random(d, count) for _ in range(DRAWS)]
-            yield _measurement(name, count, [statistics.fmean(_errors(sample.layers, each)) for each in maps])
+            yield measured(name, count, [make(d, count) for _ in range(DRAWS)])
 
 
-def _errors(layers: Layers, feature_map: FeatureMap | None) -> list[float]:
-    """Of each layer; without a map, of attending to all keys alike."""
-    errors = []
-    for q, k, v in layers:
-        found = compare_with_softmax(q, k, feature_map or TaylorFeatureMap(), v=v, causal=True)
-        error = found.uniform_output_error if feature_map is None else found.output_error
-        errors.append(error.mean().item())
-    return errors
+def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
+    """Return the mean error of a map or, without one, that of attending to all keys alike."""
+    some = feature_map or FEATURE_MAPS["elu"](1, 1, 1)
+    found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
+    errors = [each.output_error if feature_map else each.uniform_output_error for each in found]
+    return torch.stack(errors).mean().item()
 
 
-def _measurement(name: str, count: int, values: list[float]) -> Measurement:
-    return Measurement(ERROR, WORK, name, "float32", count, tuple(values))
+def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
+    """Return each layer's queries, keys and values for text that the model has not seen, and a sentence on them."""
+    run = open_run(folder)
+    vocabulary, size = run.vocabulary(), run.description["data"]["validation"]["tokens"]
+    if text is None:
+        tokens = open_tokens(run.data, "validation", vocabulary.dtype, size)
+    else:
+        tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
+    source = f"Queries and keys are those of the model in {folder} on {text or 'its validation data'}."
+    return _layers(load_model(run), tokens), source
+
+
+def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
+    """Let `linattn train` train a small softmax model for so many seconds, and show it the last tenth of the text."""
+    data = [text] if text else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        run = Path(folder, "run")
+        options = ["--out", str(run), "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
+        train.run(parser.parse_args([*map(str, data), *options]))
+        *_, last = read_log(open_run(run).log)
+        layers, _ = layers_of_run(run, None)
+    return layers, (
+        "Queries and keys are those of a softmax model of 2 layers, 2 heads of 64 channels and rotary positions, on "
+        f"text that it has not seen; it learned {text or 'the modules of the standard library'} for {last['step']:,} "
+        f"steps of 2,048 bytes, down to {last['validation_bits_per_byte']:.2f} bits per byte."
+    )
+
+
+def _layers(model: LanguageModel, tokens: np.ndarray) -> Layers:
+    """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
+    if len(tokens) < CONTEXT:
+        raise CommandError(f"there must be {CONTEXT} tokens of text to look at, but there are {len(tokens)}")
+    layers: Layers = []
+
+    # a hook's return value would replace the inputs, so it returns None
+    def keep(module: object, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        layers.append(inputs)
+
+    starts = np.linspace(0, len(tokens) - CONTEXT, SEQUENCES).astype(int)
+    windows = np.stack([tokens[start : start + CONTEXT] for start in starts]).astype(np.int64)
+    for part in model.eval().modules():
+        if isinstance(part, MultiheadAttention):
+            part.inner.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        model(torch.from_numpy(windows))
+    return layers

@@ -1,145 +1,105 @@
-"""The pictures of the report: Okabe and Ito's colours and a dark red, which the colour-blind can tell apart, and a
-marker for each."""
+"""Draws the report's pictures, in Okabe and Ito's colours and a dark red, which the colour-blind can tell apart.
+
+Every panel is an SVG of its own, and so is the legend: they stand side by side or, on a phone, in a column."""
 
 import io
-import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from html import escape
+from itertools import cycle
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
+from linattn.cli.bench.cases import SOFTMAX
+from linattn.cli.bench.features import UNIFORM
 from linattn.cli.bench.peers import PEERS
+from linattn.cli.bench.record import ERROR
+from linattn.cli.bench.views import SHARE, Panel, Picture
 
+Style = dict[str, Any]
 COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
-KNOWN = ("softmax", "elu", "efficient", "taylor", "local", "favor", "retention", "local+elu", "exp")
-PLACES = {name: place for place, name in enumerate(KNOWN)}
-HOLLOW = ("x", "s", "^", "D", "v")
-SOFTMAX = "softmax"
-Points = Sequence[tuple[float, float, float, float]]
-
-
-class Style(NamedTuple):
-    colour: str
-    marker: str
-    line: str
-
-
-class Panel(NamedTuple):
-    """One pair of axes: a curve for each method of (x, value, low, high)."""
-
-    title: str
-    x_label: str
-    y_label: str
-    curves: dict[str, Points]
-    y_is_log: bool = True
-    line_at: tuple[float, str] | None = None
-    top: float | None = None
+MARKERS, HOLLOW = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h"), ("x", "s", "^", "D", "v")
+# beyond the last colour they begin again, with other lines
+LINES = ("-",) * len(COLOURS) + ("-.",) * len(COLOURS)
+DOTTED: Style = {"color": "#555555", "linestyle": (0, (1, 1.5)), "linewidth": 1.5}
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:
-    """Of one picture: known names look alike in all of them; another package has the colour of what it is, dashed."""
-    methods = list(dict.fromkeys(methods))
-    ours = list(dict.fromkeys(_ours(name, methods) for name in methods))
-    free = [place for place in range(len(COLOURS)) if place not in {PLACES.get(name) for name in ours}]
-    free += list(range(len(COLOURS), len(COLOURS) + len(ours)))
-    found = {}
-    for name in ours:
-        place = PLACES[name] if name in PLACES else free.pop(0)
-        # beyond the last colour they begin again, with other markers
-        again, colour = divmod(place, len(COLOURS))
-        found[name] = Style(COLOURS[colour], MARKERS[place % len(MARKERS)], ("-", "-.", ":")[again % 3])
-    for place, name in enumerate(name for name in methods if name in PEERS):
-        found[name] = Style(found[_ours(name, methods)].colour, HOLLOW[place % len(HOLLOW)], "--")
+    """Give each method a colour and a marker. A peer has the colour of our method that does the same, dashed."""
+    ours = [SOFTMAX, *(name for name in methods if name not in PEERS and name != SOFTMAX)]
+    found: dict[str, Style] = {}
+    for name, colour, marker, line in zip(ours, cycle(COLOURS), cycle(MARKERS), cycle(LINES), strict=False):
+        found[name] = {"color": colour, "marker": marker, "linestyle": line}
+    for name, marker in zip((name for name in methods if name in PEERS), cycle(HOLLOW), strict=False):
+        same = next((each for each in PEERS[name].counterpart.values() if each in found), SOFTMAX)
+        found[name] = found[same] | {"marker": marker, "linestyle": "--", "markerfacecolor": "white"}
     return found
 
 
-def _ours(name: str, methods: Sequence[str]) -> str:
-    """Itself, or the method of ours that a peer is, which may depend on what is measured."""
-    if name not in PEERS:
-        return name
-    like = list(PEERS[name].like.values())
-    return next((method for method in like if method in methods), like[0])
-
-
-def draw(panels: Sequence[Panel]) -> Figure:
-    style = styles(method for panel in panels for method in panel.curves)
-    with matplotlib.rc_context({"font.size": 11, "axes.titlesize": 12}):
-        figure = Figure(figsize=(5.4 * len(panels) + 2.6, 4.6), layout="constrained", facecolor="white")
+def draw(picture: Picture, style: dict[str, Style]) -> list[str]:
+    """Return an SVG for each panel, and one for the legend."""
+    with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 11, "svg.fonttype": "path"}):
         shown: dict[str, Any] = {}
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            shown |= _draw_panel(axes, panel, style)
-        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False)
-    return figure
+        figures = [*(_draw_panel(panel, style, shown) for panel in picture.panels), Figure(figsize=(1, 1))]
+        figures[-1].legend(shown.values(), shown.keys(), loc="center", frameon=False, fontsize=9)
+        return [_svg(each, f"{picture.name}-{place}", picture.title) for place, each in enumerate(figures)]
 
 
-def _draw_panel(axes: Any, panel: Panel, style: dict[str, Style]) -> dict[str, Any]:
-    shown = {}
+def _draw_panel(panel: Panel, style: dict[str, Style], shown: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(4.5, 4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
     for method, points in panel.curves.items():
-        xs, values, lows, highs = zip(*points, strict=True)
-        colour, marker, line = style[method]
-        error = [[v - low for v, low in zip(values, lows, strict=True)],
-                 [high - v for v, high in zip(values, highs, strict=True)]]  # fmt: skip
-        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": 6.5, "linewidth": 1.7}
-        look |= {"markerfacecolor": "white"} if line == "--" else {}
+        if method == UNIFORM:
+            shown[method] = axes.axhline(points[0].value, **DOTTED)
+            continue
+        xs, values, lows, highs = np.array(points).T
         # a single point would be hidden by the curves that pass there
-        look |= {"markersize": 9, "zorder": 3} if len(xs) == 1 else {}
-        shown[method] = axes.errorbar(xs, values, yerr=error, markeredgewidth=1.4, capsize=2.5, **look)[0]
-    if panel.line_at is not None:
-        height, text = panel.line_at
-        shown[text] = axes.axhline(height, color="#555555", linestyle=(0, (1, 1.5)), linewidth=1.5)
+        look: Style = {"markersize": 9, "zorder": 3} if len(xs) == 1 else {"markersize": 6.5}
+        look |= {"linewidth": 1.7, "markeredgewidth": 1.4, "capsize": 2.5} | style[method]
+        shown[method] = axes.errorbar(xs, values, yerr=(values - lows, highs - values), **look)[0]
+    if panel.view.line:
+        shown[panel.view.line] = axes.axhline(1.0, **DOTTED)
     _label(axes, panel)
-    return shown
+    return figure
 
 
 def _label(axes: Any, panel: Panel) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(float(x))))
-    xs = [x for points in panel.curves.values() for x, *_ in points]
-    powers = [2**power for power in range(math.ceil(math.log2(min(xs))), math.floor(math.log2(max(xs))) + 1)]
-    powers = powers[:: 1 + len(powers) // 12]
-    if powers:
-        axes.set_xticks(powers)
-        axes.tick_params(axis="x", rotation=35 if len(powers) > 5 else 0)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if panel.y_is_log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _narrow(panel) else (1.0,)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="x", rotation=35)
+    axes.xaxis.set(major_locator=LogLocator(2, numticks=12), minor_formatter=NullFormatter())
+    axes.xaxis.set_major_formatter(lambda x, _: short(float(x)))
+    if panel.view.quantity == ERROR or panel.view is SHARE:
+        top = 1.5 * panel.curves[UNIFORM][0].value if UNIFORM in panel.curves else None
+        axes.set_ylim(bottom=0, top=top)
     else:
-        axes.set_ylim(bottom=0)
-    if panel.top is not None:
-        axes.set_ylim(top=panel.top)
-    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.set_title(panel.title, loc="left")
+        values = [point.value for points in panel.curves.values() for point in points]
+        few = max(values) < 100 * min(values)
+        in_bytes = "bytes" in panel.view.quantity
+        ticks = LogLocator(2) if in_bytes else LogLocator(10, (1.0, 2.0, 5.0) if few else (1.0,))
+        axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set(major_locator=ticks, minor_formatter=NullFormatter())
+    axes.yaxis.set_major_formatter(lambda y, _: panel.view.shown(float(y)))
+    axes.set(xlabel="n (k = 1,024)", ylabel=panel.view.title)
+    axes.set_title(panel.workload, loc="left")
     axes.grid(alpha=0.3, which="major")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _narrow(panel: Panel) -> bool:
-    """Less than two decades, in which powers of ten alone would be too few marks."""
-    values = [value for points in panel.curves.values() for _, value, *_ in points if value > 0]
-    top = max(values, default=1) if panel.top is None else panel.top
-    return top < 100 * min(values, default=1)
-
-
 def short(x: float) -> str:
-    """65536 is 64k, as contexts are called, and 100,000 stays what it is."""
-    if x >= 1024 and x % 1024 == 0:
-        return f"{x / 1024:,.0f}k"
-    return f"{x:,.0f}"
+    """Write 65536 as 64k, as contexts are called; 100,000 stays."""
+    return f"{x / 1024:,.0f}k" if x >= 1024 and x % 1024 == 0 else f"{x:,.0f}"
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """Letters become outlines, so that it looks alike everywhere; ids are the picture's own, as pages hold several."""
-    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+def _svg(figure: Figure, name: str, label: str) -> str:
+    """Return the SVG. Ids get the picture's name, because a page holds several pictures."""
+    stream, tight = io.StringIO(), None if figure.axes else "tight"
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches=tight)
     svg = stream.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)

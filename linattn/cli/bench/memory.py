@@ -1,53 +1,60 @@
-"""Peak memory of a call, above its inputs: outputs, gradients, and all that is needed on the way.
+"""The size of a state, and the peak memory of a call above its inputs: outputs, gradients, and all temporaries.
 
-On a CPU each is measured in a process of its own, as what a process has taken it may keep. Those are forked from one
-that has imported torch and nothing more, where the system can do that."""
+On a CPU each call runs in a process of its own, because a process may keep what it has taken. These are forked from
+one that has imported torch and nothing more, where the system can do that."""
 
 import ctypes
 import math
 import multiprocessing
 import os
 import platform
-import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
-from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import timer
 
-from linattn.cli.bench.cells import Cell, Setup
-from linattn.cli.bench.works import prepare
+from linattn.cli.bench.cases import Case, Setup
+from linattn.cli.bench.decoding_state import num_bytes
+from linattn.cli.bench.workloads import prepare
 
 
-class Peak(NamedTuple):
+class Found(NamedTuple):
     bytes: float
     seconds: float
-    """Of that one call, cold."""
+    """Duration of one call, cold."""
 
 
-class Failed(Exception):
-    """Why there is no figure."""
+def state(setup: Setup, case: Case, patience: float) -> Found:
+    workload, start = prepare(setup, case), timer()
+    workload.call()
+    return Found(num_bytes(workload.state), timer() - start)
 
 
-def peak(setup: Setup, cell: Cell, patience: float) -> Peak:
-    """Waits no longer than `patience` seconds."""
+def peak(setup: Setup, case: Case, patience: float) -> Found:
+    """Measure one call, and wait no longer than `patience` seconds for it."""
     if torch.device(setup.device).type == "cuda":
-        return _here(setup, cell, lambda: _reset_cuda(setup.device), lambda: _cuda_peak(setup.device))
-    return _in_a_process(setup, cell, patience)
-
-
-def total_memory(device: str) -> float:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else float("inf")
+        return _peak_here(setup, case, torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)
+    with ProcessPoolExecutor(1, _context(), torch.set_num_threads, (setup.threads,)) as pool:
+        try:
+            return pool.submit(_peak_here, setup, case, _reset_resident, _resident_peak).result(patience)
+        except TimeoutError as error:
+            raise RuntimeError("no time was left for it") from error
+        except BrokenProcessPool as error:
+            raise RuntimeError("its process died, probably for want of memory") from error
+        finally:
+            # the pool would wait for the call, and for the process to tidy up
+            for process in multiprocessing.active_children():
+                process.kill()
 
 
 @cache
-def _context() -> BaseContext:
+def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -55,55 +62,20 @@ def _context() -> BaseContext:
     return context
 
 
-def _in_a_process(setup: Setup, cell: Cell, patience: float) -> Peak:
-    context: Any = _context()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, setup, cell), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(patience):
-            raise Failed("no time was left for it")
-        answer = ours.recv()
-    except EOFError as error:
-        raise Failed("its process died, probably for want of memory") from error
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, str):
-        raise Failed(answer)
-    return answer
-
-
-def _child(connection: Connection, setup: Setup, cell: Cell) -> None:
-    torch.set_num_threads(setup.threads)
-    try:
-        connection.send(_here(setup, cell, _reset_resident, _resident_peak))
-    # whatever a contender cannot do is told to the one who waits
-    except Exception as error:
-        connection.send(" ".join(str(error).split())[:200] or type(error).__name__)
-
-
-def _here(setup: Setup, cell: Cell, reset: Callable[[], None], highest: Callable[[], float]) -> Peak:
-    """What the first call loads is no part of the work, so a short sequence goes before."""
-    small = prepare(setup, replace(cell, n=min(cell.n, 64)))
-    with torch.set_grad_enabled(small.grad):
-        small.begin()()
-    work = prepare(setup, cell)
+def _peak_here(setup: Setup, case: Case, reset: Callable[[], None], highest: Callable[[], float]) -> Found:
+    # the first call loads libraries, which are no part of the workload: a short sequence goes first
+    prepare(setup, replace(case, n=min(case.n, 64))).call()
+    call = prepare(setup, case).call
     reset()
-    before, start = highest(), time.perf_counter()
-    with torch.set_grad_enabled(work.grad):
-        call = work.begin()
-        seconds = time.perf_counter() - start
-        kept = call()
-    after = highest()
-    seconds = time.perf_counter() - start - seconds
+    before, start = highest(), timer()
+    kept = call()
+    found = Found(highest() - before, timer() - start)
     del kept
-    return Peak(after - before, seconds)
+    return found
 
 
 def _reset_resident() -> None:
-    """Linux forgets the peak so far; elsewhere an earlier one may hide what follows; Windows has none."""
+    """Linux forgets the peak so far. Elsewhere an earlier one may hide the next, and Windows has none."""
     forget = Path("/proc/self/clear_refs")
     if forget.exists():
         # free memory that the process keeps would hide what is taken next
@@ -123,13 +95,3 @@ def _resident_peak() -> float:
 
     unit = 1 if platform.system() == "Darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _reset_cuda(device: str) -> None:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-
-
-def _cuda_peak(device: str) -> float:
-    torch.cuda.synchronize(device)
-    return float(torch.cuda.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""What a benchmark found, and on which machine: a value that goes to JSON and back."""
+"""The results of a benchmark and the machine that it ran on: a value that goes to JSON and back."""
 
 import dataclasses
 import json
@@ -16,29 +16,28 @@ from linattn import __version__
 from linattn.cli.errors import CommandError
 from linattn.cli.whole import write_whole
 
-FORMAT = 1
-SECONDS, BYTES, ERROR = "seconds", "bytes", "error"
-Key = tuple[str, str, str, str, int]
+FORMAT = 2
+SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """All the runs of one contender at one point. Noise only ever adds time, so the spread is from the fastest run to
-    the upper quartile: what disturbed one run in seven is not in it."""
+    """All runs of one method at one point. Noise only ever adds time, so the spread goes from the fastest run to the
+    upper quartile, which leaves out what disturbed one run in seven."""
 
     quantity: str
-    work: str
+    workload: str
     method: str
     dtype: str
     n: int
-    """Tokens of a sequence, the position of a generated token, or a map's number of features."""
+    """Number of tokens, the position of a generated token, or a map's number of features."""
     values: tuple[float, ...]
     limit: float | None = None
     """Seconds that the matrix products alone would take at the rate of batched 64³ products, from the same rounds."""
 
     @property
-    def key(self) -> Key:
-        return self.quantity, self.work, self.method, self.dtype, self.n
+    def key(self) -> tuple[str, str, str, str, int]:
+        return self.quantity, self.workload, self.method, self.dtype, self.n
 
     @property
     def median(self) -> float:
@@ -50,16 +49,14 @@ class Measurement:
 
     @property
     def high(self) -> float:
-        if len(self.values) == 1:
-            return self.low
-        return statistics.quantiles(self.values, n=4, method="inclusive")[2]
+        return statistics.quantiles(self.values, n=4, method="inclusive")[2] if len(self.values) > 1 else self.low
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What was asked for and is not there, and why."""
+    """A case that was asked for and is missing, and why."""
 
-    work: str
+    workload: str
     method: str
     dtype: str
     n: int
@@ -77,27 +74,21 @@ class Record:
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
 
-    def find(self, quantity: str, work: str, dtype: str) -> dict[str, list[Measurement]]:
-        """The curve of each method, in the order of n."""
-        curves: dict[str, list[Measurement]] = {}
-        for each in self.measurements:
-            if (each.quantity, each.work, each.dtype) == (quantity, work, dtype):
-                curves.setdefault(each.method, []).append(each)
-        return {method: sorted(curve, key=lambda each: each.n) for method, curve in curves.items()}
-
-    @property
-    def works(self) -> list[tuple[str, str]]:
-        """(work, dtype), in the order in which they came."""
-        return list(dict.fromkeys((each.work, each.dtype) for each in self.measurements if each.quantity != ERROR))
-
-    @property
-    def dtypes(self) -> list[str]:
-        return list(dict.fromkeys(dtype for _, dtype in self.works))
+    def find(self, quantity: str, workload: str, dtype: str) -> dict[str, list[Measurement]]:
+        """Return each method's measurements in the order of n."""
+        found: dict[str, list[Measurement]] = {}
+        for each in sorted(self.measurements, key=lambda each: each.n):
+            if (each.quantity, each.workload, each.dtype) == (quantity, workload, dtype):
+                found.setdefault(each.method, []).append(each)
+        return found
 
 
 def describe_machine(device: str, threads: int) -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     described = {
-        "processor": _processor(),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -109,17 +100,8 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
         "device": device,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    if torch.device(device).type == "cuda":
-        described["gpu"] = torch.cuda.get_device_name(device)
-        described["cuda"] = torch.version.cuda
-    return described
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    cuda = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device == "cuda" else {}
+    return described | cuda
 
 
 def write_record(record: Record, path: Path) -> None:
@@ -130,13 +112,15 @@ def read_record(path: Path) -> Record:
     try:
         fields = json.loads(path.read_bytes())
         version = fields.pop("format")
-        if version != FORMAT:
-            raise CommandError(f"{path} is a benchmark in format {version}, but this version reads format {FORMAT}")
-        fields["measurements"] = tuple(
-            Measurement(**each | {"values": tuple(each["values"])}) for each in fields["measurements"]
-        )
-        fields["dropped"] = tuple(Dropped(**each) for each in fields["dropped"])
-        return Record(**fields | {"notes": tuple(fields["notes"])})
+        if version not in (1, FORMAT):
+            raise CommandError(f"{path} is a benchmark in format {version}, but this version reads 1 and {FORMAT}")
+        if version == 1:
+            fields["options"]["workloads"] = fields["options"].pop("works", None)
+            for each in (*fields["measurements"], *fields["dropped"]):
+                each["workload"] = each.pop("work")
+        measurements = (Measurement(**each | {"values": tuple(each["values"])}) for each in fields.pop("measurements"))
+        dropped, notes = (Dropped(**each) for each in fields.pop("dropped")), fields.pop("notes")
+        return Record(measurements=tuple(measurements), dropped=tuple(dropped), notes=tuple(notes), **fields)
     except FileNotFoundError as error:
         raise CommandError(f"there is no {path}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,67 +1,77 @@
-"""The report: one HTML file with its pictures in it, which needs no network and no script."""
+"""The report: one HTML file with its pictures in it, which needs no network and no script; and the tables as text."""
 
 import json
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from linattn.cli.bench.figures import draw, to_svg
-from linattn.cli.bench.panels import Picture, pictures
+from jinja2 import Environment
+
+from linattn.cli.bench.figures import draw, short, styles
 from linattn.cli.bench.record import Record
-from linattn.cli.bench.text import dropped_lines, machine_line, tables
+from linattn.cli.bench.views import TABLES, TIME, Point, View, pictures
 
-STYLE = """
-:root { color-scheme: light }
-body { background: #fff; color: #1a1a1a; font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;
-  padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
-figure { margin: 0 } figcaption { max-width: 60rem; color: #444 }
-svg { max-width: 100%; height: auto }
-.table { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem }
-caption { text-align: left; font-weight: 600; padding: .8rem 0 .3rem }
-th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right; white-space: nowrap }
-th:first-child { text-align: left }
-code { background: #f3f3f3; padding: .1rem .3rem; overflow-wrap: anywhere }
-"""
+Rows = list[list[str]]
 
 
 def html(record: Record) -> str:
-    body = "\n".join(_body(record))
-    title = escape(f"linattn bench: {record.machine['date'][:10]}")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
-        f"<body>\n{body}\n</body></html>\n"
+    style = styles(dict.fromkeys(each.method for each in record.measurements))
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text("utf-8"))
+    return template.render(
+        record=record,
+        machine=machine_line(record),
+        details=json.dumps(record.machine),
+        pictures=[(picture, draw(picture, style)) for picture in pictures(record)],
+        dropped=dropped_lines(record),
+        tables=list(tables(record)),
     )
 
 
-def _body(record: Record) -> Iterator[str]:
-    yield "<h1>Linear attention, measured</h1>"
-    yield f"<p>{escape(machine_line(record))}. Batch {record.options['batch']}, {record.options['heads']} heads of "
-    yield f"{record.options['head_dim']} channels, {'' if record.options['causal'] else 'not '}causal. Contenders took "
-    yield f"turns; medians of up to {record.options['repeats']} runs, {record.seconds:,.0f} s in all.</p>"
-    yield f"<p><code>{escape(record.command)}</code></p>"
-    for picture in pictures(record):
-        yield _figure(picture, to_svg(draw(picture.panels), picture.name))
+def printed(record: Record) -> str:
+    parts = [machine_line(record), *(f"{title}\n{aligned(rows)}" for title, rows in tables(record))]
+    parts += [" ".join(record.notes)] if record.notes else []
     if dropped := dropped_lines(record):
-        yield "<h2>Not measured</h2><ul>"
-        yield from (f"<li>{escape(line)}</li>" for line in dropped)
-        yield "</ul>"
-    yield "<h2>All figures</h2>"
-    yield from (_table(title, rows) for title, rows in tables(record))
-    yield f"<h2>The machine</h2><p><code>{escape(json.dumps(record.machine))}</code></p>"
+        parts.append("\n".join(["not measured", *dropped]))
+    return "\n\n".join(parts)
 
 
-def _figure(picture: Picture, svg: str) -> str:
-    title, text = escape(picture.title), escape(picture.text)
-    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
-    return f"<h2>{title}</h2>\n<figure>\n{svg}\n<figcaption>{text}</figcaption></figure>"
+def tables(record: Record) -> Iterator[tuple[str, Rows]]:
+    """Yield titles and rows with the head first: methods down, lengths across."""
+    for workload, dtype in dict.fromkeys((each.workload, each.dtype) for each in record.measurements):
+        for view in TABLES:
+            if curves := view.curves(record, workload, dtype):
+                ns = sorted({point.n for points in curves.values() for point in points})
+                rows = [["", *map(short, ns)]]
+                for method, points in curves.items():
+                    texts = {point.n: _text(view, point) for point in points}
+                    rows.append([method, *(texts.get(n, "") for n in ns)])
+                spread = ", ± fastest run to upper quartile" if view is TIME else ""
+                yield f"{workload}, {dtype}: {view.title}{spread}", rows
 
 
-def _table(title: str, rows: list[list[str]]) -> str:
-    head, *rest = rows
-    lines = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(text)}</td>' for text in row[1:])}</tr>" for row in rest
-    )
-    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
-    return f'<div class="table"><table><caption>{escape(title)}</caption><tr>{heads}</tr>{lines}</table></div>'
+def _text(view: View, point: Point) -> str:
+    spread = f" ±{100 * (point.high - point.low) / point.value:.0f}%" if view is TIME else ""
+    return view.shown(point.value) + spread
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # names to the left, figures to the right
+    lines = ([f"{row[0]:<{widths[0]}}", *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def machine_line(record: Record) -> str:
+    machine = record.machine
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} of {machine['cores']} threads"
+    return f"{where}, torch {machine['torch']}, linattn {machine['linattn']}, {machine['date']}"
+
+
+def dropped_lines(record: Record) -> list[str]:
+    """Say from which length on each method is missing, those with the same reason in a line."""
+    first = {(each.workload, each.method, each.dtype): each for each in reversed(record.dropped)}
+    lines: dict[str, list[str]] = {}
+    for each in sorted(first.values(), key=record.dropped.index):
+        reason, _, figure = each.reason.partition(":")
+        line = lines.setdefault(f"{each.workload}, {each.dtype}, from n = {each.n:,} on, {reason}", [])
+        line.append(each.method + (f" ({figure.strip()})" if figure else ""))
+    return [f"{reason}: {', '.join(methods)}" for reason, methods in lines.items()]

@@ -1,51 +1,35 @@
-"""Seconds a call, of contenders that take turns: a slower machine for a while slows down all of them."""
+"""Seconds per call of methods that take turns: a machine that is slow for a while is then slow for all of them."""
 
 import math
 import time
+import timeit
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
+from torch.utils import benchmark
 
-from linattn.cli.bench.cells import Call
+from linattn.cli.bench.cases import Call
 
+# a measurement lasts at least so many seconds: short calls are repeated
 SPAN = 0.01
-"""Seconds that are timed at once, at least: short calls are repeated."""
 BLOCK = 64
-Stopwatch = Callable[[Call, int], float]
 Name = TypeVar("Name", bound=Hashable)
 
 
-def on_cpu(call: Call, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) / count
-
-
-def on_cuda(call: Call, count: int) -> float:
-    """By the device's own clock, between two events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000 / count
-
-
-def stopwatch(device: str) -> Stopwatch:
-    return on_cuda if torch.device(device).type == "cuda" else on_cpu
+def seconds_per_call(call: Call, count: int) -> float:
+    """Return the mean of `count` calls. torch's timer waits for the GPU."""
+    return timeit.timeit(call, number=count, timer=benchmark.timer) / count
 
 
 def alternate(
     calls: Mapping[Name, Call],
     repeats: int,
-    timed: Stopwatch = on_cpu,
+    timed: Callable[[Call, int], float] = seconds_per_call,
     deadline: float = math.inf,
     warm: float = 0.0,
 ) -> dict[Name, list[float]]:
-    """Seconds a call of each contender, `repeats` times, or fewer when the deadline (of `time.monotonic`) passes.
+    """Time every method `repeats` times, in turns, or fewer times when the deadline (of `time.monotonic`) passes.
 
     Each is called untimed right before it is timed, once or for `warm` seconds: a virtual machine's host takes back
     memory that stood free while the others ran."""
@@ -64,7 +48,7 @@ def alternate(
 
 
 def products(device: str, dtype: torch.dtype) -> tuple[Call, float]:
-    """Batched products of 64 × 64 × 64 blocks, and their FLOP: what chunked attention could do at best."""
+    """Return batched products of 64 × 64 × 64 blocks, the most that chunked attention can reach, and their FLOP."""
     batch = 64 if torch.device(device).type == "cpu" else 16384
     a, b = (torch.randn(batch, BLOCK, BLOCK, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(a)
