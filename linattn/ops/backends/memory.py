@@ -10,10 +10,6 @@ from torch import Tensor
 
 # tensors from here on are asked to be in pages of 2 MiB
 LARGE = 8 * 2**20
-# the largest that glibc learns from
-_LARGER = 31 * 2**20
-# smaller ones glibc keeps anyway
-_NOTICED = 2**15
 _PAGE, _MADV_HUGEPAGE = 4096, 14
 
 
@@ -44,13 +40,6 @@ class Workspace:
         """For the `out` of the next operation, in the shape of x. None for a compiler: its graph may need a gradient,
         which writing to a given place has not."""
         return None if torch.compiler.is_compiling() else self("scratch", *x.shape)
-
-
-def keep_freed_memory(x: Tensor) -> None:
-    """glibc hands freed tensors of the size of x back to the system, and has the next ones faulted in again, unless it
-    has seen larger ones go."""
-    if not torch.compiler.is_compiling() and x.numel() >= _NOTICED:
-        torch.UntypedStorage(_LARGER)
 
 
 def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
