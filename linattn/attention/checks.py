@@ -95,8 +95,10 @@ def _batch(state: Any) -> int | None:
     """The first tensor's; None if there is none."""
     if isinstance(state, Tensor):
         return state.shape[0] if state.ndim else None
-    parts = state if isinstance(state, tuple) else ()
-    return next((batch for part in parts if (batch := _batch(part)) is not None), None)
+    for part in state if isinstance(state, tuple) else ():
+        if (batch := _batch(part)) is not None:
+            return batch
+    return None
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, accumulator, infinite_if_none
-from linattn.ops.backends.operator import Backend, Tensors, cannot_export
+from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.backends.reference import present
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -17,12 +17,14 @@ LONGEST, LARGEST = 128, 2**18
 
 
 def unsupported(call: CausalCall) -> str | None:
-    n, count = call.q.shape[-2], call.q.shape[:-1].numel() * call.q.shape[-2]
-    if isinstance(n, torch.SymInt) or n > LONGEST or count > LARGEST:
+    if torch.compiler.is_compiling():
+        return "saves the time between operations, which a graph does not need"
+    n = call.q.shape[-2]
+    if n > LONGEST or call.q.shape[:-1].numel() * n > LARGEST:
         return f"builds the matrix of similarities, up to {LONGEST} tokens and {LARGEST:,} numbers in all"
     if call.log_decay is not None or call.normalize == "keys" or call.blindspot > 1:
         return 'has no decay, no normalize="keys" and no blindspot'
-    return cannot_export(call)
+    return None
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:

@@ -71,9 +71,8 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     # what a query must not see is overwritten, not multiplied by zero: it may be infinite
     A = (q @ k.mT).masked_fill(~seen, 0)
     y = (A if whole is None else A * inside) @ v + _times(q, since) @ before
-    y = join(y, call.q.shape[-2])
     y = divide(y[..., :dv], y[..., dv:]) if call.normalize == "output" else y[..., :dv]
-    return y.to(call.v.dtype), states[..., -1, :, :dv], states[..., -1, :, dv]
+    return join(y, call.q.shape[-2]).to(call.v.dtype), states[..., -1, :, :dv], states[..., -1, :, dv]
 
 
 def _times(x: Tensor, weight: Tensor | None) -> Tensor:
