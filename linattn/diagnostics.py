@@ -75,8 +75,8 @@ class SoftmaxComparison:
 
 
 def _line(label: str, columns: tuple[tuple[str, Tensor], ...], figures: list[float]) -> str:
-    cells = (f"{figure:>{max(8, len(title))}.3g}" for (title, _), figure in zip(columns, figures, strict=True))
-    return f"{label:<4}  " + "  ".join(cells)
+    texts = (f"{figure:>{max(8, len(title))}.3g}" for (title, _), figure in zip(columns, figures, strict=True))
+    return f"{label:<4}  " + "  ".join(texts)
 
 
 @torch.no_grad()
