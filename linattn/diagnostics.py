@@ -109,7 +109,8 @@ def compare_with_softmax(
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     for rows in _chunks(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]):
         visible = _visible(present, rows, causal)
-        softmax = _softmax(q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1]), visible)
+        exponent = q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1])
+        softmax = _normalized(torch.ones_like(exponent), exponent, visible)
         weights = map_weights(phi_q[:, :, rows], phi_k, log_scale, visible)
         total += _sums(softmax, weights, visible, v).double().cpu()
     features = _small_features(phi_k, log_scale, present).cpu()
@@ -139,10 +140,6 @@ def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Bool[
     """Return the mask of the keys that each query of the chunk sees, all False for queries that are left out."""
     visible = present.unsqueeze(-2).expand(-1, -1, rows.stop - rows.start, -1)
     return visible.tril(rows.start) & present[..., rows].unsqueeze(-1) if causal else visible
-
-
-def _softmax(exponent: Float[Tensor, "b h c m"], visible: Bool[Tensor, "b h c m"]) -> Float[Tensor, "b h c m"]:
-    return _normalized(torch.ones_like(exponent), exponent, visible)
 
 
 def _normalized(

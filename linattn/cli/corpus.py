@@ -94,8 +94,7 @@ def _non_empty(extents: Iterable[Extent]) -> list[Extent]:
 
 
 def _character_boundary(file: Path, cut: int) -> int:
-    """Return the first place from `cut` on where a UTF-8 character begins or the file ends; in other data, `cut`
-    itself."""
+    """Return the first start of a UTF-8 character from `cut` on, or the file's end; in other data, `cut` itself."""
     with open(file, "rb") as stream:
         stream.seek(cut)
         following = stream.read(4)

@@ -86,7 +86,8 @@ def _num_bytes(state: Any) -> int:
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     progress, versions = facts["progress"], facts["versions"]
-    yield f"run          {facts['run']}, begun {facts['created']}, {_ending(facts['finished'])}"
+    ending = f"complete {facts['finished']}" if facts["finished"] else "not complete"
+    yield f"run          {facts['run']}, begun {facts['created']}, {ending}"
     yield f"made with    {', '.join(f'{name} {version}' for name, version in versions.items())}"
     yield f"processes    {facts['processes']}"
     for name, part in facts["data"].items():
@@ -107,10 +108,6 @@ def _model_lines(model: dict[str, Any] | None) -> Iterator[str]:
     growth = model["state_bytes_per_further_token"]
     constant = f", and {growth:,.0f} more for each further token" if growth else ", however long it gets"
     yield f"state        {model['state_bytes']:,} bytes per sequence{constant}"
-
-
-def _ending(finished: str | None) -> str:
-    return f"complete {finished}" if finished else "not complete"
 
 
 def _settings(values: dict[str, Any]) -> str:

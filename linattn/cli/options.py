@@ -25,8 +25,7 @@ from linattn.cli.errors import CommandError
 
 
 def option(default: Any, parsing: Mapping[str, Any], description: str, *, group: str, free: bool = False) -> Any:
-    """Declare an option; argparse takes `parsing`. A `free` one may change on --resume, as the weights do not depend on
-    it."""
+    """Declare an option for argparse. A `free` one may change on --resume, because the weights do not depend on it."""
     return field(default=default, metadata={"help": description, "parsing": parsing, "group": group, "free": free})
 
 
@@ -152,8 +151,7 @@ def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of the resumed run. Those given again must be the same, unless the weights do not depend on
-    them."""
+    """Return the options of a resumed run: what is given again must be the same, unless weights do not depend on it."""
     options = recorded_options(recorded)
     for each in dataclasses.fields(TrainOptions):
         before = getattr(options, each.name)

@@ -59,7 +59,8 @@ def _require_tokens(data: dict[str, Any], options: TrainOptions) -> None:
         if part["tokens"] < options.context:
             have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
             raise CommandError(
-                f"the data are too short: there are {have}, but a context of {options.context:,} needs as many"
+                f"the data are too short: there are {have}, but a context of {options.context:,} needs at least "
+                f"{options.context:,}"
             )
 
 

@@ -128,7 +128,9 @@ def rewind_log(path: Path, step: int) -> None:
 
 def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
     """Give the complete checkpoint its name, make its weights the run's, and delete the oldest checkpoints."""
-    write_atomically(partial / MANIFEST, json.dumps(_digests(partial), indent=2))
+    files = sorted(file for file in partial.rglob("*") if file.is_file())
+    digests = {str(file.relative_to(partial)): _digest(file) for file in files}
+    write_atomically(partial / MANIFEST, json.dumps(digests, indent=2))
     rename_durably(partial, run.checkpoint(step))
     _publish(run, step, keep)
 
@@ -169,10 +171,6 @@ def last_checkpoint(run: Run) -> Path | None:
 
 def _alternative(steps: list[int]) -> str:
     return f"; without it the run goes on from step {steps[-2]}" if len(steps) > 1 else ""
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def _digest(file: Path) -> str:

@@ -30,8 +30,7 @@ class Schedule(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
     def progress(self, step: int) -> float:
-        """Return the progress from 0 to 1. A step counts from its middle, so that neither the first nor the last has a
-        learning rate of zero."""
+        """Return the progress from 0 to 1 in the middle of a step, so that no step has a learning rate of zero."""
         by_steps = (step + 0.5) / self.steps
         return min(1.0, by_steps if self.limit is None else max(by_steps, self.seconds / self.limit))
 
@@ -51,8 +50,7 @@ class Schedule(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Agree on the time before the scheduler's step: a process that stopped alone would leave the others
-        waiting."""
+        """Agree on the time before the scheduler's step: a process that stopped alone would leave others waiting."""
         self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device
         )

@@ -43,6 +43,6 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
             raise CommandError("--resume goes on with the run's own data, so it takes neither DATA nor --replace")
         return resumed_options(open_run(arguments.out).description["options"], given)
     if not arguments.data:
-        raise CommandError("which DATA? Name files or folders of text")
+        raise CommandError("DATA is missing: name files or folders of text")
     require_free(arguments.out, replace=arguments.replace)
     return TrainOptions(**given)

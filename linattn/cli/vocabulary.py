@@ -79,18 +79,14 @@ class Tokenizer(Vocabulary):
         self.backend.no_truncation()
         self.backend.no_padding()
         self.name = path.name
-        self.size = self._first_free_token() + 1
-
-    def _first_free_token(self) -> int:
-        tokens = self.backend.get_vocab(with_added_tokens=True).values()
-        return max(tokens, default=-1) + 1
+        # one more than the tokenizer's tokens, for the separator
+        self.size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Count the bytes of missing characters wherever they stand: unknown, dropped or replaced ones, but not moved
-        ones."""
+        """Count the bytes of missing characters: unknown, dropped or replaced ones, but not moved ones."""
         # surrogateescape makes each invalid byte a character of its own, which no tokenizer gives back
         original = text.decode("utf-8", "surrogateescape")
         decoded = self.backend.decode(list(tokens), skip_special_tokens=False)

@@ -1,7 +1,6 @@
 """Windows of `context` tokens from a long row: shuffled endlessly for training, evenly spread for validation.
 
-Each window begins with the last token of the previous one, without predicting it: each token is predicted once per
-pass."""
+Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
 from typing import final
 

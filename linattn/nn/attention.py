@@ -18,8 +18,7 @@ from linattn.ops.state import check_part, checked_kind
 
 
 class AttentionState(NamedTuple):
-    """The state that `extend` carries: the inner attention's, the last inputs of the convolution, the number of
-    tokens."""
+    """The inner attention's own state, the last inputs of the convolution, the number of tokens so far."""
 
     inner: Any
     convolution: Float[Tensor, "b w d"] | None
@@ -86,8 +85,7 @@ class MultiheadAttention(nn.Module):
         *,
         key_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Attend to x, or to the context if there is one. `key_mask` is True for the tokens of either that are
-        present."""
+        """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
         if context is None:
             q, k, v, _, _ = self._project(x, None, key_mask)
         else:
@@ -131,7 +129,7 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         if self.is_cross_attention:
-            raise ValueError("this is cross attention: it needs its context")
+            raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
         mixed, convolution, position = x, None, None
         if self.convolution is not None:

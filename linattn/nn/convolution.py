@@ -23,7 +23,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
         if width < 1:
-            raise ValueError(f"a convolution is at least 1 wide, but width is {width}")
+            raise ValueError(f"width must be at least 1, but is {width}")
         self.residual = residual
         # weight[0] belongs to the oldest token, weight[-1] to the token itself
         self.weight = nn.Parameter(torch.empty(width, dim))
@@ -48,8 +48,7 @@ class ShortConvolution(nn.Module):
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
-        """Process the next tokens. The state holds the last width - 1 present inputs of each row, zeros before the
-        first."""
+        """Process the next tokens. The state is the last width - 1 present inputs per row, preceded by zeros."""
         check_tokens(x, self.weight.shape[1], key_mask)
         return run_on_present(self._filter, x, state, self.weight.shape[0] - 1, key_mask)
 

@@ -14,8 +14,7 @@ PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 
 @final
 class LinearMultiheadAttention(TorchMultiheadAttention):
-    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k` (at most
-    `seq_len`).
+    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k`, or fewer.
 
     `param_sharing` is the paper's: "none" has an E and an F for each head, "headwise" one E and one F for all heads,
     "key-value" E = F, and "layerwise" takes that one E from `projection`, the same object in every layer:
@@ -93,7 +92,7 @@ def _linformer(
         raise unknown_name("param_sharing", sharing, PARAM_SHARING)
     if projection is not None:
         if sharing != "layerwise":
-            raise ValueError(f'projection is what layers share, with param_sharing="layerwise", but it is {sharing!r}')
+            raise ValueError(f'projection needs param_sharing="layerwise", but param_sharing is {sharing!r}')
         return LinformerAttention(projection)
     heads = num_heads if sharing == "none" else None
     first = LearnedProjection(max_length, projected, num_key_heads=heads)

@@ -30,8 +30,7 @@ class HeadNorm(nn.Module):
 
 @final
 class ScaleNorm(nn.Module):
-    """y = g · x / ‖x‖ with one learned g, which starts at √dim. Nguyen and Salazar, Transformers without Tears,
-    https://arxiv.org/abs/1910.05895"""
+    """y = g · x / ‖x‖ with one learned g, √dim at first. Nguyen and Salazar, https://arxiv.org/abs/1910.05895"""
 
     def __init__(self, dim: int):
         super().__init__()

@@ -1,5 +1,4 @@
-"""A drop-in for torch's `nn.MultiheadAttention` with any inner attention: the same arguments, masks, shapes and
-weights."""
+"""torch's `nn.MultiheadAttention` with any inner attention: the same arguments, masks, shapes and weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +119,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if key.shape[:2] != value.shape[:2] or query.size(self._batch_dim) != key.size(self._batch_dim):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
             layout = "(batch, tokens, channels)" if self.batch_first else "(tokens, batch, channels)"
-            raise ValueError(f"every key needs a value, and all as many batches, {layout}, but they are {shapes}")
+            raise ValueError(f"keys and values must match, and all batch sizes, {layout}, but the inputs are {shapes}")
 
     @property
     def _batch_dim(self) -> int:

@@ -1,5 +1,4 @@
-"""Softmax attention with all options of `nn.MultiheadAttention`: masks that add to scores, dropout of weights, and the
-weights themselves."""
+"""Softmax attention with all options of `nn.MultiheadAttention`: additive masks, dropout, and returned weights."""
 
 import torch
 import torch.nn.functional as F

@@ -2,8 +2,7 @@
 one.
 
 Operations that count tokens (windows, convolutions, projections of the sequence) run on the left-packed tokens, of
-which the first `total` are present and the others are zeros. They cannot tell a padded sequence from an unpadded
-one."""
+which the first `total` are present and the others zeros: they cannot tell padded sequences from unpadded ones."""
 
 from typing import NamedTuple
 

@@ -96,13 +96,12 @@ def ask(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays as it
-    is."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays."""
     S, z = checked_kind(state, LinearState)[:2]
     check_blindspot(state.blindspot, 1)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
-        raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(z)}")
+        raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
     return READ(ReadCall(q, S, z, normalize, feature_map, q.dtype))[0]

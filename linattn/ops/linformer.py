@@ -37,8 +37,8 @@ def pool_sequence(
     """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
     channel.
 
-    Also return which windows hold a present token (None: all). A window that is not full gives the mean, or the sum, of
-    what it holds."""
+    Also return which windows hold a present token (None: all). An incomplete window gives the mean, or sum, of its
+    tokens."""
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))

@@ -41,17 +41,17 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Return the distance of the farthest visible key from the border of a block."""
+        """The distance of the farthest visible key from the border of a block."""
         return self.size if self.bucketed else self.size - 1
 
     @property
     def past(self) -> int:
-        """Return the number of tokens that a state keeps: all that a later query may see."""
+        """The number of tokens that a state keeps: all that a later query may see."""
         return 2 * self.size - 1 if self.bucketed else self.size - 1
 
     @property
     def block(self) -> int:
-        """Return the number of queries per block: whole buckets, near the size that measured fastest on a CPU."""
+        """The number of queries per block: whole buckets, near the size that measured fastest on a CPU."""
         return -(-64 // self.size) * self.size if self.bucketed else 64 if self.size <= 128 else 128
 
 
@@ -93,8 +93,7 @@ def extend_local(
     window: Window,
     key_mask: Bool[Tensor, "#b #hk n"] | None = None,
 ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
-    """Process the next tokens of causal `local_attention`, any number of them; masked ones leave no trace in the
-    state."""
+    """Process the next tokens of causal `local_attention`; masked ones leave no trace in the state."""
     _check(q, k, v, window)
     if state is not None:
         check_part("k", state.k, k.dtype, k.shape[1], window.past, k.shape[3])
@@ -145,8 +144,7 @@ def in_blocks(
 
 
 def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
-    """Compute every block with all blocks of keys that it reaches and a mask, so that an exported graph serves every
-    length."""
+    """Compute every block with all blocks of keys that it reaches, so that an exported graph serves every length."""
     b, h, n, _ = q.shape
     block, before = window.block, -(-window.reach // window.block)
     after = 0 if window.causal else before
@@ -201,8 +199,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
 
 
 def _among(visible: Tensor, real: Tensor, itself: Tensor) -> Tensor:
-    """Mask keys that are not real. A token that is not real sees itself: in some kernels a softmax over no key has NaN
-    gradients."""
+    """Hide keys that are not real, but let each see itself: some kernels' softmax over no key has NaN gradients."""
     return visible & (real.unsqueeze(-2) | itself)
 
 
@@ -221,8 +218,7 @@ def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Ten
 
 
 def _next(q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window) -> tuple[Tensor, LocalState]:
-    """Compute one token. The next state is a view of past and token together, one token longer, and not a second
-    copy."""
+    """Compute one token. The next state is a view of past and token together, which is no second copy."""
     k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     y = _after(state.seen, q, k, v, window)
     return y, LocalState(k[..., 1:, :], v[..., 1:, :], state.seen + 1)

@@ -58,8 +58,7 @@ def _running_max(x: Tensor) -> Tensor:
 
 
 def _all_zero(decay: Tensor) -> bool:
-    """Tell whether the decay is zero, or False where that would wait for a device or cannot be read: in compilation and
-    vmap."""
+    """Tell whether the decay is known to be zero. False in compilation, under vmap, or where reading it would wait."""
     if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu":
         return False
     try:

@@ -52,7 +52,6 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
 
 
 def check_blindspot(made: int | None, blindspot: int) -> None:
-    """Raise ValueError for another blindspot. Sums without a block (None) fit any call, which counts its blocks from
-    there."""
+    """Raise ValueError for another blindspot. Sums without a block (None) are a past for any."""
     if made not in (None, blindspot):
         raise ValueError(f"the state was made with a blindspot of {made}, but here it is {blindspot}")

@@ -16,8 +16,8 @@ from linattn.models.storage import MODEL_TYPE, check_version
 class LinattnConfig(PreTrainedConfig):
     """`language_model` is a LanguageModelConfig or its fields; everything else here is transformers' own.
 
-    Its fields must be given inside it: transformers would store `LinattnConfig(depth=2)` as an attribute that nothing
-    reads, so it is refused."""
+    The fields are refused elsewhere: transformers would store `LinattnConfig(depth=2)` as an attribute without
+    effect."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]

@@ -68,8 +68,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Return the logits after each token, for all (0), the last few (int) or chosen ones (indices); and the loss if
-        there are labels."""
+        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         cache = self._cache(past_key_values, use_cache)
