@@ -37,8 +37,8 @@ def causal_linear_attention(
     from the first (masked ones too), and a query sees only the blocks before its own. The state is float32, or float64
     for float64 inputs.
 
-    NaN in a token that is present reaches the tokens after it, those of later sequences of a packed batch too, and those
-    beside it in its chunk: mask a document that may hold any, as what a masked token holds reaches nothing.
+    NaN in a present token reaches the tokens of its chunk and all later ones, also those of later sequences of a packed
+    batch. Mask a document that may hold any: what a masked token holds reaches nothing.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     q, k, v = checked(q, k, v, normalize, feature_map)
