@@ -1,6 +1,6 @@
 """Linear-complexity attention for PyTorch: every method around one operator.
 
-`attend` takes raw q, k and v; `MultiheadAttention` goes into a model of your own; `LanguageModel` is one of ours."""
+`attend` takes raw q, k and v; `MultiheadAttention` goes into your own model; `LanguageModel` is a complete model."""
 
 __version__ = "0.1.0"
 

@@ -1,5 +1,5 @@
-"""How well a feature map stands in for softmax on given queries and keys, head by head, beside what attending to all
-keys alike would give: an error that does not beat the latter is no approximation, however small it looks."""
+"""Diagnostics: how well a feature map approximates softmax on given queries and keys, per head, compared with uniform
+attention. An error that is no smaller than that of uniform attention is no approximation, however small it looks."""
 
 import math
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from torch import Tensor
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 
-# so many weights, of all heads together, are held at a time
+# number of weights, of all heads together, in memory at a time
 _WEIGHTS_AT_A_TIME = 2**22
 _SMALL = math.log(1e-4)
 
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxComparison:
-    """Figures of each head, means over queries. Weights are P for softmax, A for the map, U for uniform attention.
+    """Figures per head, averaged over queries. Weights are P for softmax, A for the map, U for uniform attention.
 
-    Without values an output error is ‖A − P‖/‖P‖ in the Frobenius norm, what independent values of mean zero would
-    give. Entropies are in nats; that of A takes negative weights for zero. The divergence KL(P‖A) is infinite where A
-    has no weight for a key that softmax looks at."""
+    Without values an output error is ‖A − P‖/‖P‖ in the Frobenius norm, the expectation for independent values of mean
+    zero. Entropies are in nats; that of A counts negative weights as zero. The divergence KL(P‖A) is infinite where A
+    has no weight for a key that softmax weighs."""
 
     feature_map: str
     output_error: Float[Tensor, " h"]
@@ -35,15 +35,15 @@ class SoftmaxComparison:
     entropy: Float[Tensor, " h"]
     softmax_entropy: Float[Tensor, " h"]
     negative_weight: Float[Tensor, " h"]
-    """The sum of the negative weights' sizes."""
+    """The sum of the absolute values of negative weights."""
     small_features: Float[Tensor, " h"]
-    """The share of the keys' features below 1e-4 of the head's largest: these hardly take part."""
+    """The share of the keys' features below 1e-4 of the head's largest, which hardly contribute."""
     norm_product: Float[Tensor, " h"]
-    """‖q‖‖k‖/√d, root mean square: how far softmax's exponents may reach."""
+    """‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
 
     @property
     def verdict(self) -> str:
-        """One sentence, and what uniform attention would give."""
+        """Judge the map in one sentence, with the error of uniform attention beside its own."""
         error, uniform = self.output_error.mean().item(), self.uniform_output_error.mean().item()
         figures = f"its output error is {error:.2g}, uniform attention would give {uniform:.2g}."
         heads, better = len(self.output_error), int((self.output_error < 0.9 * self.uniform_output_error).sum())
@@ -75,8 +75,8 @@ class SoftmaxComparison:
 
 
 def _line(label: str, columns: tuple[tuple[str, Tensor], ...], figures: list[float]) -> str:
-    cells = (f"{figure:>{max(8, len(title))}.3g}" for (title, _), figure in zip(columns, figures, strict=True))
-    return f"{label:<4}  " + "  ".join(cells)
+    texts = (f"{figure:>{max(8, len(title))}.3g}" for (title, _), figure in zip(columns, figures, strict=True))
+    return f"{label:<4}  " + "  ".join(texts)
 
 
 @torch.no_grad()
@@ -89,10 +89,10 @@ def compare_with_softmax(
     causal: bool = False,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> SoftmaxComparison:
-    """Compares the attention weights, and the outputs if there are values, of the feature map with those of softmax.
+    """Compare a feature map's attention weights, and the outputs if there are values, with those of softmax.
 
     Takes quadratic time, but linear memory. Queries that see no key are left out; if causal, so are those of masked
-    tokens. Random maps are judged by the rows they hold, learned ones by their weights.
+    tokens. Random maps are compared with their current projection, learned ones with their current weights.
 
     Raises ValueError for shapes that do not fit."""
     feature_map = checked_feature_map(feature_map, FeatureMap)
@@ -109,7 +109,8 @@ def compare_with_softmax(
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     for rows in _chunks(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]):
         visible = _visible(present, rows, causal)
-        softmax = _softmax(q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1]), visible)
+        exponent = q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1])
+        softmax = _normalized(torch.ones_like(exponent), exponent, visible)
         weights = map_weights(phi_q[:, :, rows], phi_k, log_scale, visible)
         total += _sums(softmax, weights, visible, v).double().cpu()
     features = _small_features(phi_k, log_scale, present).cpu()
@@ -136,19 +137,15 @@ def _chunks(n: int, weights_per_query: int) -> Iterator[slice]:
 
 
 def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Bool[Tensor, "b h c m"]:
-    """Which keys each query of the chunk sees, none for those that are left out."""
+    """Return the mask of the keys that each query of the chunk sees, all False for queries that are left out."""
     visible = present.unsqueeze(-2).expand(-1, -1, rows.stop - rows.start, -1)
     return visible.tril(rows.start) & present[..., rows].unsqueeze(-1) if causal else visible
-
-
-def _softmax(exponent: Float[Tensor, "b h c m"], visible: Bool[Tensor, "b h c m"]) -> Float[Tensor, "b h c m"]:
-    return _normalized(torch.ones_like(exponent), exponent, visible)
 
 
 def _normalized(
     similarity: Float[Tensor, "b h c m"], log_scale: Float[Tensor, "b h #c m"], visible: Bool[Tensor, "b h c m"]
 ) -> Float[Tensor, "b h c m"]:
-    """similarity · exp(log_scale) over its sum, by way of the largest visible scale."""
+    """Return similarity · exp(log_scale) divided by its sum; the largest visible scale is subtracted first."""
     scale = torch.where(visible, log_scale, -torch.inf)
     largest = scale.amax(-1, keepdim=True)
     similarity = similarity * (scale - largest.masked_fill(largest == -torch.inf, 0)).exp()
@@ -175,7 +172,7 @@ def _weights_by_key(
     largest = scale.amax(-1, keepdim=True)
     scale = (scale - largest.masked_fill(largest == -torch.inf, 0)).exp()
     z = scale @ phi_k
-    # a sum below the normal numbers has lost its digits, and its inverse may be infinite
+    # a subnormal sum has lost its digits, and its inverse may be infinite
     return divide(phi_q, z.masked_fill(z < torch.finfo(z.dtype).tiny, 0)) @ phi_k.mT * scale
 
 
@@ -185,12 +182,12 @@ def _sums(
     visible: Bool[Tensor, "b h c m"],
     v: Float[Tensor, "b h m dv"] | None,
 ) -> Float[Tensor, "figures h"]:
-    """Each figure of `_report` of each head, summed over the batch and the chunk's queries."""
+    """Return each figure of `_report` per head, summed over the batch and the chunk's queries."""
     keys = visible.sum(-1, keepdim=True, dtype=softmax.dtype)
     uniform = visible / keys.clamp(min=1)
     entropy = torch.special.entr(softmax).sum(-1)
     outputs = [x if v is None else x @ v for x in (weights - softmax, uniform - softmax, softmax)]
-    # where softmax has no weight left, none is asked of the map
+    # where softmax has no weight, the map needs none
     log_ratio = torch.where(softmax > 0, softmax.log() - weights.clamp(min=0).log(), 0)
     figures = [
         (keys > 0).squeeze(-1),

@@ -1,4 +1,4 @@
-"""`python -m linattn.cli` is `linattn`."""
+"""`python -m linattn.cli` runs `linattn`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Files become a long row of tokens for training and one for validation, written once and read through memory maps."""
+"""Turn files into one long row of tokens for training and one for validation, written once and read as memory maps."""
 
 import fnmatch
 import hashlib
@@ -13,8 +13,8 @@ import numpy as np
 from linattn.cli.errors import CommandError
 from linattn.cli.vocabulary import Vocabulary
 
-PIECE = 1 << 24
-"""Bytes that are read at a time."""
+BLOCK_SIZE = 1 << 24
+"""Bytes read at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Extent:
 
 @dataclass(frozen=True)
 class Part:
-    """What one row of tokens holds; a document begins with a token that stands for no bytes."""
+    """The contents of one row of tokens; each document begins with a token that stands for no bytes."""
 
     documents: int
     bytes: int
     tokens: int
     lost_bytes: int
-    """Bytes that the tokens do not give back."""
+    """Bytes that cannot be restored from the tokens."""
     sha256: str
 
 
 def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
-    """The files named, and all in the folders named, sorted. The patterns are for what is found in folders:
-    names that begin with a dot are left out, `include` is for files, `exclude` for files and folders."""
+    """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
+    skipped; `include` applies to files there, `exclude` to files and folders."""
     files = [file for path in paths for file in _files_of(Path(path), include, exclude)]
     if not files:
         patterns = f" that fit --include {' '.join(include)}" if include else ""
@@ -73,7 +73,7 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
 
 
 def split(files: Sequence[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
-    """The last part of all the bytes is for validation: whatever the vocabulary, it is the same text."""
+    """Keep the last part of all bytes for validation, the same text for every vocabulary."""
     sizes = [os.path.getsize(file) for file in files]
     left = sum(sizes) - int(sum(sizes) * validation_part)
     training, validation = [], []
@@ -82,19 +82,19 @@ def split(files: Sequence[Path], validation_part: float) -> tuple[list[Extent], 
         training.append(Extent(file, 0, cut))
         validation.append(Extent(file, cut, size))
         left -= size
-    return _filled(training), _filled(validation)
+    return _non_empty(training), _non_empty(validation)
 
 
-def whole(files: Sequence[Path]) -> list[Extent]:
-    return _filled(Extent(file, 0, os.path.getsize(file)) for file in files)
+def entire(files: Sequence[Path]) -> list[Extent]:
+    return _non_empty(Extent(file, 0, os.path.getsize(file)) for file in files)
 
 
-def _filled(extents: Iterable[Extent]) -> list[Extent]:
+def _non_empty(extents: Iterable[Extent]) -> list[Extent]:
     return [extent for extent in extents if extent.stop > extent.start]
 
 
 def _character_boundary(file: Path, cut: int) -> int:
-    """The first place from `cut` on where a character of UTF-8 begins or the file ends; in no text, `cut` itself."""
+    """Return the first start of a UTF-8 character from `cut` on, or the file's end; in other data, `cut` itself."""
     with open(file, "rb") as stream:
         stream.seek(cut)
         following = stream.read(4)
@@ -119,11 +119,11 @@ def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) 
 
 
 def _pieces(extent: Extent) -> Iterator[bytes]:
-    """Pieces end with a line where they can, because a tokenizer must not meet half a word."""
+    """Yield pieces that end with a line where possible, so that a tokenizer never meets half a word."""
     with open(extent.path, "rb") as stream:
         stream.seek(extent.start)
         left, rest = extent.stop - extent.start, b""
-        while left and (block := stream.read(min(PIECE, left))):
+        while left and (block := stream.read(min(BLOCK_SIZE, left))):
             left -= len(block)
             text = rest + block
             end = text.rfind(b"\n") + 1 if left else len(text)
@@ -137,18 +137,20 @@ def _pieces(extent: Extent) -> Iterator[bytes]:
 def write_corpus(
     folder: Path, training: Sequence[Extent], validation: Sequence[Extent], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-    """Writes the two rows and returns what the run's description says of them."""
+    """Write the two rows and return their description for `run.json`."""
     parts = {"training": training, "validation": validation}
     folder.mkdir()
-    return {name: asdict(write_tokens(extents, vocabulary, row(folder, name))) for name, extents in parts.items()}
+    return {
+        name: asdict(write_tokens(extents, vocabulary, tokens_path(folder, name))) for name, extents in parts.items()
+    }
 
 
-def row(folder: Path, part: str) -> Path:
+def tokens_path(folder: Path, part: str) -> Path:
     return folder / f"{part}.tokens"
 
 
 def open_tokens(folder: Path, part: str, dtype: str, expected: int) -> np.ndarray:
-    path, wanted = row(folder, part), expected * np.dtype(dtype).itemsize
+    path, wanted = tokens_path(folder, part), expected * np.dtype(dtype).itemsize
     if not path.is_file():
         raise CommandError(f"the run has lost its data: there is no {path}")
     if (size := path.stat().st_size) != wanted:

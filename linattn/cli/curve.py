@@ -7,13 +7,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from linattn.cli.whole import write_whole
+from linattn.cli.atomic import write_atomically
 
 PARTS = {"training": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker": "o", "markersize": 4}}
 
 
 def draw_curve(records: Iterable[dict[str, Any]], path: Path) -> None:
-    """Bits a byte against the tokens seen."""
+    """Plot bits per byte against the tokens seen."""
     records = list(records)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -26,4 +26,4 @@ def draw_curve(records: Iterable[dict[str, Any]], path: Path) -> None:
     axes.legend()
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=130)
-    write_whole(path, image.getvalue())
+    write_atomically(path, image.getvalue())

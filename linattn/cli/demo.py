@@ -1,4 +1,4 @@
-"""`make demo`: two minutes of training on the sources of Python's standard library, and what the model then writes."""
+"""`make demo`: train for two minutes on the sources of Python's standard library, then generate from the model."""
 
 import sys
 import sysconfig
@@ -8,7 +8,7 @@ from linattn.cli.main import main
 from linattn.cli.run_folder import open_run, read_log
 
 RUN = "runs/demo"
-# what is no program, or is there on some machines only
+# folders that hold no programs, or exist on some machines only
 EXCLUDED = (
     "test",
     "tests",
@@ -20,7 +20,7 @@ EXCLUDED = (
     "dist-packages",
     "config-*",
 )
-# small, so that two cores make many updates of it
+# small, so that two cores have time for many updates
 MODEL = "--dim 128 --depth 4 --heads 4 --attention local:2+elu:2 --window 64 --convolution 4"
 TRAINING = "--minutes 2 --context 256 --batch 8 --lr 5e-3 --evaluate-tokens 65536"
 PROMPT = 'def read_config(path):\n    """'

@@ -1,4 +1,4 @@
-"""What a command says when it cannot go on."""
+"""Errors that a command reports to the user in one line."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -6,26 +6,26 @@ from contextlib import contextmanager
 
 
 class CommandError(Exception):
-    """One line for the user. The command ends with this exit status and leaves nothing half-written."""
+    """An error reported in one line. The command ends with this exit status and leaves nothing half-written."""
 
     status = 2
 
 
 class Interrupted(CommandError):
-    """Ctrl-C; the message says what was saved. The exit status is the one that shells expect."""
+    """Training was interrupted by Ctrl-C; the message says what was saved. Shells expect this exit status."""
 
     status = 130
 
 
 class Diverged(CommandError):
-    """Training has failed on its own: the message says what to try."""
+    """Training has diverged; the message says what to try."""
 
     status = 1
 
 
 @contextmanager
 def explained(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds come from what the user gave, not from us: they become one line."""
+    """Turn errors of these kinds, which the user's input causes, into one line."""
     try:
         yield
     except kinds as error:
@@ -33,7 +33,7 @@ def explained(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence about an unknown name."""
+    """Return the end of an error message about an unknown name."""
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 

@@ -1,4 +1,4 @@
-"""`linattn generate`: text from a run, as it is made."""
+"""`linattn generate`: write text with a trained model, token by token."""
 
 import argparse
 import io
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
+from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import load_model, open_run
-from linattn.cli.values import FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE, WHOLE
 from linattn.cli.vocabulary import Vocabulary
 from linattn.models import LanguageModel
 from linattn.models.generation import Sampling, stream
 
-SUMMARY = "write text with a run"
+SUMMARY = "generate text with the model of a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
     parser.add_argument(
-        "--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the likeliest token (default: 0.8)"
+        "--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)"
     )
-    parser.add_argument("--top-k", **WHOLE, help="draw from the N likeliest tokens")
-    parser.add_argument("--top-p", **SHARE, help="draw from the likeliest tokens that together reach probability X")
-    parser.add_argument(
-        "--repetition-penalty", default=1.0, **POSITIVE, help="above 1: less of what was there (default: 1)"
-    )
-    parser.add_argument("--seed", **SEED, help="the same text every time")
+    parser.add_argument("--top-k", **COUNT, help="sample from the N most likely tokens")
+    parser.add_argument("--top-p", **SHARE, help="sample from the most likely tokens that together reach probability X")
+    parser.add_argument("--repetition-penalty", default=1.0, **POSITIVE, help="above 1: repeat less (default: 1)")
+    parser.add_argument("--seed", **SEED, help="seed; it gives the same text every time")
     parser.add_argument("--stop", metavar="TEXT", help="end before this text")
     parser.add_argument("--cpu", **FLAG, help="do not use a GPU")
 
@@ -42,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     described = open_run(arguments.folder)
     vocabulary = described.vocabulary()
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
-    # the model has seen texts from their beginning, which this token marks
+    # this token marks the beginning of a text, where every text that the model has seen starts
     tokens = [vocabulary.separator, *vocabulary.encode(prompt)]
     model = load_model(described)
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
-    # torch's own errors are RuntimeErrors: logits that overflow, or memory that is full
+    # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
         timed = _Timed(_new_tokens(model, tokens, vocabulary, arguments))
         _write(text(vocabulary, tokens[1:], timed, arguments.stop))
@@ -93,7 +91,7 @@ class _Timed:
             yield token
 
     def report(self) -> str:
-        """The first token comes with the reading of the prompt, so it is no measure of the rest."""
+        """Report the speed after the first token, which comes with the reading of the prompt."""
         if self.count < 2:
             return f"[{self.count} tokens]"
         speed = (self.count - 1) / (self.last - self.first)
@@ -101,7 +99,7 @@ class _Timed:
 
 
 def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
-    """The prompt and what follows it, in pieces that are final, up to the text `stop` if that is ever made."""
+    """Yield the prompt and what follows it, in pieces that are final, up to the text `stop` if it is ever generated."""
     decode = vocabulary.decoder()
     yield "".join(map(decode, prompt))
     held = ""
@@ -110,7 +108,7 @@ def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop
         if stop and stop in held:
             yield held.partition(stop)[0]
             return
-        # the end of what is held may be the beginning of the stop text
+        # the end of the held text may be the beginning of the stop text
         keep = _overlap(held, stop) if stop else 0
         yield held[: len(held) - keep]
         held = held[len(held) - keep :]
@@ -118,12 +116,12 @@ def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of `stop` that `text` ends with."""
+    """Return the length of the longest prefix of `stop` that `text` ends with."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _write(pieces: Iterable[str]) -> None:
-    # what the terminal's encoding lacks shall not end the text
+    # characters that the terminal cannot encode are replaced and do not raise
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""`linattn info`: what a run is."""
+"""`linattn info`: describe a run."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ from linattn.attention.base import map_state
 from linattn.cli.run_folder import Run, load_model, open_run, read_log
 from linattn.models import LanguageModel
 
-SUMMARY = "say what a run is"
+SUMMARY = "describe a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def gather(run: Run) -> dict[str, Any]:
 
 
 def _progress(run: Run) -> dict[str, Any]:
-    """The last value of everything that was logged, and the best validation."""
+    """Return the last value of each logged quantity, and the best validation."""
     last: dict[str, Any] = {}
     for record in (records := list(read_log(run.log))):
         last |= record
@@ -60,8 +60,8 @@ def _model(model: LanguageModel) -> dict[str, Any]:
 
 
 def _state_size(model: LanguageModel) -> dict[str, int | float]:
-    """Bytes that a sequence needs while it is read or written, measured when every window is full; and how many more
-    each further token needs: none, unless softmax attends to all the past."""
+    """Return the bytes of state per sequence, measured with every window full, and the bytes that each further token
+    adds: none, unless softmax attends to all the past."""
     full = model.config.max_length or 2 * model.config.window
     state, sizes = None, []
     with torch.inference_mode():
@@ -86,7 +86,8 @@ def _num_bytes(state: Any) -> int:
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     progress, versions = facts["progress"], facts["versions"]
-    yield f"run          {facts['run']}, begun {facts['created']}, {_ending(facts['finished'])}"
+    ending = f"complete {facts['finished']}" if facts["finished"] else "not complete"
+    yield f"run          {facts['run']}, begun {facts['created']}, {ending}"
     yield f"made with    {', '.join(f'{name} {version}' for name, version in versions.items())}"
     yield f"processes    {facts['processes']}"
     for name, part in facts["data"].items():
@@ -106,15 +107,11 @@ def _model_lines(model: dict[str, Any] | None) -> Iterator[str]:
     yield f"model        {_settings(model['configuration'])}"
     growth = model["state_bytes_per_further_token"]
     constant = f", and {growth:,.0f} more for each further token" if growth else ", however long it gets"
-    yield f"state        {model['state_bytes']:,} bytes a sequence{constant}"
-
-
-def _ending(finished: str | None) -> str:
-    return f"complete {finished}" if finished else "not complete"
+    yield f"state        {model['state_bytes']:,} bytes per sequence{constant}"
 
 
 def _settings(values: dict[str, Any]) -> str:
-    """Those that say something."""
+    """Return the settings that differ from "off"."""
     return ", ".join(f"{name} {_shown(value)}" for name, value in values.items() if value not in (None, False, [], ""))
 
 

@@ -1,4 +1,4 @@
-"""The console entry: finds the command, and turns what goes wrong for the user into one line and an exit status."""
+"""The console entry: runs the command and turns the user's errors into one line and an exit status."""
 
 import argparse
 import os
@@ -14,9 +14,9 @@ COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong without repeating every option, and which name is nearest to an unknown one."""
+    """Reports an error without the list of all options, and suggests the nearest known name."""
 
-    # argparse declares it by overloads
+    # argparse declares this method by overloads
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandError as error:
         return _fail(parsed.command, str(error), error.status)
     except ModuleNotFoundError as error:
-        return _missing(parsed.command, error)
+        return _report_missing_package(parsed.command, error)
     except OSError as error:
-        return _gone() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
+        return _stop_quietly() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
     except KeyboardInterrupt:
         return _fail(parsed.command, "interrupted", status=130)
 
@@ -67,14 +67,14 @@ def _fail(command: str, message: str, status: int = 2) -> int:
     return status
 
 
-def _missing(command: str, error: ModuleNotFoundError) -> int:
-    """A package that comes with the extra; one of our own modules would be our mistake."""
+def _report_missing_package(command: str, error: ModuleNotFoundError) -> int:
+    """Report a missing package of the extra. A missing module of our own is a bug and is raised."""
     if error.name is None or error.name.partition(".")[0] == "linattn":
         raise error
     return _fail(command, f"this needs {error.name}, which pip install 'linattn[cli]' brings")
 
 
-def _gone() -> int:
-    """Nobody reads the output any more, as with `| head`: no error, but Python would complain once more at its end."""
+def _stop_quietly() -> int:
+    """Stop quietly when the reader of the output is gone, as with `| head`; Python would complain again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

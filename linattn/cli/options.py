@@ -1,4 +1,4 @@
-"""The options of `linattn train`: each is one field, from which come the parser, the defaults and the run's record."""
+"""The options of `linattn train`: each is one field, the source of the parser, the defaults and the run's record."""
 
 import argparse
 import dataclasses
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from linattn.cli.errors import CommandError
-from linattn.cli.values import (
+from linattn.cli.argument_types import (
+    COUNT,
     FLAG,
     NATURAL,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
     SEED,
-    WHOLE,
     base_or_none,
-    listed,
+    comma_separated,
+    integer_from,
     one_of,
-    repeated,
-    whole_from,
+    repeatable,
 )
+from linattn.cli.errors import CommandError
 
 
 def option(default: Any, parsing: Mapping[str, Any], description: str, *, group: str, free: bool = False) -> Any:
-    """`parsing` is for argparse. `free`: may change when a run is resumed, because the weights do not depend on it."""
+    """Declare an option for argparse. A `free` one may change on --resume, because the weights do not depend on it."""
     return field(default=default, metadata={"help": description, "parsing": parsing, "group": group, "free": free})
 
 
@@ -38,82 +38,82 @@ class TrainOptions:
     """The defaults learn well on a few megabytes of text."""
 
     tokenizer: str | None = data(
-        None, {"metavar": "FILE"}, "of the tokenizers package; without it, bytes are the tokens"
+        None, {"metavar": "FILE"}, "file of the tokenizers package (default: bytes are the tokens)"
     )
     include: tuple[str, ...] = data(
-        (), repeated("NAME"), "in folders, take only files of such names, e.g. '*.py'; repeatable"
+        (), repeatable("NAME"), "in folders, take only files with such names, e.g. '*.py'; repeatable"
     )
     exclude: tuple[str, ...] = data(
-        (), repeated("NAME"), "in folders, leave out files and folders of such names; repeatable"
+        (), repeatable("NAME"), "in folders, leave out files and folders with such names; repeatable"
     )
-    validation_part: float = data(0.05, PART, "share of the data, the last bytes of all, that is for validation")
+    validation_part: float = data(0.05, PART, "share of the data, its last bytes, for validation")
     validation_data: tuple[str, ...] = data(
-        (), repeated("DATA"), "file or folder for validation, instead of a part of DATA; repeatable"
+        (), repeatable("DATA"), "file or folder for validation, instead of a part of DATA; repeatable"
     )
 
-    dim: int = model(256, WHOLE, "width of the model")
-    depth: int = model(4, WHOLE, "number of layers")
-    heads: int = model(4, WHOLE, "attention heads of a layer")
+    dim: int = model(256, COUNT, "width of the model")
+    depth: int = model(4, COUNT, "number of layers")
+    heads: int = model(4, COUNT, "attention heads per layer")
     key_heads: int | None = model(
-        None, WHOLE, "fewer heads for keys and values, shared by groups of heads (default: as many)"
+        None, COUNT, "fewer heads for keys and values, shared by groups of heads (default: as many)"
     )
-    head_dim: int | None = model(None, WHOLE, "width of a head (default: dim / heads)")
-    key_dim: int | None = model(None, WHOLE, "width of a head's queries and keys (default: that of its values)")
+    head_dim: int | None = model(None, COUNT, "width of a head (default: dim / heads)")
+    key_dim: int | None = model(None, COUNT, "width of a head's queries and keys (default: that of its values)")
     attention: tuple[str, ...] = model(
         ("local+elu",),
-        {"type": listed, "metavar": "METHOD"},
-        "such as elu or local:3+elu:1; with commas, one for each layer",
+        {"type": comma_separated, "metavar": "METHOD"},
+        "such as elu or local:3+elu:1; separated by commas, one per layer",
     )
-    window: int = model(128, WHOLE, "tokens that a local head sees")
+    window: int = model(128, COUNT, "tokens that a local head sees")
     rotary: float | None = model(
         10000.0, {"type": base_or_none, "metavar": "X"}, "base of the rotary positions, or none"
     )
-    learned_positions: bool = model(False, FLAG, "add a learned vector for each position of the context")
+    learned_positions: bool = model(False, FLAG, "add learned position embeddings")
     convolution: int = model(4, NATURAL, "width of the short convolution before q, k and v (0: none)")
-    head_norm: bool = model(False, FLAG, "a norm of each head's output")
+    head_norm: bool = model(False, FLAG, "normalise each head's output")
     gate: bool = model(False, FLAG, "a gate on the attention's output")
     feed_forward: str = model("gated", one_of("gated", "gelu", "none"), "the other half of a layer")
-    mlp_ratio: float = model(4.0, POSITIVE, "width of the feed-forward for each of dim")
+    mlp_ratio: float = model(4.0, POSITIVE, "width of the feed-forward, as a multiple of dim")
     norm: str = model("rms", one_of("rms", "layer"), "the norm before each half of a layer")
-    untied: bool = model(False, FLAG, "an output matrix of its own instead of the embeddings'")
-    dropout: float = model(0.0, NOT_NEGATIVE, "share of activations that is dropped")
+    untied: bool = model(False, FLAG, "an output matrix of its own, instead of sharing the embeddings'")
+    dropout: float = model(0.0, NOT_NEGATIVE, "probability of dropping an activation")
 
-    steps: int | None = training(None, WHOLE, "updates of the weights (default: 2000, or as many as --minutes allows)")
+    steps: int | None = training(None, COUNT, "updates of the weights (default: 2000, or as many as --minutes allows)")
     minutes: float | None = training(
-        None, POSITIVE, "end after so much training time; the learning rate follows the clock"
+        None, POSITIVE, "end after so much training time; the learning rate follows the time"
     )
-    context: int = training(512, {"type": whole_from(2), "metavar": "N"}, "tokens of a sequence")
-    batch: int = training(16, WHOLE, "sequences that a process reads at once")
-    accumulate: int = training(1, WHOLE, "batches for one update")
+    context: int = training(512, {"type": integer_from(2), "metavar": "N"}, "tokens per sequence")
+    batch: int = training(16, COUNT, "sequences per process and batch")
+    accumulate: int = training(1, COUNT, "batches per update")
     lr: float = training(1e-3, POSITIVE, "highest learning rate of AdamW")
     warmup: float = training(0.05, PART, "part of the run in which the learning rate rises")
-    weight_decay: float = training(0.1, NOT_NEGATIVE, "AdamW's, for matrices")
+    weight_decay: float = training(0.1, NOT_NEGATIVE, "weight decay of AdamW, for matrices only")
     clip: float = training(1.0, NOT_NEGATIVE, "largest norm of the gradient (0: any)")
     precision: str = training(
         "auto",
         one_of("auto", "float32", "bfloat16"),
-        "of the matrix products; auto: bfloat16 where the GPU or CPU has it",
+        "precision of matrix products; auto: bfloat16 where the GPU or CPU has it",
     )
     checkpointing: bool = training(False, FLAG, "recompute activations in the backward pass, to save memory")
-    seed: int = training(0, SEED, "of the weights, of the order of the data and of dropout")
+    seed: int = training(0, SEED, "seed of the weights, the order of the data and dropout")
     cpu: bool = training(False, FLAG, "do not use a GPU")
     fsdp: bool = training(
         False, FLAG, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)"
     )
 
-    evaluate_every: int = reports(250, WHOLE, "updates from one validation to the next")
-    evaluate_tokens: int = reports(262144, WHOLE, "tokens of the validation data that are used, spread over them")
-    log_every: int = reports(10, WHOLE, "updates from one line of the log to the next", free=True)
-    save_every: int = reports(250, WHOLE, "updates from one checkpoint to the next", free=True)
-    keep: int = reports(2, WHOLE, "checkpoints that are kept", free=True)
+    evaluate_every: int = reports(250, COUNT, "updates from one validation to the next")
+    evaluate_tokens: int = reports(262144, COUNT, "tokens per validation, spread over the validation data")
+    log_every: int = reports(10, COUNT, "updates from one line of the log to the next", free=True)
+    save_every: int = reports(250, COUNT, "updates from one checkpoint to the next", free=True)
+    keep: int = reports(2, COUNT, "checkpoints to keep", free=True)
 
     def limit(self) -> int:
-        """The number of updates. The clock ends a run of --minutes long before its million."""
+        """Return the number of updates. With --minutes, time ends the run long before a million."""
         return self.steps or (2000 if self.minutes is None else 1_000_000)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that are not given leave no trace, so that a resumed run can tell what was asked of it."""
+    """Add the options without defaults, so that a resumed run can tell which were given."""
     groups: dict[str, Any] = {}
     for each in dataclasses.fields(TrainOptions):
         name = each.metadata["group"]
@@ -134,7 +134,7 @@ def _default_text(default: Any) -> str:
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says, without the defaults."""
+    """Return the options on the command line, without the defaults."""
     known = {each.name for each in dataclasses.fields(TrainOptions)}
     return _with_tuples({name: value for name, value in vars(arguments).items() if name in known})
 
@@ -151,7 +151,7 @@ def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:
-    """A run goes on as it began: what is given again must be the same, unless the weights do not depend on it."""
+    """Return the options of a resumed run: what is given again must be the same, unless weights do not depend on it."""
     options = recorded_options(recorded)
     for each in dataclasses.fields(TrainOptions):
         before = getattr(options, each.name)

@@ -1,4 +1,4 @@
-"""The beginning of a run: its folder, with the data and a description, before any training."""
+"""Prepare a run before training: its folder with the data and a description."""
 
 import dataclasses
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from linattn import __version__
-from linattn.cli.corpus import Extent, find_files, split, whole, write_corpus
+from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically, write_atomically
+from linattn.cli.corpus import Extent, entire, find_files, split, write_corpus
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
 from linattn.cli.vocabulary import Vocabulary
-from linattn.cli.whole import copy_whole, remove_whole, whole_folder, write_whole
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 
@@ -25,15 +25,15 @@ def create_run(
     folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
 ) -> None:
     training, validation = _extents(paths, options)
-    with whole_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         data = write_corpus(partial / "data", training, validation, vocabulary)
         _require_tokens(data, options)
         if options.tokenizer is not None:
-            copy_whole(Path(options.tokenizer), partial / TOKENIZER)
+            copy_atomically(Path(options.tokenizer), partial / TOKENIZER)
         description = _describe(paths, options, vocabulary, data) | {"processes": processes}
-        write_whole(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        write_atomically(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         if is_run(folder):
-            remove_whole(folder)
+            remove_atomically(folder)
     _say_what_is_lost(vocabulary, data)
 
 
@@ -50,7 +50,7 @@ def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
 def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:
     files = find_files(paths, options.include, options.exclude)
     if options.validation_data:
-        return whole(files), whole(find_files(options.validation_data, options.include, options.exclude))
+        return entire(files), entire(find_files(options.validation_data, options.include, options.exclude))
     return split(files, options.validation_part)
 
 
@@ -59,7 +59,8 @@ def _require_tokens(data: dict[str, Any], options: TrainOptions) -> None:
         if part["tokens"] < options.context:
             have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
             raise CommandError(
-                f"the data are too short: there are {have}, but a context of {options.context:,} needs as many"
+                f"the data are too short: there are {have}, but a context of {options.context:,} needs at least "
+                f"{options.context:,}"
             )
 
 

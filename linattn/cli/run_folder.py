@@ -1,7 +1,7 @@
-"""A run is a folder: a model that loads anywhere, and beside it all that is needed to know it and to go on with it.
+"""A run is a folder: a model that loads anywhere, and all that is needed to describe and resume it.
 
 config.json, model.safetensors   the last checkpoint's weights, for LanguageModel.load and from_pretrained
-run.json                         what was asked, of which data, with which versions
+run.json                         the options, the data and the versions
 tokenizer.json                   if there is one
 log.jsonl, curve.png             how the training went
 data/                            the tokens
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linattn.cli.atomic import copy_atomically, remove_atomically, remove_leftovers, rename_durably, write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
-from linattn.cli.whole import copy_whole, remove_leftovers, remove_whole, rename_whole, write_whole
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG, WEIGHTS
 
@@ -62,7 +62,7 @@ class Run:
         return vocabulary
 
     def saved_steps(self) -> list[int]:
-        """The steps of the checkpoints, in order."""
+        """Return the steps of the checkpoints, in order."""
         if not self.checkpoints.is_dir():
             return []
         found = (CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
@@ -77,7 +77,7 @@ def is_run(folder: Path) -> bool:
 
 
 def require_free(folder: Path, *, replace: bool) -> None:
-    """A run is never written over by accident, and nothing that is no run is ever deleted."""
+    """Refuse to overwrite a run by accident, and to delete anything that is not a run."""
     if is_run(folder) and not replace:
         raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
     if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -111,7 +111,7 @@ def load_model(run: Run) -> LanguageModel:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log. The last one may be half there, while or after it was written."""
+    """Yield the records of a log. The last line may be incomplete, while or after it was written."""
     lines = path.read_text().splitlines() if path.is_file() else []
     for line in lines:
         try:
@@ -121,20 +121,22 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Forgets what happened after the step from which a run goes on."""
+    """Drop the records after the step from which a run is resumed."""
     records = [record for record in read_log(path) if record["step"] <= step]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
-    """The checkpoint, complete by now, gets its name; its weights become the run's, and the oldest checkpoints go."""
-    write_whole(partial / MANIFEST, json.dumps(_digests(partial), indent=2))
-    rename_whole(partial, run.checkpoint(step))
+    """Give the complete checkpoint its name, make its weights the run's, and delete the oldest checkpoints."""
+    files = sorted(file for file in partial.rglob("*") if file.is_file())
+    digests = {str(file.relative_to(partial)): _digest(file) for file in files}
+    write_atomically(partial / MANIFEST, json.dumps(digests, indent=2))
+    rename_durably(partial, run.checkpoint(step))
     _publish(run, step, keep)
 
 
 def recover(run: Run, step: int, keep: int) -> None:
-    """A kill may have come at any instant: leave the run as it was right after the last checkpoint, that of `step`."""
+    """Restore the run to its state right after the checkpoint of `step`, whenever the process was killed."""
     remove_leftovers(run.folder)
     remove_leftovers(run.checkpoints)
     rewind_log(run.log, step)
@@ -145,13 +147,13 @@ def recover(run: Run, step: int, keep: int) -> None:
 def _publish(run: Run, step: int, keep: int) -> None:
     # the weights first: a folder with a configuration is a folder with a model
     for name in (WEIGHTS, CONFIG):
-        copy_whole(run.checkpoint(step) / name, run.folder / name)
+        copy_atomically(run.checkpoint(step) / name, run.folder / name)
     for old in run.saved_steps()[:-keep]:
-        remove_whole(run.checkpoint(old))
+        remove_atomically(run.checkpoint(old))
 
 
 def last_checkpoint(run: Run) -> Path | None:
-    """The folder of the newest checkpoint, if there is one, with every file as it was written."""
+    """Return the folder of the newest checkpoint, or None; raise if a file has changed since it was written."""
     if not (steps := run.saved_steps()):
         return None
     folder = run.checkpoint(steps[-1])
@@ -159,18 +161,16 @@ def last_checkpoint(run: Run) -> Path | None:
         expected = json.loads((folder / MANIFEST).read_bytes())
         damaged = [name for name, digest in expected.items() if _digest(folder / name) != digest]
     except (OSError, ValueError) as error:
-        raise CommandError(f"{folder} is damaged: {error}{_way_out(steps)}") from error
+        raise CommandError(f"{folder} is damaged: {error}{_alternative(steps)}") from error
     if damaged:
-        raise CommandError(f"{folder} is damaged: {', '.join(damaged)} changed after it was written{_way_out(steps)}")
+        raise CommandError(
+            f"{folder} is damaged: {', '.join(damaged)} changed after it was written{_alternative(steps)}"
+        )
     return folder
 
 
-def _way_out(steps: list[int]) -> str:
+def _alternative(steps: list[int]) -> str:
     return f"; without it the run goes on from step {steps[-2]}" if len(steps) > 1 else ""
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def _digest(file: Path) -> str:

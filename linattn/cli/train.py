@@ -1,4 +1,4 @@
-"""`linattn train`: text files in, a run folder out."""
+"""`linattn train`: train a language model on text files; the run is a folder."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     tokenizer = arguments.out / TOKENIZER if arguments.resume else Path(options.tokenizer or "")
     vocabulary = load_vocabulary(tokenizer if options.tokenizer is not None else None)
-    # imported here, because it takes seconds and mistakes should be told at once
+    # imported late, because the import takes seconds and errors should come first
     from linattn.cli.training import train
 
     train(arguments, options, vocabulary)
@@ -43,6 +43,6 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
             raise CommandError("--resume goes on with the run's own data, so it takes neither DATA nor --replace")
         return resumed_options(open_run(arguments.out).description["options"], given)
     if not arguments.data:
-        raise CommandError("which DATA? Name files or folders of text")
+        raise CommandError("DATA is missing: name files or folders of text")
     require_free(arguments.out, replace=arguments.replace)
     return TrainOptions(**given)

@@ -1,4 +1,4 @@
-"""transformers' Trainer, told what a run is. The loop, DDP, FSDP2 and mixed precision are its own and Accelerate's."""
+"""transformers' Trainer for a run. The loop, DDP, FSDP2 and mixed precision are the Trainer's and Accelerate's."""
 
 import math
 from collections.abc import Iterator
@@ -15,31 +15,31 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linattn.cli.clock import Clock, largest
+from linattn.cli.atomic import partial_name
 from linattn.cli.errors import CommandError, Diverged, one_line
 from linattn.cli.options import TrainOptions
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run, adopt_checkpoint
-from linattn.cli.whole import partial_name
+from linattn.cli.schedule import Schedule, largest
 
 
 class RunTrainer(Trainer):
-    """Saves whole checkpoints of finite weights, and takes the learning rate from the clock."""
+    """Saves complete checkpoints of finite weights, and takes the learning rate from the schedule."""
 
     run: Run
-    clock: Clock
+    schedule: Schedule
     reports: Reports
     keep: int
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         if self.lr_scheduler is None:
             used: Any = optimizer or self.optimizer
-            # a plain function: of anything else, methods too, the scheduler would save the attributes
-            self.lr_scheduler = LambdaLR(used, lambda step: self.clock.learning_rate_factor(step))
+            # a plain function, because the scheduler would save the attributes of any other callable, methods too
+            self.lr_scheduler = LambdaLR(used, lambda step: self.schedule.learning_rate_factor(step))
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Every loss is reported through here, in every process."""
+        """Raise if a loss is not finite; every process passes every loss through this method."""
         if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "eval_loss")):
             raise self._diverged("the loss is")
         super().log(logs, start_time)
@@ -54,11 +54,11 @@ class RunTrainer(Trainer):
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """All processes write into a folder of another name; when the last has done so, it becomes the checkpoint."""
+        """Let all processes write under another name, and rename the complete checkpoint at the end."""
         if largest(float(not is_finite(model)), device=self.args.device) != [0.0]:
             raise self._diverged("the weights are")
         step = self.state.global_step
-        with _explained_failure(self.run.checkpoint(step)):
+        with _explained_disk_errors(self.run.checkpoint(step)):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
@@ -67,8 +67,8 @@ class RunTrainer(Trainer):
 
 
 @contextmanager
-def _explained_failure(checkpoint: Path) -> Iterator[None]:
-    """A full disk is an OSError to Python, and something of their own to safetensors and to torch's zip writer."""
+def _explained_disk_errors(checkpoint: Path) -> Iterator[None]:
+    """Report a full disk, which safetensors and torch's zip writer raise as errors of their own, not as OSError."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -76,13 +76,13 @@ def _explained_failure(checkpoint: Path) -> Iterator[None]:
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Tell whether all weights are finite. Sharded ones are judged by this process's part."""
+    """Tell whether all weights are finite, of a sharded model those of this process."""
     weights = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
     return all(bool(weight.isfinite().all()) for weight in weights)
 
 
-class EmbeddingsOfOutput(TrainerCallback):
-    """Tied embeddings make the logits too, after their own forward, when FSDP2 would have given most of them back."""
+class GatherTiedEmbeddings(TrainerCallback):
+    """Keeps tied embeddings gathered for the logits, where FSDP2 would free them after the embeddings' own forward."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -93,14 +93,14 @@ class EmbeddingsOfOutput(TrainerCallback):
 
 
 def can_shard(args: TrainingArguments) -> bool:
-    """Accelerate shards nothing on CPUs: it would copy the model, and say nothing."""
+    """Tell whether FSDP2 would shard. On CPUs Accelerate silently copies the model."""
     return args.world_size > 1 and args.device.type != "cpu"
 
 
 def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
-    """Making them also joins the other processes, if there are any."""
+    """Make the Trainer's arguments, and with them join the other processes, if there are any."""
     use_cpu = options.cpu or not torch.accelerator.is_available()
-    bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and _has_bfloat16(use_cpu))
+    bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and _multiplies_bfloat16(use_cpu))
     args = TrainingArguments(
         output_dir=str(partial_name(folder / "checkpoints" / "checkpoint")),
         max_steps=options.limit(),
@@ -115,7 +115,7 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         seed=options.seed,
         use_cpu=use_cpu,
         bf16=bfloat16,
-        # a bool, whatever its type says
+        # a bool works, whatever the type says
         fsdp=options.fsdp,  # pyright: ignore[reportArgumentType]
         fsdp_config={"version": 2} if options.fsdp else None,
         eval_strategy="steps",
@@ -123,9 +123,9 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         save_strategy="steps",
         save_steps=options.save_every,
         logging_steps=options.log_every,
-        # a loss that is not finite is shown as it is
+        # report a loss that is not finite as it is
         logging_nan_inf_filter=False,
-        # the data shuffle themselves, so that window i is the same however many processes there are
+        # the datasets shuffle themselves, so that window i does not depend on the number of processes
         train_sampling_strategy="sequential",
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
@@ -141,8 +141,8 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
     return args
 
 
-def _has_bfloat16(use_cpu: bool) -> bool:
-    """Whether the machine multiplies it, and does not merely convert it: a step then takes 0.6 to 0.8 of the time."""
+def _multiplies_bfloat16(use_cpu: bool) -> bool:
+    """Tell whether the machine multiplies bfloat16 natively; a step then takes 0.6 to 0.8 of the time."""
     if use_cpu:
         return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -156,10 +156,10 @@ def make_trainer(
         args,
         train_dataset=datasets["training"],
         eval_dataset=datasets["validation"],
-        callbacks=[*callbacks, EmbeddingsOfOutput()],
+        callbacks=[*callbacks, GatherTiedEmbeddings()],
     )
     trainer.run = run
-    # reports are a callback of ours
+    # our callback reports instead
     trainer.remove_callback(PrinterCallback)
     if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
         # a run's weights are in one file, which loads on any machine, whatever Accelerate's configuration says

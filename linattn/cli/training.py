@@ -1,4 +1,4 @@
-"""The training of a run: model, data and Trainer put together, by every process; the first one writes."""
+"""Train a run: every process builds the model, the data and the Trainer; the first one writes files."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from linattn.cli.clock import Clock
+from linattn.cli.atomic import remove_leftovers, write_atomically
 from linattn.cli.corpus import open_tokens
 from linattn.cli.curve import draw_curve
 from linattn.cli.errors import CommandError, Interrupted, explained, one_line
@@ -20,16 +20,16 @@ from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import DESCRIPTION, Run, last_checkpoint, open_run, read_log, recover
+from linattn.cli.schedule import Schedule
 from linattn.cli.trainer import RunTrainer, make_trainer, training_arguments
 from linattn.cli.vocabulary import Vocabulary
-from linattn.cli.whole import remove_leftovers, write_whole
 from linattn.cli.windows import TrainingWindows, ValidationWindows
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 from linattn.models import LanguageModelConfig
 
 
 def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary) -> None:
-    """Whatever can be wrong is found before the run's folder is made."""
+    """Train after checking everything that can be wrong, so that a failing command leaves no folder."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = _make_model(options, vocabulary)
@@ -75,7 +75,7 @@ def _make_model(options: TrainOptions, vocabulary: Vocabulary) -> PreTrainedMode
 
 
 def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> None:
-    """The others wait, and end with it when it fails."""
+    """Run the action in the first process while the others wait; if it fails, all end."""
     failure: list[str | None] = [None]
     if args.process_index == 0:
         try:
@@ -89,15 +89,15 @@ def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> 
 
 
 def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
-    trainer, clock = _make_trainer(run, model, options, args)
+    trainer, schedule = _make_trainer(run, model, options, args)
     checkpoint = last_checkpoint(run)
     first = trainer.is_world_process_zero()
     if first:
         step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
         recover(run, step, options.keep)
-        _say(run, model, options, args, step)
+        _announce(run, model, options, args, step)
     try:
-        with clock.minds_interrupts():
+        with schedule.saves_on_interrupt():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.accelerator.wait_for_everyone()
     finally:
@@ -105,8 +105,8 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
         if first:
             remove_leftovers(run.checkpoints)
     if first:
-        _finish(run, interrupted=clock.must_stop)
-    if clock.must_stop:
+        _finish(run, interrupted=schedule.must_stop)
+    if schedule.must_stop:
         step = trainer.state.global_step
         raise Interrupted(
             f"interrupted after step {step:,}, which is saved; linattn train --resume --out {run.folder} goes on"
@@ -115,22 +115,21 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
 
 def _make_trainer(
     run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments
-) -> tuple[RunTrainer, Clock]:
+) -> tuple[RunTrainer, Schedule]:
     if args.world_size != run.description["processes"]:
         raise CommandError(
             f"the run began with {run.description['processes']} processes, so it cannot go on with {args.world_size}"
         )
     seconds = None if options.minutes is None else 60 * options.minutes
-    clock = Clock(steps=options.limit(), limit=seconds, warmup=options.warmup)
-    tokens_per_step = _sequences(options, args) * (options.context - 1)
-    reports = Reports(run.log, clock, tokens_per_byte=run.tokens_per_byte, tokens_per_step=tokens_per_step)
-    trainer = make_trainer(run, model, _datasets(run, options, args), args, callbacks=[clock, reports])
-    trainer.clock, trainer.reports, trainer.keep = clock, reports, options.keep
-    return trainer, clock
+    schedule = Schedule(steps=options.limit(), limit=seconds, warmup=options.warmup)
+    tokens_per_step = _sequences_per_update(options, args) * (options.context - 1)
+    reports = Reports(run.log, schedule, tokens_per_byte=run.tokens_per_byte, tokens_per_step=tokens_per_step)
+    trainer = make_trainer(run, model, _datasets(run, options, args), args, callbacks=[schedule, reports])
+    trainer.schedule, trainer.reports, trainer.keep = schedule, reports, options.keep
+    return trainer, schedule
 
 
-def _sequences(options: TrainOptions, args: TrainingArguments) -> int:
-    """Of one update."""
+def _sequences_per_update(options: TrainOptions, args: TrainingArguments) -> int:
     return options.batch * options.accumulate * args.world_size
 
 
@@ -139,7 +138,7 @@ def _datasets(run: Run, options: TrainOptions, args: TrainingArguments) -> dict[
     tokens = {
         name: open_tokens(run.data, name, dtype, part["tokens"]) for name, part in run.description["data"].items()
     }
-    length = options.limit() * _sequences(options, args)
+    length = options.limit() * _sequences_per_update(options, args)
     return {
         "training": TrainingWindows(tokens["training"], options.context, seed=options.seed, length=length),
         "validation": ValidationWindows(
@@ -148,12 +147,12 @@ def _datasets(run: Run, options: TrainOptions, args: TrainingArguments) -> dict[
     }
 
 
-def _say(run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments, step: int) -> None:
+def _announce(run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments, step: int) -> None:
     data = {name: f"{part['bytes'] / 1e6:.2f} MB for {name}" for name, part in run.description["data"].items()}
     facts = [
         f"{run.folder}: {model.num_parameters():,} parameters",
         *data.values(),
-        f"{_sequences(options, args) * options.context:,} tokens a step",
+        f"{_sequences_per_update(options, args) * options.context:,} tokens per step",
         f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes",
         *([f"from step {step:,}"] if step else []),
     ]
@@ -164,5 +163,5 @@ def _finish(run: Run, *, interrupted: bool) -> None:
     draw_curve(read_log(run.log), run.curve)
     if not interrupted:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_whole(run.folder / DESCRIPTION, json.dumps(run.description | {"finished": now}, indent=2) + "\n")
+        write_atomically(run.folder / DESCRIPTION, json.dumps(run.description | {"finished": now}, indent=2) + "\n")
         print(f"{run.folder} is complete: linattn generate {run.folder} --prompt … writes with it", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a token is: a byte, or an entry of a `tokenizers` file; and one token more, which begins every document."""
+"""Vocabularies: tokens are bytes, or entries of a `tokenizers` file; one more token begins every document."""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ Decoder = Callable[[int], str]
 
 
 class Vocabulary(ABC):
-    """Text to tokens and back. The token that begins a document, `separator`, is always the last one."""
+    """Converts text to tokens and back. The last token, `separator`, begins every document."""
 
     name: str
     size: int
@@ -24,7 +24,7 @@ class Vocabulary(ABC):
 
     @property
     def dtype(self) -> str:
-        """The smallest type of numpy that holds every token, little-endian on every machine."""
+        """The smallest numpy type that holds every token, little-endian on every machine."""
         return "<u2" if self.size <= 1 << 16 else "<u4"
 
     @abstractmethod
@@ -32,29 +32,29 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Return the number of the text's bytes that its tokens do not give back, at the least."""
+        """Return a lower bound on the bytes of the text that its tokens do not give back."""
 
     @abstractmethod
     def decoder(self) -> Decoder:
-        """A function from the next token to the text that is certain by then; the separator ends the text."""
+        """Return a function from the next token to the text that has become certain; the separator ends the text."""
 
 
 @final
 class Bytes(Vocabulary):
-    """Any file is a text in this vocabulary. Bytes that are no UTF-8 come back as U+FFFD."""
+    """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
     name = "bytes"
     size = 257
 
     def encode(self, text: bytes) -> Sequence[int]:
-        # numpy takes bytes themselves for one string, and a view of them for numbers
+        # numpy would read bytes as one string, but reads a memoryview of them as numbers
         return memoryview(text)
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
         return 0
 
     def decoder(self) -> Decoder:
-        # a character may be several bytes long: it appears when its last one is there
+        # a character of several bytes appears with its last one
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: (
             decoder.decode(b"", final=True) if token == self.separator else decoder.decode(bytes([token]))
@@ -63,7 +63,7 @@ class Bytes(Vocabulary):
 
 @final
 class Tokenizer(Vocabulary):
-    """A file of the `tokenizers` package. Bytes that are no UTF-8 are read as U+FFFD."""
+    """A file of the `tokenizers` package. Invalid UTF-8 is read as U+FFFD."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -72,25 +72,22 @@ class Tokenizer(Vocabulary):
             raise CommandError(f"there is no tokenizer {path}")
         try:
             self.backend = Backend.from_file(str(path))
-        # the package raises nothing more special
+        # the package raises no narrower class
         except Exception as error:
             raise CommandError(f"{path} is no file of the tokenizers package: {one_line(error)}") from error
         # truncation and padding are settings of a batch, not of a text
         self.backend.no_truncation()
         self.backend.no_padding()
         self.name = path.name
-        self.size = self._first_free_token() + 1
-
-    def _first_free_token(self) -> int:
-        tokens = self.backend.get_vocab(with_added_tokens=True).values()
-        return max(tokens, default=-1) + 1
+        # one more than the tokenizer's tokens, for the separator
+        self.size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Counts characters, not places: what is unknown, dropped or replaced is missing, what moved is not."""
-        # a byte that is no UTF-8 is a character of its own, which no tokenizer gives back
+        """Count the bytes of missing characters: unknown, dropped or replaced ones, but not moved ones."""
+        # surrogateescape makes each invalid byte a character of its own, which no tokenizer gives back
         original = text.decode("utf-8", "surrogateescape")
         decoded = self.backend.decode(list(tokens), skip_special_tokens=False)
         if decoded == original:

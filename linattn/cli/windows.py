@@ -1,6 +1,6 @@
-"""Windows of `context` tokens out of a long row: endlessly shuffled for training, evenly spread for validation.
+"""Windows of `context` tokens from a long row: shuffled endlessly for training, evenly spread for validation.
 
-A window begins with the last token of the one before, which it does not predict: each is predicted once a pass."""
+Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
 from typing import final
 
@@ -17,14 +17,14 @@ def window(tokens: np.ndarray, start: int, context: int) -> dict[str, Tensor]:
 
 @final
 class TrainingWindows(Dataset):
-    """`length` windows, pass after pass over the row, each pass in an order and from an offset of its own.
+    """`length` windows, in passes over the row with a random order and offset each.
 
-    Window i is a function of the seed and of i alone: whoever knows how many were seen knows how to go on."""
+    Window i depends on the seed and on i alone, so that training can resume after any number of windows."""
 
     def __init__(self, tokens: np.ndarray, context: int, *, seed: int, length: int) -> None:
         self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
         stride = context - 1
-        # one window less than would fit, so that there are offsets to choose from
+        # one window fewer than fits, so that there are offsets to choose from
         self.per_pass = max(1, (len(tokens) - 1) // stride - 1)
         self.slack = len(tokens) - 1 - self.per_pass * stride
         self._pass: tuple[int, int, np.ndarray] | None = None

@@ -1,1 +1,1 @@
-"""The same models inside other libraries. Each file here imports the library that it is named after."""
+"""Our models inside other libraries. Each file here imports the library that it is named after."""

@@ -1,14 +1,13 @@
-"""What people put into their own models."""
+"""Modules for models of your own."""
 
 from linattn.nn.attention import AttentionState, MultiheadAttention
 from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
-from linattn.nn.head_norm import HeadNorm
 from linattn.nn.image import ImageLinearAttention
 from linattn.nn.image_taylor import ChannelLinearAttention, PositionLinearAttention
 from linattn.nn.linear_multihead import LinearMultiheadAttention
-from linattn.nn.norms import ScaleNorm
+from linattn.nn.norms import HeadNorm, ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
 from linattn.nn.projected import Projected
 from linattn.nn.replace import replace_attention, with_inner

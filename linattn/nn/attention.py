@@ -1,4 +1,4 @@
-"""Attention as people put it into models: projections around any inner attention."""
+"""Multi-head attention: projections around any inner attention."""
 
 from typing import Any, NamedTuple, final
 
@@ -12,13 +12,13 @@ from linattn.attention.checks import for_batch
 from linattn.attention.named import resolved_attention
 from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ShortConvolution
-from linattn.nn.head_norm import HeadNorm
+from linattn.nn.norms import HeadNorm
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
 
 
 class AttentionState(NamedTuple):
-    """What the past left: the inner attention's own state, the last inputs of the convolution, the number of tokens."""
+    """The inner attention's own state, the last inputs of the convolution, the number of tokens so far."""
 
     inner: Any
     convolution: Float[Tensor, "b w d"] | None
@@ -32,12 +32,12 @@ class MultiheadAttention(nn.Module):
     `inner` is an inner attention or, for attention to all keys, a name of `ATTENTIONS`; `named_attention(name, …,
     causal=True)` makes a causal one.
 
-    Options of the modern family: `rotary`, a base, turns q and k by their positions before the inner attention;
-    `convolution`, a width, mixes each token with the few before it, at the input of q, k and v; `head_norm` is an
-    RMSNorm of each head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x)
-    (both as in RetNet, https://arxiv.org/abs/2307.08621). `key_dim` gives q and k other channels than v, which has
-    `head_dim` a head: few for maps with many features, as in Based. W_o has a bias as the others
-    do, unless `out_bias` says otherwise. `dropout` acts on the output, `hidden_dropout` on what W_o takes."""
+    Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
+    `convolution` is the width of a causal convolution at the input of q, k and v; `head_norm` puts an RMSNorm on each
+    head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x) (both as in
+    RetNet, https://arxiv.org/abs/2307.08621). `head_dim` and `key_dim` are the channels per head of v and of q and k;
+    Based, for instance, keeps `key_dim` small for maps with many features. W_o has a bias if the other projections have
+    one, unless `out_bias` says otherwise. `dropout` acts on the output of W_o, `hidden_dropout` on its input."""
 
     def __init__(
         self,
@@ -65,9 +65,7 @@ class MultiheadAttention(nn.Module):
         self.rotary, self.dim = rotary, dim
         width = num_heads * self.head_dim
         self.source_dim = source = dim if context_dim is None else context_dim
-        self.inner = resolved_attention(
-            inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads
-        )
+        self.inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads)
         self.q_proj = nn.Linear(dim, num_heads * self.key_dim, bias=bias)
         self.k_proj = nn.Linear(source, key_heads * self.key_dim, bias=bias)
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
@@ -87,7 +85,7 @@ class MultiheadAttention(nn.Module):
         *,
         key_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True): of the context if there is one, else of x."""
+        """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
         if context is None:
             q, k, v, _, _ = self._project(x, None, key_mask)
         else:
@@ -98,13 +96,13 @@ class MultiheadAttention(nn.Module):
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: Bool[Tensor, "b m"] | None = None) -> Any:
-        """All that cross attention needs of the context, for `ask`: of linear attention, the sums over its tokens."""
+        """Return what `ask` needs of the context in cross attention; for linear attention, the sums over its tokens."""
         self._check_cross_attention()
         check_tokens(context, self.source_dim, key_mask, name="context")
         return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
 
     def ask(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
-        """What `forward` gives with the summed-up context, for any tokens at a time."""
+        """Return the output of `forward` for any number of queries, given the summary of the context."""
         self._check_cross_attention()
         check_tokens(x, self.dim)
         return self._merge(x, self.inner.ask(self._queries(x), summary))
@@ -116,7 +114,7 @@ class MultiheadAttention(nn.Module):
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], AttentionState]:
-        """The next tokens, any number of them, of sequences whose past is summed up in `state` (None: no past)."""
+        """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins)."""
         if state is not None:
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])
             check_part("position", state.position, None if self.rotary is None else torch.int64)
@@ -131,7 +129,7 @@ class MultiheadAttention(nn.Module):
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         if self.is_cross_attention:
-            raise ValueError("this is cross attention: it needs its context")
+            raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
         mixed, convolution, position = x, None, None
         if self.convolution is not None:
@@ -143,7 +141,7 @@ class MultiheadAttention(nn.Module):
             q, k = turn(q, *angles), turn(k, *angles)
         return q, k, v, convolution, position
 
-    # the number of heads comes from the shape, so that a tensor-parallel rank may hold some of them
+    # the shape gives the number of heads, so that a tensor-parallel rank may hold only some of them
     def _queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
 
@@ -170,13 +168,13 @@ class MultiheadAttention(nn.Module):
 def count_positions(
     x: Float[Tensor, "b n d"], start: Int[Tensor, " b"] | None, key_mask: Bool[Tensor, "b n"] | None
 ) -> tuple[Int[Tensor, "#b n"], Int[Tensor, " b"]]:
-    """The position of each token, counting present ones only, and how many there have been by the end."""
+    """Return each token's position, which counts present tokens only, and the number of tokens seen by the end."""
     b, n = x.shape[:2]
     if start is None:
         start = torch.zeros(b, dtype=torch.long, device=x.device)
     if key_mask is None:
         return start.unsqueeze(1) + torch.arange(n, device=x.device), start + n
-    # missing tokens before the first would have position -1, which no table of positions holds
+    # missing tokens before the first present one would get position -1, which no table of positions holds
     return start.unsqueeze(1) + (key_mask.cumsum(1) - 1).clamp(min=0), start + key_mask.sum(1)
 
 

@@ -1,4 +1,4 @@
-"""What one layer adds to the residual stream, whatever kind of layer it is."""
+"""A branch: what one layer adds to the residual stream, whatever kind of layer it is."""
 
 from typing import Any, NamedTuple, cast, final
 
@@ -12,7 +12,7 @@ from linattn.ops.state import check_part, checked_kind
 
 
 class BranchState(NamedTuple):
-    """The last inputs of the token shift, and the module's own state: of cross attention, the context's summary."""
+    """The last inputs of the token shift, and the module's own state (in cross attention, the context's summary)."""
 
     shift: Float[Tensor, "b w d"] | None
     module: Any
@@ -20,11 +20,11 @@ class BranchState(NamedTuple):
 
 @final
 class Branch(nn.Module):
-    """g · module(shift(norm(x))): each part but the module may be missing.
+    """y = g · module(shift(norm(x))), where each part but the module is optional.
 
     The module is self attention or anything with its `forward(x, *, key_mask)` and `extend`, cross attention (a
-    `MultiheadAttention` with a `context_dim`), or acts on each token alone, as a feed-forward. With `rezero`, g is a
-    learned number that starts near zero. Bachlechner et al., https://arxiv.org/abs/2003.04887"""
+    `MultiheadAttention` with a `context_dim`), or a function of each token alone, such as a feed-forward. With
+    `rezero`, g is a learned number that starts near zero. Bachlechner et al., https://arxiv.org/abs/2003.04887"""
 
     def __init__(
         self, module: nn.Module, *, norm: nn.Module | None = None, shift: TokenShift | None = None, rezero: bool = False
@@ -36,7 +36,7 @@ class Branch(nn.Module):
 
     def reset_parameters(self) -> None:
         if self.g is not None:
-            # not quite the paper's zero, so that the module learns from the first step
+            # not quite zero, as in the paper, so that the module learns from the first step
             nn.init.constant_(self.g, 1e-3)
 
     @property
@@ -54,7 +54,7 @@ class Branch(nn.Module):
         x = x if self.norm is None else self.norm(x)
         x = x if self.shift is None else self.shift(x, key_mask=key_mask)
         if self.is_cross_attention:
-            y = self.module(x, _given(context), key_mask=context_mask)
+            y = self.module(x, _required(context), key_mask=context_mask)
         elif hasattr(self.module, "extend"):
             y = self.module(x, key_mask=key_mask)
         else:
@@ -70,7 +70,7 @@ class Branch(nn.Module):
         context: Float[Tensor, "b m c"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], BranchState]:
-        """The next tokens. The context is summed up the first time, and needed only then."""
+        """Process the next tokens. The context is summed up by the first call; later calls need none."""
         if state is not None and (checked_kind(state, BranchState).shift is None) != (self.shift is None):
             check_part("shift", state.shift, None if self.shift is None else x.dtype)
         shifted, kept = None, None if state is None else state.module
@@ -79,7 +79,7 @@ class Branch(nn.Module):
             x, shifted = self.shift.extend(x, state and state.shift, key_mask=key_mask)
         module = cast(Any, self.module)
         if self.is_cross_attention:
-            kept = module.summarize(_given(context), key_mask=context_mask) if kept is None else kept
+            kept = module.summarize(_required(context), key_mask=context_mask) if kept is None else kept
             y = module.ask(x, kept)
         elif hasattr(module, "extend"):
             y, kept = module.extend(x, kept, key_mask=key_mask)
@@ -88,7 +88,7 @@ class Branch(nn.Module):
         return y if self.g is None else self.g * y, BranchState(shifted, kept)
 
 
-def _given(context: Tensor | None) -> Tensor:
+def _required(context: Tensor | None) -> Tensor:
     if context is None:
         raise ValueError("cross attention needs its context, but none was given")
     return context

@@ -1,4 +1,4 @@
-"""Checks of what modules are given, once, at their boundary, so that errors show what the caller passed."""
+"""Checks of the inputs of modules, made once at the boundary, so that errors show what the caller passed."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,7 @@
-"""Short causal convolutions: each token sees itself and the few before it. What linear attention lacks most is a way to
-look at exact neighbours, and this is the cheapest one."""
+"""Short causal convolutions: each token sees itself and the few before it. They are the cheapest way to look at exact
+neighbours, which linear attention is worst at."""
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -22,7 +23,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
         if width < 1:
-            raise ValueError(f"a convolution is at least 1 wide, but width is {width}")
+            raise ValueError(f"width must be at least 1, but is {width}")
         self.residual = residual
         # weight[0] belongs to the oldest token, weight[-1] to the token itself
         self.weight = nn.Parameter(torch.empty(width, dim))
@@ -30,8 +31,8 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1, so that neighbours weigh as much as the token itself: twice what torch gives a convolution of
-        width 4. Characters are learnt faster with it; small weights lose most of what the convolution gains."""
+        """Draw weights uniformly in ±1, so that neighbours weigh as much as the token itself: twice torch's range for
+        a width of 4. Characters are learnt faster so; small weights lose most of what the convolution gains."""
         nn.init.uniform_(self.weight, -1, 1)
         nn.init.zeros_(self.bias)
 
@@ -47,21 +48,12 @@ class ShortConvolution(nn.Module):
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
-        """The state is the last width - 1 present inputs of each row, zeros for those there have not been."""
+        """Process the next tokens. The state is the last width - 1 present inputs per row, preceded by zeros."""
         check_tokens(x, self.weight.shape[1], key_mask)
-        if state is None:
-            state = x.new_zeros(x.shape[0], self.weight.shape[0] - 1, x.shape[2])
-        else:
-            check_part("last inputs", state, x.dtype, self.weight.shape[0] - 1, x.shape[2])
-            state = for_batch(state, x.shape[0])
-        if key_mask is None:
-            return self._filter(state, x), last_tokens(state, x)
-        where = compact(key_mask)
-        packed = pack(x, where)
-        return unpack(self._filter(state, packed), where, key_mask), last_tokens(state, packed, where.total)
+        return run_on_present(self._filter, x, state, self.weight.shape[0] - 1, key_mask)
 
     def _filter(self, past: Tensor, x: Tensor) -> Tensor:
-        # a sum of shifted products: faster than a depthwise convolution on a CPU, for one token as for thousands
+        # a sum of shifted products is faster than a depthwise convolution on a CPU, for one token as for thousands
         inputs, n = torch.cat([past, x], dim=1), x.shape[1]
         y = x + self.bias if self.residual else self.bias.expand_as(x)
         for offset, weight in enumerate(self.weight):
@@ -71,10 +63,10 @@ class ShortConvolution(nn.Module):
 
 @final
 class GatedConvolution(nn.Module):
-    """(1 + W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
+    """y = (1 + W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
 
-    Zoology's BaseConv, but the gate starts open: a product with random numbers would hide the neighbours at first, and
-    recall is learnt some 200 steps later then. Arora et al., https://arxiv.org/abs/2312.04927"""
+    This is Zoology's BaseConv with a gate that starts open: a product with random numbers would hide the neighbours at
+    first, and recall would be learnt some 200 steps later. Arora et al., https://arxiv.org/abs/2312.04927"""
 
     def __init__(self, dim: int, width: int, *, dropout: float = 0.0):
         super().__init__()
@@ -96,3 +88,19 @@ class GatedConvolution(nn.Module):
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
         y, state = self.convolution.extend(x, state, key_mask=key_mask)
         return self.dropout((1 + self.g_proj(x)) * y), state
+
+
+def run_on_present(
+    function: Callable[[Tensor, Tensor], Tensor], x: Tensor, past: Tensor | None, width: int, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return function(past, x) without the missing tokens, and the last `width` present inputs, the next past."""
+    if past is None:
+        past = x.new_zeros(x.shape[0], width, x.shape[2])
+    else:
+        check_part("last inputs", past, x.dtype, width, x.shape[2])
+        past = for_batch(past, x.shape[0])
+    if key_mask is None:
+        return function(past, x), last_tokens(past, x)
+    where = compact(key_mask)
+    packed = pack(x, where)
+    return unpack(function(past, packed), where, key_mask), last_tokens(past, packed, where.total)

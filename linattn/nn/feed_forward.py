@@ -1,4 +1,4 @@
-"""The part of a block that acts on each token alone."""
+"""Feed-forward layers, the part of a block that acts on each token alone."""
 
 from collections.abc import Callable
 from typing import final
@@ -14,7 +14,7 @@ Activation = Callable[[Tensor], Tensor]
 
 @final
 class FeedForward(nn.Module):
-    """W₂ a(W₁ x + b₁) + b₂ with a = gelu, as in GPT-2, or any other.
+    """y = W₂ a(W₁ x + b₁) + b₂ with a = gelu, as in GPT-2, or any other activation.
 
     `dropout` acts on the output, `hidden_dropout` on the hidden units."""
 
@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
 
 @final
 class GatedFeedForward(nn.Module):
-    """W₃ (a(W₁ x) ⊙ W₂ x), the GLU variants: a = silu is SwiGLU, gelu GEGLU, relu ReGLU, sigmoid GLU itself.
+    """y = W₃ (a(W₁ x) ⊙ W₂ x), the GLU variants: a = silu is SwiGLU, gelu GEGLU, relu ReGLU, sigmoid GLU itself.
     Shazeer, https://arxiv.org/abs/2002.05202"""
 
     def __init__(
@@ -68,10 +68,10 @@ class GatedFeedForward(nn.Module):
 
 @final
 class Chunked(nn.Module):
-    """A module that acts on each token alone, applied to `chunks` pieces of the sequence, one after the other.
+    """Apply a module that acts on each token alone to `chunks` pieces of the sequence, one after the other.
 
-    The numbers are the same; the hidden units of one piece at a time are in memory, also in the backward pass, which
-    computes them again. Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451, section 3."""
+    The result is the same, but only one piece's hidden units are in memory at a time, also in the backward pass, which
+    recomputes them. Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451, section 3."""
 
     def __init__(self, module: nn.Module, chunks: int):
         super().__init__()

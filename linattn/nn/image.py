@@ -16,15 +16,15 @@ Size = int | tuple[int, int]
 
 @final
 class ImageLinearAttention(nn.Module):
-    """W_o concat_h((φ(q)/z) S) with q, k and v convolutions of the image: softmax of q d^-¼ over channels (without
-    `norm_queries`, q d^-¼ itself), softmax of k d^-¼ over pixels, d = `key_dim`.
+    """y = W_o concat_h((φ(q)/z) S) with q, k and v convolutions of the image: φ(q) is the softmax of q d^-¼ over
+    channels (without `norm_queries`, q d^-¼ itself), φ(k)/z the softmax of k d^-¼ over pixels, d = `key_dim`.
 
-    Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, any other
-    image or set of pixels (b, chan, m) too, queries see its pixels beside their own. `stride` is that of the first
-    convolutions, so the result is smaller, as `kernel_size` without `padding` makes it.
+    Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, another
+    image or a set of pixels (b, chan, m), queries attend to its pixels and to their own. `stride` is that of the
+    convolutions of q, k and v, so it makes the result smaller, as `kernel_size` without `padding` does.
 
-    Of masks, True is for pixels that are there. Others are as if outside of the image: zeros to the convolutions, no
-    keys, zeros before the last convolution. A smaller image in a corner of a larger one gives what it gives alone."""
+    Masks are True for present pixels. The others are treated as lying outside of the image: the convolutions read zeros
+    there, and they are no keys. A small image in a corner of a larger one gives what it gives alone."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class ImageLinearAttention(nn.Module):
         mask: Bool[Tensor, "b h w"] | None = None,
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
-        x = without(x, mask)
+        x = zero_missing(x, mask)
         q = self.to_q(x)
-        present = None if mask is None else self._after(mask)
+        present = None if mask is None else self._mask_after(mask)
         keys = [(self.to_k(x), self.to_v(x), present)]
         if context is not None:
             keys.append(self._context(context, context_mask))
@@ -65,16 +65,16 @@ class ImageLinearAttention(nn.Module):
         scale = self.key_dim**-0.25
         y = self.inner(_pixels(q, self.heads) * scale, k * scale, v, key_mask=_key_mask(keys))
         y = y.mT.reshape(len(x), -1, *q.shape[-2:])
-        return self.to_out(without(y, present))
+        return self.to_out(zero_missing(y, present))
 
     def _context(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if context.ndim == 3:
             context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
-        context = without(context, mask)
-        return self.to_k(context), self.to_v(context), None if mask is None else self._after(mask)
+        context = zero_missing(context, mask)
+        return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
-    def _after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
-        """Which pixels there are after the convolution: those it would give for the image alone."""
+    def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
+        """Return the mask after the convolution, True for the pixels that the present image alone would give."""
         kernel, stride, padding = self.to_q.kernel_size, self.to_q.stride, self.to_q.padding
         assert not isinstance(padding, str)
         inside = [k - 2 * p for k, p in zip(kernel, padding, strict=True)]
@@ -84,8 +84,8 @@ class ImageLinearAttention(nn.Module):
         return missing.squeeze(1) == 0
 
 
-def without(x: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b h w"] | None) -> Float[Tensor, "b c h w"]:
-    """Zeros for the pixels that are not there."""
+def zero_missing(x: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b h w"] | None) -> Float[Tensor, "b c h w"]:
+    """Put zeros in the place of missing pixels."""
     return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
 
 

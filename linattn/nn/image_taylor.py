@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.taylor import TaylorFeatureMap
-from linattn.nn.image import without
+from linattn.nn.image import zero_missing
 
 
 @final
 class PositionLinearAttention(nn.Module):
-    """x + γ y with y_i = Σ_j (1 + cos(q_i, k_j)) v_j / Σ_j (1 + cos(q_i, k_j)) over the pixels j; γ is zero at first.
+    """x + γ y with y_i = Σ_j (1 + cos(q_i, k_j)) v_j / Σ_j (1 + cos(q_i, k_j)) over the pixels j; γ starts at zero.
 
     q and k have `key_channels` (an eighth of `channels`, at least one). Images need not be square, and a pixel of zeros
-    is no division by zero. Pixels that a mask leaves out (False) come back as they were."""
+    causes no division by zero. Masked pixels (False) come back unchanged."""
 
     def __init__(self, channels: int, key_channels: int | None = None):
         super().__init__()
@@ -31,17 +31,17 @@ class PositionLinearAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b c h w"], *, mask: Bool[Tensor, "b h w"] | None = None
     ) -> Float[Tensor, "b c h w"]:
-        pixels = without(x, mask)
+        pixels = zero_missing(x, mask)
         parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
         q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
         y = self.inner(q, k, v, key_mask=None if mask is None else mask.flatten(1).unsqueeze(1))
-        return x + self.gamma * without(y.squeeze(1).mT.view_as(x), mask)
+        return x + self.gamma * zero_missing(y.squeeze(1).mT.view_as(x), mask)
 
 
 @final
 class ChannelLinearAttention(nn.Module):
     """x + γ y with y_c = Σ_e (1 + cos(x_c, x_e)) x_e / Σ_e (1 + cos(x_c, x_e)) over the channels e, each a vector of
-    all pixels; γ is zero at first. Images of any size; pixels that a mask leaves out (False) come back as they were."""
+    all pixels; γ starts at zero. Images may have any size; masked pixels (False) come back unchanged."""
 
     def __init__(self):
         super().__init__()
@@ -51,6 +51,6 @@ class ChannelLinearAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b c h w"], *, mask: Bool[Tensor, "b h w"] | None = None
     ) -> Float[Tensor, "b c h w"]:
-        channels = without(x, mask).flatten(2).unsqueeze(1)
+        channels = zero_missing(x, mask).flatten(2).unsqueeze(1)
         y = self.inner(channels, channels, channels)
         return x + self.gamma * y.squeeze(1).view_as(x)

@@ -14,8 +14,7 @@ PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 
 @final
 class LinearMultiheadAttention(TorchMultiheadAttention):
-    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k` (or to
-    `seq_len`, if that is less).
+    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k`, or fewer.
 
     `param_sharing` is the paper's: "none" has an E and an F for each head, "headwise" one E and one F for all heads,
     "key-value" E = F, and "layerwise" takes that one E from `projection`, the same object in every layer:
@@ -23,8 +22,8 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         first = LinearMultiheadAttention(512, 8, seq_len=1024, param_sharing="layerwise")
         second = LinearMultiheadAttention(512, 8, param_sharing="layerwise", projection=first.projection)
 
-    The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k), linear in memory. Note
-    that nn.TransformerEncoder copies its layer, the shared projection too: set `layer.self_attn` afterwards."""
+    The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k), linear in memory.
+    nn.TransformerEncoder copies its layer together with the shared projection: set `layer.self_attn` afterwards."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         projection: SequenceProjection | None = None,
         return_weights: bool = True,
     ):
-        # the keys that add_bias_kv and add_zero_attn add have columns of their own, the first
+        # the keys that add_bias_kv and add_zero_attn add come first and have columns of their own
         extra = int(add_bias_kv) + int(add_zero_attn)
         _check_sizes(projection, extra, seq_len, proj_k)
         longest = seq_len + extra
@@ -68,13 +67,13 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
 
     @property
     def projection(self) -> SequenceProjection:
-        """That of the keys: with "key-value" and "layerwise", of the values too."""
+        """The projection of the keys; with "key-value" and "layerwise" also that of the values."""
         assert isinstance(self.inner, LinformerAttention)
         return self.inner.key_projection
 
 
 def _check_sizes(projection: SequenceProjection | None, extra: int, seq_len: int, proj_k: int) -> None:
-    """Those of a given projection, or the defaults: no other sizes would have an effect."""
+    """Raise ValueError for sizes that are neither the defaults nor the projection's: they would have no effect."""
     if projection is None:
         return
     sizes = {
@@ -93,7 +92,7 @@ def _linformer(
         raise unknown_name("param_sharing", sharing, PARAM_SHARING)
     if projection is not None:
         if sharing != "layerwise":
-            raise ValueError(f'projection is what layers share, with param_sharing="layerwise", but it is {sharing!r}')
+            raise ValueError(f'projection needs param_sharing="layerwise", but param_sharing is {sharing!r}')
         return LinformerAttention(projection)
     heads = num_heads if sharing == "none" else None
     first = LearnedProjection(max_length, projected, num_key_heads=heads)

@@ -1,4 +1,4 @@
-"""Nested tensors, sequences of different lengths in one, as padded ones with a mask, and back."""
+"""Conversion of nested tensors, which hold sequences of different lengths, to padded tensors with a mask and back."""
 
 import torch
 from jaxtyping import Bool
@@ -8,7 +8,7 @@ from torch import Tensor
 def pad(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Bool[Tensor, "b m"]]:
-    """Padded with zeros, (b, n, d), and True where keys are padding. What is one tensor stays one."""
+    """Pad with zeros to (b, n, d); the mask is True for padding. Arguments that are the same object stay one object."""
     if key_padding_mask is not None:
         raise ValueError("nested tensors have no padding, so they take no key_padding_mask")
     q = query.to_padded_tensor(0.0)
@@ -17,11 +17,11 @@ def pad(
     return q, k, v, torch.arange(k.shape[1], device=k.device) >= _lengths(key).to(k.device).unsqueeze(1)
 
 
-def like(x: Tensor, y: Tensor) -> Tensor:
-    """The padded y (b, n, d) with the lengths and the layout of the nested x."""
+def unpad(y: Tensor, x: Tensor) -> Tensor:
+    """Return the padded y (b, n, d) as a nested tensor with the lengths and the layout of x."""
     lengths = _lengths(x).to(y.device)
     if x.layout == torch.jagged:
-        # the offsets of x itself, or torch would not know that the two have the same lengths
+        # these must be the offsets of x itself, or torch would not know that the lengths are the same
         offsets = x.offsets()  # pyright: ignore[reportAttributeAccessIssue]
         real = torch.arange(y.shape[1], device=y.device) < lengths.unsqueeze(1)
         return torch.nested.nested_tensor_from_jagged(y[real], offsets)

@@ -1,6 +1,5 @@
-"""Vectors for positions, to be added to embeddings. Positions count present tokens only (`count_positions`).
-Vaswani et al., https://arxiv.org/abs/1706.03762 (sinusoidal); Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451
-(axial)"""
+"""Position embeddings, added to those of tokens. Positions count present tokens only (`count_positions`). Vaswani et
+al., https://arxiv.org/abs/1706.03762 (sinusoidal); Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451 (axial)"""
 
 import math
 from typing import final
@@ -35,8 +34,8 @@ class LearnedPositions(nn.Module):
 
 @final
 class SinusoidalPositions(nn.Module):
-    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim): the two halves of the channels, as the packages have them, not
-    neighbours, as the paper. No weights, and no longest length."""
+    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim), in two halves of the channels as in the packages, not alternating
+    as in the paper. It has no weights and no longest length."""
 
     max_length = None
     dtype_holder: Tensor
@@ -44,7 +43,7 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, dim: int, *, base: float = 10000.0):
         super().__init__()
         self.dim, self.base = dim, base
-        # it holds nothing but the model's dtype, which `to` changes
+        # it is empty: it only follows the model's dtype when `to` changes it
         self.register_buffer("dtype_holder", torch.empty(0), persistent=False)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
@@ -60,8 +59,8 @@ class SinusoidalPositions(nn.Module):
 
 @final
 class AxialPositions(nn.Module):
-    """The position as a place in a grid of the given shape, row by row; the vector is the sum of a learned vector for
-    each axis: (64, 128) has 8,192 positions with 192 vectors."""
+    """The position is a cell of a grid of the given shape, counted row by row; its vector is the sum of one learned
+    vector per axis: (64, 128) has 8,192 positions with 192 vectors."""
 
     def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()

@@ -13,7 +13,7 @@ from linattn.ops.state import checked_parts
 
 @final
 class PostNormSequence(nn.Module):
-    """x ← norm(x + branch(x)), one branch after the other, each with a norm of its own."""
+    """x ← norm(x + branch(x)) for each branch in turn, each with a norm of its own."""
 
     def __init__(self, branches: Iterable[Branch], norms: Iterable[nn.Module]):
         super().__init__()
@@ -42,7 +42,7 @@ class PostNormSequence(nn.Module):
         context: Float[Tensor, "b m c"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """The next tokens; the context is needed the first time only."""
+        """Process the next tokens; only the first call needs the context."""
         past = checked_parts(state, len(self.branches))
         call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
         states: list[Any] = []

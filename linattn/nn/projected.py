@@ -1,4 +1,4 @@
-"""A stack of another width than what stands around it, as under factorised embeddings.
+"""A stack between two projections, so that its width may differ from its surroundings', as with factorised embeddings.
 Lan et al., ALBERT, https://arxiv.org/abs/1909.11942, section 3.1"""
 
 from typing import Any, cast, final
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @final
 class Projected(nn.Module):
-    """out_proj(stack(in_proj(x))); without `out_dim` the output keeps the stack's width."""
+    """y = out_proj(stack(in_proj(x))); without `out_dim` the output keeps the stack's width."""
 
     def __init__(self, stack: nn.Module, in_dim: int, dim: int, *, out_dim: int | None = None):
         super().__init__()

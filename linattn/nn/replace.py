@@ -1,4 +1,4 @@
-"""Efficient attention in models that there are already: it takes the place and the weights of torch's."""
+"""Replace torch's attention in existing models by efficient attention with the same weights."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,12 +22,12 @@ def replace_attention(
     max_length: int | None = None,
     return_weights: bool = True,
 ) -> dict[str, nn.MultiheadAttention]:
-    """Puts a `TorchMultiheadAttention` in the place of each `nn.MultiheadAttention` in the model, of those that `where`
-    chooses by name and module; returns what was there, by name.
+    """Replace each `nn.MultiheadAttention` that `where` chooses by name and module with a `TorchMultiheadAttention`;
+    return the old modules by name.
 
-    `attention` is a name as for `named_attention`, or makes an inner attention for a module: a function that gives each
-    the same object lets the layers share it. The new modules hold the very same Parameters, so optimizers keep theirs,
-    and `model.set_submodule(name, old)` undoes it. What the inner attention adds to learn is new.
+    `attention` is a name as for `named_attention`, or a function that makes the inner attention for a module; if it
+    returns the same object each time, the layers share it. The new modules hold the very same Parameters, so optimizers
+    keep theirs, and `model.set_submodule(name, old)` undoes it. Parameters of the inner attention are new.
 
     Modules of other classes that derive from torch's are left alone, except ours."""
     places = [
@@ -43,7 +43,7 @@ def replace_attention(
     if not isinstance(attention, str) and (window, max_length) != (128, None):
         raise ValueError("window and max_length are for attention by name, but here a function makes it")
     make = _by_name(attention, window, max_length) if isinstance(attention, str) else attention
-    # a module that is in two places stays one
+    # a module that is in two places is replaced by one
     new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
     for name, module in places:
         model.set_submodule(name, new[module])
@@ -53,8 +53,8 @@ def replace_attention(
 def with_inner(
     attention: nn.MultiheadAttention, inner: InnerAttention | str, *, return_weights: bool = True
 ) -> TorchMultiheadAttention:
-    """The same projections, by the very same Parameters, around another inner attention."""
-    # not on the meta device, where random features would be lost
+    """Return the same projections, with the very same Parameters, around another inner attention."""
+    # made outside of the meta device, where random features would be lost
     inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
     with torch.device("meta"):
         new = TorchMultiheadAttention(
@@ -78,11 +78,15 @@ def with_inner(
 
 
 def _nothing_found(model: nn.Module) -> str:
-    """What there is instead of torch's own modules, and what to do about it."""
+    """Return the error's message: what the model has instead of torch's modules, and what to do about it."""
     name = type(model).__name__
     if any(type(x) is nn.MultiheadAttention or isinstance(x, TorchMultiheadAttention) for x in model.modules()):
         return f"`where` chose no nn.MultiheadAttention of this {name}"
-    found = Counter(_full_name(module) for module in model.modules() if _is_attention(module))
+    found = Counter(
+        f"{type(module).__module__}.{type(module).__qualname__}"
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
+    )
     if not found:
         return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
     listed = ", ".join(f"{count} × {kind}" for kind, count in found.items())
@@ -96,14 +100,6 @@ def _nothing_found(model: nn.Module) -> str:
         f"there is no nn.MultiheadAttention to replace in this {name}, whose attention is its own: {listed}. "
         'Wrap it by hand: docs/drop_in.md, "A model with attention of its own", shows how'
     )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
-
-
-def _full_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _by_name(spec: str, window: int, max_length: int | None) -> Make:

@@ -1,5 +1,5 @@
-"""Stacks of branches: each adds to the residual stream, or to one of two streams that can be computed backwards.
-Gomez et al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451"""
+"""Stacks of branches, which add to one residual stream, or to two that can be recomputed from their outputs. Gomez et
+al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451"""
 
 from collections.abc import Iterable
 from typing import Any, cast, final
@@ -16,7 +16,7 @@ from linattn.ops.state import checked_parts
 
 @final
 class ResidualSequence(nn.Module):
-    """x ← x + branch(x), one branch after the other."""
+    """x ← x + branch(x) for each branch in turn."""
 
     def __init__(self, branches: Iterable[Branch]):
         super().__init__()
@@ -43,7 +43,7 @@ class ResidualSequence(nn.Module):
         context: Float[Tensor, "b m c"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """The next tokens; the context is needed the first time only."""
+        """Process the next tokens; only the first call needs the context."""
         call = Call(key_mask, context, context_mask)
         states: list[Any] = []
         for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):
@@ -55,13 +55,13 @@ class ResidualSequence(nn.Module):
 
 @final
 class ReversibleSequence(nn.Module):
-    """From x₁ = x₂ = x, each pair (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of the
-    two, or with `reduce="sum"` their sum.
+    """x₁ = x₂ = x; each pair (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of the two, or
+    with `reduce="sum"` their sum.
 
-    The backward pass computes each pair's inputs from its outputs, so the memory for activations does not grow with
-    the number of pairs, for the price of one more forward. It is another function than `ResidualSequence`. Gradients
-    are plain autograd's but for rounding, and cannot be differentiated again; `extend` saves what autograd saves. What
-    torch.compile traces is not reversed: it decides by itself what to compute again."""
+    The backward pass computes each pair's inputs from its outputs: the memory for activations does not grow with the
+    number of pairs, and one more forward is the price. The function differs from `ResidualSequence`. Gradients equal
+    autograd's up to rounding and cannot be differentiated again; `extend` saves what autograd saves. Under
+    torch.compile nothing is reversed: the compiler decides what to recompute."""
 
     def __init__(self, pairs: Iterable[tuple[Branch, Branch]], *, reduce: str = "mean"):
         super().__init__()
@@ -95,7 +95,7 @@ class ReversibleSequence(nn.Module):
         context: Float[Tensor, "b m c"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """The next tokens; the context is needed the first time only."""
+        """Process the next tokens; only the first call needs the context."""
         call = Call(key_mask, context, context_mask)
         first, second, states = x, x, []
         for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 class Call(NamedTuple):
-    """What every branch is called with."""
+    """The arguments of every branch, beside x."""
 
     key_mask: Tensor | None
     context: Tensor | None
@@ -20,10 +20,10 @@ class Call(NamedTuple):
 
 
 def run_reversibly(branches: Sequence[nn.Module], x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """(a, b) ← (b, a + branch(b)) for one branch after the other, from a = b = x.
+    """Compute (a, b) ← (b, a + branch(b)) for each branch in turn, from a = b = x.
 
     Weights and context are inputs of the one autograd function, so that gradients flow to them where x needs none,
-    reach `torch.autograd.grad` and DDP's hooks, and go through what made the context only once."""
+    reach `torch.autograd.grad` and DDP's hooks, and go only once through what computed the context."""
     if not branches:
         return x, x
     weights = tuple(dict.fromkeys(weight for branch in branches for weight in _weights(branch)))
@@ -43,13 +43,13 @@ class _Reversal(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         places = {weight: place for place, weight in enumerate(weights)}
         ctx.branches = [(branch, [places[weight] for weight in _weights(branch)]) for branch in branches]
-        ctx.autocast, ctx.randomness = _Autocast.now(x), []
+        ctx.autocast, ctx.randomness = _Autocast.capture(x), []
         call, first, second = Call(key_mask, context, context_mask), x, x
         for branch in branches:
-            ctx.randomness.append(_Randomness.now(x))
-            with ctx.autocast.again():
+            ctx.randomness.append(_Randomness.capture(x))
+            with ctx.autocast.restored():
                 first, second = second, first + branch(second, **call._asdict())
-        # buffers too: if random features are drawn anew before the backward pass, autograd says so
+        # with buffers among them autograd notices if random features are resampled before the backward pass
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
         ctx.save_for_backward(first, second, *call, *weights, *buffers)
         return first, second
@@ -65,14 +65,14 @@ class _Reversal(torch.autograd.Function):
         d_context, d_weights = None, cast(list[Tensor | None], [None] * (len(ctx.needs_input_grad) - 5))
         for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
-            with torch.enable_grad(), ctx.autocast.again(), randomness.again():
+            with torch.enable_grad(), ctx.autocast.restored(), randomness.restored():
                 delta = branch(first, **call._asdict())
             d_input, d_call, d_own = _gradients(delta, d_second, first, context, _weights(branch))
             first, second = second - delta.detach(), first
             d_first, d_second = d_second, d_first if d_input is None else d_first + d_input
-            d_context = _plus(d_context, d_call)
+            d_context = _sum_gradients(d_context, d_call)
             for place, gradient in zip(places, d_own, strict=True):
-                d_weights[place] = _plus(d_weights[place], gradient)
+                d_weights[place] = _sum_gradients(d_weights[place], gradient)
         return None, None, None, d_context, d_first + d_second, *d_weights
 
 
@@ -89,7 +89,7 @@ def _gradients(
     return (d_x, rest[0], rest[1:]) if wanted else (d_x, None, rest)
 
 
-def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def _sum_gradients(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     if total is None or gradient is None:
         return gradient if total is None else total
     return total + gradient
@@ -101,25 +101,25 @@ class _Autocast(NamedTuple):
     regions: tuple[tuple[str, torch.dtype], ...]
 
     @staticmethod
-    def now(x: Tensor) -> "_Autocast":
+    def capture(x: Tensor) -> "_Autocast":
         devices = {"cpu", x.device.type}
         on = [device for device in devices if torch.amp.is_autocast_available(device)]
         on = [device for device in on if torch.is_autocast_enabled(device)]
         return _Autocast(tuple((device, torch.get_autocast_dtype(device)) for device in on))
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Without the cache of converted weights: what the forward puts there knows of no gradient."""
+    def restored(self) -> Iterator[None]:
+        """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
         if not self.regions:
             yield
             return
         (device, dtype), *rest = self.regions
-        with torch.autocast(device, dtype, cache_enabled=False), _Autocast(tuple(rest)).again():
+        with torch.autocast(device, dtype, cache_enabled=False), _Autocast(tuple(rest)).restored():
             yield
 
 
 class _Randomness(NamedTuple):
-    """The states of the generators before a branch, so that its dropout can be drawn again."""
+    """The states of the generators before a branch, so that its dropout can be repeated."""
 
     cpu: Tensor
     devices: list[int]
@@ -127,18 +127,18 @@ class _Randomness(NamedTuple):
     kind: str
 
     @staticmethod
-    def now(x: Tensor) -> "_Randomness":
+    def capture(x: Tensor) -> "_Randomness":
         return _Randomness(torch.get_rng_state(), *get_device_states(x), x.device.type)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        with self._kept():
+    def restored(self) -> Iterator[None]:
+        with self._fork():
             torch.set_rng_state(self.cpu)
             if self.devices:
                 set_device_states(self.devices, self.states, device_type=self.kind)
             yield
 
-    def _kept(self) -> AbstractContextManager[None]:
+    def _fork(self) -> AbstractContextManager[None]:
         if not self.devices:
             return torch.random.fork_rng(devices=[])
         return torch.random.fork_rng(self.devices, device_type=self.kind)

@@ -1,5 +1,5 @@
-"""Part of each token's channels come from its neighbour, which costs nothing and helps most on short ranges.
-Peng et al., RWKV, https://arxiv.org/abs/2305.13048, section 3.1, after the token shift of BlinkDL's code."""
+"""Token shift: some of each token's channels come from its neighbours, which costs nothing and helps most at short
+range. Peng et al., RWKV, https://arxiv.org/abs/2305.13048, section 3.1, after the token shift of BlinkDL's code."""
 
 from typing import final
 
@@ -7,19 +7,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.checks import for_batch
 from linattn.nn.checks import check_tokens
-from linattn.ops.compaction import compact, last_tokens, pack, unpack
-from linattn.ops.state import check_part
+from linattn.nn.convolution import run_on_present
 
 
 @final
 class TokenShift(nn.Module):
-    """y_i = [x_{i−o₁} of the first channels, x_{i−o₂} of the next, …]: with offsets (1, 0), the first half of the
-    channels is the token before's; with (1, 0, −1), a third each of the one before, itself and the one after.
+    """y_i = [x_{i−o₁} of the first channels, x_{i−o₂} of the next, …]. Offsets (1, 0) take the first half of the
+    channels from the previous token; (1, 0, −1) take a third each from the previous token, itself and the next one.
 
-    The channels that are left when they do not divide stay where they are. A missing token is skipped: the neighbour
-    is the next present one, and zeros where there is none."""
+    Channels left over by the division are not shifted. Missing tokens are skipped: the neighbour is the next present
+    token, or zeros if there is none."""
 
     def __init__(self, offsets: tuple[int, ...]):
         super().__init__()
@@ -40,23 +38,14 @@ class TokenShift(nn.Module):
         *,
         key_mask: Bool[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
-        """The state is the last present inputs of each row, as many as the largest offset."""
+        """Process the next tokens. The state holds as many last present inputs per row as the largest offset."""
         if self.future:
             raise NotImplementedError(f"offsets {self.offsets} look ahead, so tokens cannot be added one by one")
         return self._run(x, state, key_mask)
 
     def _run(self, x: Tensor, state: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         check_tokens(x, x.shape[-1], key_mask)
-        if state is None:
-            state = x.new_zeros(x.shape[0], self.past, x.shape[2])
-        else:
-            check_part("last inputs", state, x.dtype, self.past, x.shape[2])
-            state = for_batch(state, x.shape[0])
-        if key_mask is None:
-            return self._shift(state, x), last_tokens(state, x)
-        where = compact(key_mask)
-        packed = pack(x, where)
-        return unpack(self._shift(state, packed), where, key_mask), last_tokens(state, packed, where.total)
+        return run_on_present(self._shift, x, state, self.past, key_mask)
 
     def _shift(self, past: Tensor, x: Tensor) -> Tensor:
         n, width = x.shape[1], x.shape[2] // len(self.offsets)

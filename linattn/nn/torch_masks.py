@@ -1,4 +1,4 @@
-"""torch's masks, where True or −inf means hidden, read as what linear attention can do: missing keys, and order."""
+"""torch's masks, where True or −inf means hidden, read as what linear attention can express: missing keys and order."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# added to a score, it leaves no weight in any dtype; some models write -1e4 or -1e9 for −inf
+# added to a score, it leaves no weight in any dtype; some models write -1e4 or -1e9 instead of −inf
 _HIDDEN = -1e4
 
 
 class TorchMasks(NamedTuple):
-    """The masks of a call, bool or float, with batch and heads in front; whether the call says that they are causal."""
+    """The masks of a call, bool or float, with batch and heads in front, and its `is_causal`."""
 
     key_padding: Tensor | None
     attn: Tensor | None
@@ -21,7 +21,7 @@ class TorchMasks(NamedTuple):
     def checked(
         cls, key_padding: Tensor | None, attn: Tensor | None, causal: bool, shape: tuple[int, int, int, int]
     ) -> "TorchMasks":
-        """Of a call with (batch, heads, queries, keys)."""
+        """Check the masks of a call with `shape` (batch, heads, queries, keys) and give them leading dimensions."""
         b, h, n, m = shape
         for name, mask in (("key_padding_mask", key_padding), ("attn_mask", attn)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -38,18 +38,18 @@ class TorchMasks(NamedTuple):
 
 
 def read_masks(masks: TorchMasks) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
-    """Which keys are present (None: all), and whether each query sees those up to its own place only."""
+    """Return which keys are present (None: all) and whether attention is causal."""
     present = None if masks.key_padding is None else _visible(masks.key_padding, "key_padding_mask")
     if masks.attn is None or masks.causal:
         return present, masks.causal
-    among, causal = _read(_visible(masks.attn, "attn_mask"))
+    among, causal = _keys_and_order(_visible(masks.attn, "attn_mask"))
     if among is not None:
         present = among if present is None else present & among
     return present, causal
 
 
 def score_bias(masks: TorchMasks, dtype: torch.dtype) -> Float[Tensor, "#b #h #n m"] | None:
-    """What the masks add to scores: −inf where one is True."""
+    """Return the sum of the masks as a bias of the scores, −inf where one is True."""
     parts = [None if masks.key_padding is None else masks.key_padding.unsqueeze(2), masks.attn]
     biases = [_bias(part, dtype) for part in parts if part is not None]
     return sum(biases[1:], biases[0]) if biases else None
@@ -62,17 +62,17 @@ def _visible(mask: Tensor, name: str) -> Tensor:
     plain = (hidden | (mask == 0)).all()
     message = f"{name} adds to the scores, which only softmax attention has: give a bool mask, or zeros and −inf"
     if torch.compiler.is_compiling():
-        # the only check that a compiled graph can hold
+        # a compiled graph can hold no other check
         torch._assert_async(plain, message)  # pyright: ignore[reportPrivateImportUsage]
     elif not plain:
         raise ValueError(message)
     return ~hidden
 
 
-def _read(seen: Bool[Tensor, "b h n m"]) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
+def _keys_and_order(seen: Bool[Tensor, "b h n m"]) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
     if bool(seen.all()):
         return None, False
-    # the last query sees all that is present, if only keys are hidden and if the order is causal
+    # the last query sees every present key, both if only keys are hidden and if the order is causal
     present = seen[..., -1, :]
     everywhere = present.unsqueeze(-2).expand_as(seen)
     if torch.equal(seen, everywhere):

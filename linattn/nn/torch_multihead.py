@@ -1,4 +1,4 @@
-"""torch's `nn.MultiheadAttention` around any inner attention: the same arguments, masks, shapes and weights."""
+"""torch's `nn.MultiheadAttention` with any inner attention: the same arguments, masks, shapes and weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,18 +24,18 @@ _Keys = Float[Tensor, "b h m d"]
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention(…)` with `inner` in the place of softmax: an inner attention, or a name of `ATTENTIONS`.
+    """`nn.MultiheadAttention(…)` with `inner`, an inner attention or a name of `ATTENTIONS`, in the place of softmax.
 
-    A state_dict of `nn.MultiheadAttention` loads strictly; what `inner` itself has to learn stays as it is then.
+    A state_dict of `nn.MultiheadAttention` loads strictly; parameters of `inner` then keep their values.
 
-    - An `inner` that was made causal is so in every call. One that was not follows the call: `is_causal=True`, with or
+    - An `inner` that was made causal is so in every call. Another one follows the call: `is_causal=True`, with or
       without the mask itself, or an `attn_mask` that is the causal mask. A mask that hides the same keys from all
-      queries is understood too; any other, and one that adds to scores, is for softmax alone.
-    - `need_weights=True`, torch's default, returns the n × m matrix that the method stands for, exactly, at quadratic
-      cost (Linformer's is over its r projected keys, n × r, without dropout). `return_weights=False` never does, for
-      models that do not look at the weights but do not say so either.
-    - `dropout` drops weights, as torch does, but without a matrix none can be dropped alone: in training, a dropped key
-      is dropped for all queries of its head.
+      queries is understood too; other masks, and those that add to scores, need softmax.
+    - `need_weights=True`, torch's default, returns the exact n × m matrix of the method's weights, at quadratic cost
+      (for Linformer over its r projected keys, n × r, without dropout). `return_weights=False` never does, for models
+      that ignore the weights but do not pass `need_weights=False`.
+    - `dropout` drops weights in torch. Without a matrix none can be dropped alone: in training, a dropped key is
+      dropped for all queries of its head.
     - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
 
     def __init__(
@@ -70,10 +70,10 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         self._causal_form = (causal_form(self.inner),)
 
     def _reset_parameters(self) -> None:
-        # torch's initialisation, to the bit: there, this attribute says that the projections are packed
+        # this attribute makes torch initialise packed projections, so that the weights are the same to the bit
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        # but nn.TransformerEncoderLayer takes it for leave to compute softmax attention itself, from our weights
+        # but nn.TransformerEncoderLayer would then compute softmax attention itself, with our weights
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -87,12 +87,13 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "*bn e"], Float[Tensor, "..."] | None]:
-        """As torch's, of batches, single sequences and nested tensors; masks are True, or −inf, where they hide."""
+        """Attend as torch's module does, to batches, single sequences or nested tensors; masks hide with True or
+        −inf."""
         self._check(query, key, value)
         if query.is_nested:
             q, k, v, key_padding_mask = nested.pad(query, key, value, key_padding_mask)
         else:
-            q, k, v = _each(self._batch_in_front, query, key, value)
+            q, k, v = _map_distinct(self._batch_in_front, query, key, value)
             if query.ndim == 2 and key_padding_mask is not None:
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         shape = (len(q), self.num_heads, q.shape[1], k.shape[1])
@@ -104,7 +105,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights.squeeze(0) if query.ndim == 2 else weights
-        return nested.like(query, y) if query.is_nested else self._as_given(y, query), weights
+        return nested.unpad(y, query) if query.is_nested else self._as_given(y, query), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         parts = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
@@ -118,7 +119,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if key.shape[:2] != value.shape[:2] or query.size(self._batch_dim) != key.size(self._batch_dim):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
             layout = "(batch, tokens, channels)" if self.batch_first else "(tokens, batch, channels)"
-            raise ValueError(f"every key needs a value, and all as many batches, {layout}, but they are {shapes}")
+            raise ValueError(f"keys and values must match, and all batch sizes, {layout}, but the inputs are {shapes}")
 
     @property
     def _batch_dim(self) -> int:
@@ -146,7 +147,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[_Queries, Float[Tensor, "b h n columns"] | None]:
         inner, dropout, extra = self.inner, self.dropout if self.training else 0.0, self._extra_keys
         if extra:
-            # in front, where each query sees them in causal attention too; torch has them at the end
+            # in front, where each query sees them in causal attention too; torch puts them at the end
             k, v = (torch.cat([self._extra(x, bias), x], -2) for x, bias in ((k, self.bias_k), (v, self.bias_v)))
         if isinstance(inner, SoftmaxAttention):
             k, v = (x.roll(-extra, -2) if extra else x for x in (k, v))
@@ -155,7 +156,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         inner = self._causal() if causal else inner
         if key_mask is not None and extra:
             key_mask = F.pad(key_mask, (extra, 0), value=True)
-        # queries and keys of the same tokens stay in step
+        # pads the queries too, so that queries and keys of the same token keep the same place
         skipped = extra if q.shape[-2] + extra == k.shape[-2] else 0
         q = F.pad(q, (0, 0, skipped, 0)) if skipped else q
         keep = F.dropout(v.new_ones(*v.shape[:-1], 1), dropout) if dropout else None
@@ -167,7 +168,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     def _weights(
         self, inner: InnerAttention, q: _Queries, k: _Keys, key_mask: Tensor | None, keep: Tensor | None
     ) -> Float[Tensor, "b h n columns"]:
-        """The columns in torch's order; `keep` holds what dropout multiplied the values by."""
+        """Return the weights with columns in torch's order; `keep` is the factor of each value after dropout."""
         if isinstance(inner, LinformerAttention):
             return projected_weights(inner, q, k, key_mask=key_mask)
         weights = attention_weights(inner, q, k, key_mask=key_mask)
@@ -183,7 +184,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return form
 
     def _extra(self, x: _Keys, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
-        """The learned key or value of `add_bias_kv`, the zeros of `add_zero_attn`."""
+        """Return the learned key or value of `add_bias_kv` and the zeros of `add_zero_attn`."""
         parts = [] if bias is None else [bias.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)]
         if self.add_zero_attn:
             parts.append(x.new_zeros(1, x.shape[1], 1, x.shape[3]))
@@ -199,7 +200,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What nn.MultiheadAttention saved has nothing of the inner attention's, which then stays as it is."""
+        """Keep the inner attention's parameters if the state_dict, as nn.MultiheadAttention's, has none of them."""
         own = self.inner.state_dict(prefix=f"{prefix}inner.")
         if not any(name in state_dict for name in own):
             state_dict.update(own)
@@ -208,8 +209,10 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         )
 
 
-def _each(function: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each; what is one tensor stays one."""
+def _map_distinct(
+    function: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the function to each; tensors that are the same object stay one object."""
     first = function(q)
     second = first if k is q else function(k)
     return first, second, second if v is k else function(v)

@@ -1,5 +1,4 @@
-"""Softmax attention with all that `nn.MultiheadAttention` may ask of it: masks that add to scores, dropped weights, and
-the weights themselves."""
+"""Softmax attention with all options of `nn.MultiheadAttention`: additive masks, dropout, and returned weights."""
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,8 @@ def torch_softmax(
 ) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h n m"] | None]:
     """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
 
-    The keys may be more than the masks know of: those after them are seen by all queries. `causal` adds the order to
-    whatever the masks say; as torch does, the call's own `is_causal` only names what is in its mask."""
+    There may be more keys than the masks cover: all queries see those behind them. `causal` adds the causal order to
+    the masks; the call's own `is_causal`, as in torch, only describes its mask."""
     n, m = q.shape[-2], k.shape[-2]
     ordered = causal or masks.causal
     if ordered and n == m and masks.key_padding is None and not need_weights:
@@ -34,7 +33,7 @@ def torch_softmax(
     nothing = None
     if bias is not None:
         bias = F.pad(bias, (0, m - bias.shape[-1]))
-        # a softmax over nothing has gradients that are not numbers: over all keys instead, and then thrown away
+        # a softmax over no key has NaN gradients: such a query attends to all keys and its output is discarded
         nothing = (bias == -torch.inf).all(-1, keepdim=True)
         bias = bias.masked_fill(nothing, 0)
     if not need_weights:

@@ -1,4 +1,4 @@
-"""Functions of tensors: no modules, no randomness, no configuration."""
+"""Operators: functions of tensors without modules, randomness or configuration."""
 
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.explain import explain_backend

@@ -1,5 +1,5 @@
-"""A blindspot: tokens come in blocks, and a query sees only the blocks before its own, so that one state a block is
-enough. The open block's sums wait beside the state until it is whole; thus any cut of the sequence gives the same."""
+"""Blindspot: tokens come in blocks and a query sees only the blocks before its own, so that one state per block is
+enough. The sums of the unfinished block wait beside the state, so that any cut of the sequence gives the same."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from linattn.ops.state import LinearState
 def run_in_blocks(
     call: CausalCall, state: LinearState | None, backend: str | None
 ) -> tuple[Tensor, LinearState]:
-    """Ends the block that is open, then whole blocks in one call, then opens the next."""
+    """Finish the open block, process whole blocks in one call, then open the next block."""
     n, size, length = call.q.shape[-2], call.blindspot, 0
     check_exported_length(n, "attention with a blindspot")
     S, z, block = call.S, call.z, (torch.zeros_like(call.S), torch.zeros_like(call.z))

@@ -1,7 +1,8 @@
-"""A masked token is a missing token, wherever it stands: real tokens move to the left, keep their order, and move back.
+"""Compaction: present tokens move to the left, keep their order, and move back, so that a masked token is a missing
+one.
 
-What counts tokens (windows, convolutions, projections of the sequence) works on the left-packed tokens, whose first
-`total` are real and whose others are zeros, and so cannot tell a padded sequence from an unpadded one."""
+Operations that count tokens (windows, convolutions, projections of the sequence) run on the left-packed tokens, of
+which the first `total` are present and the others zeros: they cannot tell padded sequences from unpadded ones."""
 
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 
 class Compaction(NamedTuple):
-    """Where the real tokens of each row are: `order` lists their positions, then those of the masked tokens; `rank` is
-    the number of real tokens up to each position, less one; `total` is the number of real tokens."""
+    """The places of the present tokens per row: `order` lists their positions, then those of the masked tokens; `rank`
+    is the number of present tokens up to each position, less one; `total` is the number of present tokens."""
 
     order: Int[Tensor, "*b n"]
     rank: Int[Tensor, "*b n"]
@@ -20,17 +21,17 @@ class Compaction(NamedTuple):
 
 
 def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
-    """Never reads a value on the host, so that nothing waits for a device and graphs stay whole."""
+    """Find the places without reading values on the host, which would wait for a device and break graphs."""
     seen, total = key_mask.cumsum(-1), key_mask.sum(-1)
     place = torch.arange(key_mask.shape[-1], device=key_mask.device).expand_as(seen)
-    # where each token goes; a sort would take longer, and ONNX has no stable one
+    # a scatter of the target places; a sort would take longer, and ONNX has no stable one
     target = torch.where(key_mask, seen - 1, total.unsqueeze(-1) + place - seen)
     return Compaction(torch.zeros_like(seen).scatter(-1, target, place), seen - 1, total)
 
 
 def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
-    """Real tokens to the left; zeros in the places left over, whatever the masked tokens held."""
-    # not take_along_dim, which exports one length only
+    """Move present tokens to the left and fill up with zeros, whatever the masked tokens held."""
+    # not take_along_dim, which exports for one length only
     x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
     return x.masked_fill(~real(where).unsqueeze(-1), 0)
 
@@ -38,23 +39,22 @@ def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*
 def unpack(
     y: Shaped[Tensor, "*b n d"], where: Compaction, key_mask: Bool[Tensor, "*#b n"], /
 ) -> Shaped[Tensor, "*b n d"]:
-    """Packed tokens back to their places; zeros where tokens are masked."""
+    """Move packed tokens back to their places, with zeros at masked tokens."""
     y = y.gather(-2, where.rank.clamp(min=0).unsqueeze(-1).expand_as(y))
     return y.masked_fill(~key_mask.unsqueeze(-1), 0)
 
 
 def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
-    """Which places of the packed tokens hold real ones."""
+    """Return the mask of the packed tokens, True for the first `total`."""
     return torch.arange(where.order.shape[-1], device=where.order.device) < where.total.unsqueeze(-1)
 
 
 def last_tokens(
     past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], total: Int[Tensor, "*#b"] | None = None, /
 ) -> Float[Tensor, "*b s d"]:
-    """The last s tokens of past ⊕ new, the first `total` of whose packed new tokens are real (None: all).
+    """Return the last s tokens of past ⊕ new, where the first `total` of the packed new tokens are present (None: all).
 
-    It owns its memory: a view would keep the whole sequence alive in a state of constant size.
-    """
+    The result is a copy: a view would keep the whole sequence alive in a state of constant size."""
     size, n = past.shape[-2], new.shape[-2]
     if total is None:
         return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
@@ -63,18 +63,18 @@ def last_tokens(
 
 
 def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"], /) -> Float[Tensor, "b hk m d"]:
-    """Put zeros in the place of masked tokens. A product with zero is not enough: they may hold NaN."""
+    """Put zeros in the place of masked tokens. A product with zero is not enough, as they may hold NaN."""
     return torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
 def finite_queries(q: Float[Tensor, "b h n d"], key_mask: Bool[Tensor, "#b #hk n"], /) -> Float[Tensor, "b h n d"]:
-    """Put zeros in the place of masked tokens' queries that are not finite; the others may still be asked."""
+    """Put zeros in the place of masked queries that are not finite; finite ones may still be asked."""
     kept = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite().all(-1, keepdim=True)
     return torch.where(kept, q, 0)
 
 
 class PackedHeads(NamedTuple):
-    """Queries, keys and values of split heads, packed; which keys and values are real, and how many of each row."""
+    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row."""
 
     q: Float[Tensor, "b h n d"]
     k: Float[Tensor, "b hk n d"]
@@ -85,7 +85,7 @@ class PackedHeads(NamedTuple):
     query_mask: Bool[Tensor, " b #h n"]
 
     def unpack(self, y: Float[Tensor, "b h n dv"]) -> Float[Tensor, "b h n dv"]:
-        """Outputs back to the places of their queries."""
+        """Move outputs back to the places of their queries."""
         return unpack(y, self.queries, self.query_mask)
 
 
@@ -96,7 +96,7 @@ def pack_heads(
     key_mask: Bool[Tensor, "#b #hk n"],
     /,
 ) -> PackedHeads:
-    """Self-attention's tokens: the query at the place of a masked key is masked too."""
+    """Pack the tokens of self-attention, where a masked key's token is masked as a query too."""
     key_mask = key_mask.expand(k.shape[0], -1, -1)
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
@@ -106,5 +106,5 @@ def pack_heads(
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
-    """What is given for each key head, for each of the query heads that share it. One for all heads stays one."""
+    """Repeat each key head's entry for the query heads that share it. A single entry for all heads stays single."""
     return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)

@@ -1,5 +1,5 @@
-"""The functions φ that act on each number alone. An operator takes them by name and applies them inside its loop, which
-saves writing φ(q) and φ(k) to memory; the feature maps of the same names wrap them."""
+"""Elementwise functions φ. An operator takes them by name and applies them inside its loop, which saves writing φ(q)
+and φ(k) to memory; the feature maps of the same names wrap them."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Elementwise(NamedTuple):
-    """A function φ(x) and its derivative, as a function of y = φ(x), so that a backward needs no x; None: it is one.
+    """A function φ(x), and its derivative (None: one) as a function of y = φ(x), so that a backward needs no x.
 
-    `overwrite(x, scratch)` is φ(x) in the memory of x, `derivative(y, scratch)` may be in that of scratch, which has
-    the same shape if it is given: so a loop over blocks stays in the cache."""
+    `overwrite(x, scratch)` writes φ(x) into the memory of x, `derivative(y, scratch)` may write into scratch, of the
+    same shape, if it is given: a loop over blocks then stays in the cache."""
 
     function: Callable[[Tensor], Tensor]
     overwrite: Callable[[Tensor, Tensor | None], Tensor]
@@ -27,7 +27,7 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 
 def _overwrite_with_exp(x: Tensor, _: Tensor | None = None) -> Tensor:
-    # on a CPU torch's exp2 takes a tenth to a third of its exp's time, from some thousand numbers on
+    # on a CPU torch's exp2 takes a tenth to a third of the time of exp, from about a thousand numbers on
     return x.mul_(math.log2(math.e)).exp2_()
 
 
@@ -40,7 +40,7 @@ _softplus = torch.nn.functional.softplus
 
 ELEMENTWISE: dict[str, Elementwise] = {
     "identity": Elementwise(lambda x: x, lambda x, _: x, None, nonnegative=False),
-    # where x > 0 the function is x + 1 > 1, elsewhere it is its own derivative exp(x) ≤ 1
+    # for x > 0 the function is x + 1 > 1 with derivative 1; elsewhere exp(x) ≤ 1 is its own derivative
     "elu_plus_one": Elementwise(
         elu_plus_one, _overwrite_with_elu_plus_one, lambda y, scratch: torch.clamp(y, max=1, out=scratch)
     ),

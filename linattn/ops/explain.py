@@ -1,4 +1,4 @@
-"""Which backend a call would take, and why not the others: `backend=None` in words."""
+"""Explain which backend a call takes with `backend=None`, and why not the others."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -22,9 +22,10 @@ def explain_backend(
     feature_map: str = "identity",
     blindspot: int = 1,
 ) -> str:
-    """A line for each backend of `causal_linear_attention`, or else of `linear_attention`, called with these arguments.
+    """Describe in one line per backend what `causal_linear_attention` (or `linear_attention`) does with these
+    arguments.
 
-    The one that runs the call says so; each of the others says why it cannot, or that it can if it is named."""
+    One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if is_causal:
         return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot))

@@ -1,5 +1,5 @@
-"""The window as one kernel of PyTorch's FlexAttention, on GPUs. It is told which blocks of queries see which blocks of
-keys, and asks for single pairs only where a block is seen in part. Dong et al., https://arxiv.org/abs/2412.05496"""
+"""Window attention as one kernel of PyTorch's FlexAttention, for GPUs. A table says which blocks of queries see which
+blocks of keys; single pairs are masked only in blocks seen in part. Dong et al., https://arxiv.org/abs/2412.05496"""
 
 import importlib.util
 from functools import cache
@@ -12,13 +12,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from linattn.ops.local import Window
 
-# of queries and of keys; the kernel's own, of which it may take parts
+# of queries and of keys: the default of the kernel, which may split it
 BLOCK = 128
 _COMPILES = importlib.util.find_spec("triton") is not None
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Why the kernel cannot, or should not, run."""
+    """Return why the kernel cannot, or should not, run."""
     if q.device.type != "cuda":
         return f"needs CUDA tensors, but they are on {q.device}"
     if not _COMPILES:
@@ -41,11 +41,11 @@ def flex_window(
     window: "Window",
     real: Bool[Tensor, "#b #hk n"] | None = None,
 ) -> Float[Tensor, "b h n dv"]:
-    """`local_attention` of packed tokens, of which some are not real: those see only themselves."""
+    """Compute `local_attention` of packed tokens; tokens that are not real see only themselves."""
     from torch.nn.attention.flex_attention import BlockMask
 
     n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if real is None else real.shape[1]
-    # as tensors, so that another window compiles nothing anew
+    # tensors, so that another window needs no compilation
     i = torch.arange(n, dtype=torch.int32, device=q.device)
     first, last = window.first(i), window.last(i)
 
@@ -55,7 +55,7 @@ def flex_window(
 
     some, whole = visible_blocks(n, window, q.device)
     if real is not None:
-        # what is not real may be anywhere
+        # unreal tokens may be anywhere
         some, whole = some | whole, torch.zeros_like(whole)
     mask = BlockMask.from_kv_blocks(
         *_listed(some), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n)
@@ -64,25 +64,25 @@ def flex_window(
 
 
 def visible_blocks(n: int, window: "Window", device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
-    """Which blocks of keys a block of queries sees in part, and which as a whole."""
+    """Return the blocks of keys that each block of queries sees in part, and those that it sees whole."""
     first = torch.arange(0, n, BLOCK, device=device)
     last = (first + BLOCK).clamp(max=n) - 1
     (i0, i1), (j0, j1) = (first[:, None], last[:, None]), (first, last)
-    # both ends of what a query sees move on with the query
+    # both ends of a query's window grow with the query
     seen = (j1 >= window.first(i0)) & (j0 <= window.last(i1))
     whole = (j0 >= window.first(i1)) & (j1 <= window.last(i0))
     return seen & ~whole, whole
 
 
 def _listed(blocks: Bool[Tensor, "c c"]) -> tuple[Tensor, Tensor]:
-    """How many of each row, and their columns, those first: (1 1 c) and (1 1 c c)."""
+    """Return the number of True columns per row, and the columns with those first: (1 1 c) and (1 1 c c)."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
 @cache
 def _kernel(device: str) -> Any:
-    """Uncompiled, as on a CPU, it computes every similarity: for tests."""
+    """Return the kernel, compiled for CUDA only: uncompiled, as tests run it on a CPU, it computes every similarity."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention) if device == "cuda" else flex_attention

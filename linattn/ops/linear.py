@@ -26,10 +26,10 @@ def causal_linear_attention(
     blindspot: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
-    """Each query attends to the keys up to its own, and to those summed in `state`.
+    """Attend from each query to the keys up to its own, and to those summed in `state`.
 
     S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
-    feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or nothing is (None).
+    feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
@@ -37,8 +37,8 @@ def causal_linear_attention(
     from the first (masked ones too), and a query sees only the blocks before its own. The state is float32, or float64
     for float64 inputs.
 
-    NaN in a token that is present reaches the tokens after it, also in later sequences of a packed batch, and those of
-    its chunk: mask a document that may hold any, as what a masked token holds reaches nothing.
+    NaN in a present token reaches the tokens of its chunk and all later ones, also those of later sequences of a packed
+    batch. Mask a document that may hold any: what a masked token holds reaches nothing.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     q, k, v = checked(q, k, v, normalize, feature_map)
@@ -64,9 +64,9 @@ def linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Each query attends to all keys: `ask` of the sums of `summarize`. Queries and keys may differ in number.
+    """Attend from each query to all keys: `ask` of the sums of `summarize`. Queries and keys may differ in number.
 
-    Options and errors as in `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
+    Options and errors are those of `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
@@ -82,7 +82,7 @@ def summarize(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     feature_map: str = "identity",
 ) -> LinearState:
-    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, once and for all: an encoder's output for its decoder."""
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, computed once, for instance of an encoder's output."""
     k, _, v = checked(k, k, v, None, feature_map)
     S, z = SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map))
     return LinearState(S, z)
@@ -96,12 +96,12 @@ def ask(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: every query sees the whole state, which stays."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays."""
     S, z = checked_kind(state, LinearState)[:2]
     check_blindspot(state.blindspot, 1)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
-        raise ValueError(f"queries and state must have as many features, but q is {shape(q)} and z {shape(z)}")
+        raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
     return READ(ReadCall(q, S, z, normalize, feature_map, q.dtype))[0]

@@ -1,7 +1,8 @@
-"""Sums along the sequence that make m keys or values into r. Wang et al., Linformer, https://arxiv.org/abs/2006.04768
+"""Projections along the sequence, which turn m keys or values into r. Wang et al., Linformer,
+https://arxiv.org/abs/2006.04768
 
-A masked token is a missing token: the real ones count on without it, so that the j-th real token meets the j-th column
-of a learned projection, or the j-th place of the windows, wherever padding stands."""
+A masked token is a missing one: present tokens are counted without it, so that the j-th present token meets the j-th
+column of a learned projection, or the j-th place of the windows, wherever padding stands."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,7 +20,7 @@ def project_sequence(
     *,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> Float[Tensor, "b hk r d"]:
-    """Σ_j E_rj x_j over the real tokens; the columns of a sequence shorter than E stay out."""
+    """y_r = Σ_j E_rj x_j over the present tokens; a sequence shorter than E leaves its last columns unused."""
     if key_mask is not None:
         x = pack(x, compact(key_mask))
     return weight[..., : x.shape[-2]] @ x
@@ -33,11 +34,11 @@ def pool_sequence(
     weight: Float[Tensor, "size d"] | None = None,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
-    """Windows of `size` tokens, one after the other: their means, or sums with a weight for each place and channel.
+    """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
+    channel.
 
-    Also tells which windows hold a real token (None: all). A window that is not full gives the mean, or the sum,
-    of what it holds.
-    """
+    Also return which windows hold a present token (None: all). An incomplete window gives the mean, or sum, of its
+    tokens."""
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))

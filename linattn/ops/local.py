@@ -19,19 +19,19 @@ from linattn.ops.state import check_part
 
 
 class Window(NamedTuple):
-    """Which keys a query sees, by their positions. Exact: those closer than `size`, itself among them. Bucketed: those
-    of its own bucket of `size` tokens and of the buckets beside it. Causal: none after itself."""
+    """The positions that a query sees. Exact: those closer than `size`, its own included. Bucketed: those of its own
+    bucket of `size` tokens and of the adjacent buckets. Causal: none after its own."""
 
     size: int
     causal: bool = False
     bucketed: bool = False
 
     def first(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """The first position that query i may see; it may be negative."""
+        """Return the first position that query i may see, which may be negative."""
         return (i // self.size - 1) * self.size if self.bucketed else i - self.size + 1
 
     def last(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """The last one; it may lie behind the end."""
+        """Return the last position that query i may see, which may lie behind the end."""
         if self.causal:
             return i
         return (i // self.size + 2) * self.size - 1 if self.bucketed else i + self.size - 1
@@ -41,22 +41,22 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many tokens away the farthest visible key may be, seen from a border of a block."""
+        """The distance of the farthest visible key from the border of a block."""
         return self.size if self.bucketed else self.size - 1
 
     @property
     def past(self) -> int:
-        """How many tokens a state keeps: all that some later query may see."""
+        """The number of tokens that a state keeps: all that a later query may see."""
         return 2 * self.size - 1 if self.bucketed else self.size - 1
 
     @property
     def block(self) -> int:
-        """Queries in a block: whole buckets, and near what measured fastest on a CPU."""
+        """The number of queries per block: whole buckets, near the size that measured fastest on a CPU."""
         return -(-64 // self.size) * self.size if self.bucketed else 64 if self.size <= 128 else 128
 
 
 class LocalState(NamedTuple):
-    """The last keys and values of each row, right-aligned, and how many tokens it has seen. Constant in size."""
+    """The last keys and values of each row, right-aligned, and the number of tokens seen. Its size is constant."""
 
     k: Float[Tensor, "b hk s d"]
     v: Float[Tensor, "b hk s dv"]
@@ -72,15 +72,14 @@ def local_attention(
     window: Window,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> Float[Tensor, "b h n dv"]:
-    """Each query attends to the keys in its window: y_i = Σ_j softmax_j(q_i·k_j / √d) v_j.
+    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of query i.
 
-    A masked token is a missing token: the window counts real ones only, and the outputs of masked ones are zeros.
-    """
+    A masked token is a missing one: the window counts present tokens only, and the outputs of masked ones are zeros."""
     _check(q, k, v, window)
     if key_mask is None:
         return _attend(q, k, v, window, None)
     packed = pack_heads(q, k, v, key_mask)
-    # the packed zeros stand after every real token, where no causal query sees them
+    # zeros from packing stand behind every present token, where no causal query sees them
     return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.real))
 
 
@@ -94,7 +93,7 @@ def extend_local(
     window: Window,
     key_mask: Bool[Tensor, "#b #hk n"] | None = None,
 ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
-    """The next tokens of causal `local_attention`, any number of them; masked ones leave no trace in the state."""
+    """Process the next tokens of causal `local_attention`; masked ones leave no trace in the state."""
     _check(q, k, v, window)
     if state is not None:
         check_part("k", state.k, k.dtype, k.shape[1], window.past, k.shape[3])
@@ -129,7 +128,7 @@ def _attend(
 def in_blocks(
     q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
-    """Blocks that see as far as the window reaches, and what is left at the two borders."""
+    """Compute blocks that see as far as the window reaches, and the queries left at the two borders."""
     n, block, after = q.shape[-2], window.block, 0 if window.causal else window.reach
     first, last = -(-window.reach // block), (n - after) // block
     start, stop = (first * block, last * block) if last > first else (n, n)
@@ -145,7 +144,7 @@ def in_blocks(
 
 
 def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
-    """Every block beside all blocks of keys that it reaches, with a mask: an exported graph serves every length."""
+    """Compute every block with all blocks of keys that it reaches, so that an exported graph serves every length."""
     b, h, n, _ = q.shape
     block, before = window.block, -(-window.reach // window.block)
     after = 0 if window.causal else before
@@ -154,7 +153,7 @@ def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tenso
     count = queries.shape[1]
 
     def near(x: Tensor) -> Tensor:
-        """(b c hk block d) as (b·c hk length d)"""
+        """Reshape (b c hk block d) to (b·c hk length d)."""
         x = F.pad(x, (0, 0, 0, 0, 0, 0, before, after))
         return torch.cat([x.narrow(1, i, count) for i in range(before + 1 + after)], -2).flatten(0, 1)
 
@@ -166,11 +165,11 @@ def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tenso
 
 
 def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
-    """The queries from start to stop in one block of their own."""
+    """Compute the queries from start to stop in one block of their own."""
     n = k.shape[-2]
     left, right = max(start - window.reach, 0), stop if window.causal else min(stop + window.reach, n)
     q, k, v = q[..., start:stop, :], k[..., left:right, :], v[..., left:right, :]
-    # a short sequence lies in every window, and then the kernel needs no mask
+    # all tokens of a short sequence see each other, and then the kernel needs no mask
     if real is None and start == 0 and right <= window.size:
         return fused_softmax(q, k, v, causal=window.causal)
     i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
@@ -181,7 +180,7 @@ def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
-    """The queries from start to stop, whole blocks whose windows all lie inside the sequence."""
+    """Compute the queries from start to stop, whole blocks whose windows all lie inside the sequence."""
     b, h, hk, block = q.shape[0], q.shape[1], k.shape[1], window.block
     count, group = (stop - start) // block, h // hk
     left, right = start - window.reach, stop if window.causal else stop + window.reach
@@ -200,18 +199,17 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
 
 
 def _among(visible: Tensor, real: Tensor, itself: Tensor) -> Tensor:
-    """Real keys only. A token that is not real sees itself: a softmax over nothing has gradients that are not numbers
-    in some kernels."""
+    """Hide keys that are not real, but let each see itself: some kernels' softmax over no key has NaN gradients."""
     return visible & (real.unsqueeze(-2) | itself)
 
 
 def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -> Tensor:
-    """A few queries after the past, each row from its own position on."""
+    """Compute a few queries after the past, each row from its own position on."""
     return _after(past.seen, q, torch.cat([past.k, k], -2), torch.cat([past.v, v], -2), window)
 
 
 def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
-    """The queries belong to the last of the keys, and `seen` tokens went before them."""
+    """Compute queries that belong to the last of the keys, after `seen` earlier tokens."""
     n = q.shape[-2]
     i = seen.unsqueeze(-1) + torch.arange(n, device=q.device)
     j = seen.unsqueeze(-1) + torch.arange(n - k.shape[-2], n, device=q.device)
@@ -220,7 +218,7 @@ def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Ten
 
 
 def _next(q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window) -> tuple[Tensor, LocalState]:
-    """One token. The next state is a view of what it was joined to, which is one token longer, and no second copy."""
+    """Compute one token. The next state is a view of past and token together, which is no second copy."""
     k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
     y = _after(state.seen, q, k, v, window)
     return y, LocalState(k[..., 1:, :], v[..., 1:, :], state.seen + 1)
@@ -229,13 +227,13 @@ def _next(q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window) ->
 def _continue(
     q: Tensor, k: Tensor, v: Tensor, state: LocalState | None, window: Window, total: Tensor | None
 ) -> tuple[Tensor, LocalState]:
-    """Outputs and the next state, of packed tokens of which the first `total` are real (None: all)."""
+    """Return the outputs and the next state for packed tokens, of which the first `total` are present (None: all)."""
     if state is None:
         return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, total)
     n = q.shape[-2]
     if n == 1 and total is None:
         return _next(q, k, v, state, window)
-    # rows may stand at different places in their buckets, so buckets go on piece by piece
+    # rows may stand at different places in their buckets, so bucketed windows are computed one bucket at a time
     size = window.block if window.bucketed else max(n, 1)
     parts = []
     for start in range(0, max(n, 1), size):

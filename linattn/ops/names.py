@@ -1,9 +1,9 @@
-"""The error for a name that is not known: what there is, and which of it was probably meant."""
+"""Errors for unknown names: they list the known ones and suggest the one that was probably meant."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# what papers and other packages say
+# names that papers and other packages use
 _OTHER_NAMES = {
     "performer": "favor",
     "favor+": "favor",
@@ -49,13 +49,13 @@ _OTHER_NAMES = {
 
 
 def unknown_name(what: str, name: object, known: Iterable[object]) -> ValueError:
-    """`what` must be one of `known`, but is `name`; if one of them is near, or another word for it, the error asks."""
+    """Return the error for an unknown name: `what` must be one of `known`. It suggests a similar name or a synonym."""
     names = [str(x) for x in known]
     return ValueError(f"{what} must be one of {', '.join(names)}, but is {name!r}{did_you_mean(name, names)}")
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The question that ends an error, or nothing."""
+    """Return the question that ends an error, or an empty string."""
     known, word = list(known), str(name).strip().lower().replace("-", "_").replace(" ", "_")
     other = _OTHER_NAMES.get(word)
     nearest = [other] if other in known else get_close_matches(word, known, 1)

@@ -1,5 +1,5 @@
-"""Rotary positions: queries and keys turned by angles, so that their product knows only how far apart they are.
-Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 34"""
+"""Rotary positions: queries and keys are rotated by angles, so that their product depends only on their distance. Su et
+al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 34"""
 
 import torch
 from jaxtyping import Float, Int
@@ -9,19 +9,19 @@ from torch import Tensor
 def rotate(
     x: Float[Tensor, "*b n d"], positions: Int[Tensor, "*#b n"], /, *, base: float = 10000.0
 ) -> Float[Tensor, "*b n d"]:
-    """Turns the channels c and c + ⌊d/2⌋ as a pair, by the angle position · base^(−c/⌊d/2⌋).
+    """Rotate the pairs of channels c and c + ⌊d/2⌋ by the angle position · base^(−c/⌊d/2⌋).
 
-    The pairs are the two halves (as in GPT-NeoX and Llama), not neighbours. If d is odd the last channel stays as it
-    is. Angles and products are float32 or better whatever the dtype of x."""
+    Pairs are taken from the two halves (as in GPT-NeoX and Llama), not from neighbours. If d is odd the last channel
+    stays as it is. Angles and products are float32 or better whatever the dtype of x."""
     return turn(x, *turns(positions, x.shape[-1], x.dtype, base=base))
 
 
 def turns(
     positions: Int[Tensor, "*b n"], channels: int, dtype: torch.dtype, /, *, base: float = 10000.0
 ) -> tuple[Float[Tensor, "*b n even"], Float[Tensor, "*b n even"]]:
-    """[cos, cos] and [−sin, sin] of the angles, which queries and keys of the same places share."""
+    """Return [cos, cos] and [−sin, sin] of the angles, which queries and keys at the same positions share."""
     half = channels // 2
-    # in float64 and less than a turn: a float32 product is a tenth of a radian off at the millionth token
+    # in float64 and less than a full turn: a float32 product is a tenth of a radian off at the millionth token
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     channel = torch.arange(half, device=positions.device, dtype=exact)
     angles = (positions.unsqueeze(-1) * base ** (-channel / max(half, 1))).remainder(2 * torch.pi)
@@ -34,7 +34,7 @@ def turns(
 def turn(
     x: Float[Tensor, "*b n d"], cos: Float[Tensor, "*#b n even"], sin: Float[Tensor, "*#b n even"], /
 ) -> Float[Tensor, "*b n d"]:
-    """`rotate`, by angles that are known: [l cos − r sin, r cos + l sin] of the halves l and r."""
+    """Apply `rotate` with known cosines and sines: [l cos − r sin, r cos + l sin] of the halves l and r."""
     even = cos.shape[-1]
     turned, rest = x[..., :even].to(cos.dtype), x[..., even:]
     turned = torch.addcmul(turned * cos, turned.roll(even // 2, -1), sin).to(x.dtype)

@@ -1,5 +1,5 @@
 """Features too large for their dtype, as value · exp(log_scale): sums are kept relative to the largest scale so far,
-and what a larger one takes off them is a decay. No later key has a part in it, so nothing leaks from the future."""
+and a larger scale makes them decay. Later keys have no part in it, so nothing leaks from the future."""
 
 import torch
 from jaxtyping import Float
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn.ops.backends import loopless
 
-# A scale of −14 to 10 is as good as zero: there is room above for sums and gradients, below for small products
+# a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
 
 
@@ -17,14 +17,15 @@ def running_scale(
     start: Float[Tensor, "*b 1"] | None = None,
     /,
 ) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"] | None, Float[Tensor, "*b 1"]]:
-    """What the sums are relative to at each token, their decay, and the next call's start (None: −inf, no key yet).
+    """Return the scale that the sums are relative to at each token, their decay, and the next call's start (None: no
+    key yet).
 
-    With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start. If
-    nothing fades, m may be rounded: to a multiple of 24, at most 14 above it. Then there is a decay where m has passed
-    such a multiple, which is rare; None: it is seen to be zero everywhere.
+    With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start.
+    Without a log_decay, sums are relative to a multiple of 24 instead, at most 14 above m, so that a decay is rare: it
+    comes where m passes such a multiple. A decay of None is known to be zero everywhere.
 
-    Where there is no key yet (log_scale −inf), both are zero. No gradient passes through m: any would give the same
-    outputs."""
+    Before the first key (log_scale −inf), scale and decay are zero. No gradient passes through m: any would give the
+    same outputs."""
     if start is None:
         start = log_scale.new_full((*log_scale.shape[:-1], 1), -torch.inf)
     m = torch.cat([start, log_scale.detach()], -1)
@@ -38,14 +39,14 @@ def running_scale(
         relative_to = m = (_running_max(m - faded) + faded).to(m.dtype)
     none = m == -torch.inf
     shown = relative_to.masked_fill(none, 0)
-    # the differences of rounded maxima, so that pieces of a sequence multiply to exactly what the whole does
+    # differences of the rounded maxima, so that the decays of pieces multiply exactly to that of the whole sequence
     decay = shown[..., :-1] - shown[..., 1:]
     if log_decay is not None:
         decay = log_decay + decay
-        # rounding may leave it a little above zero, where a clamp would stop the gradient of log_decay
+        # rounding may leave it slightly above zero, where a clamp would stop the gradient of log_decay
         decay = decay - decay.detach().clamp(min=0)
     decay = decay.masked_fill(none[..., :-1], 0)
-    # a copy, as a view would keep the whole sequence alive in a state of constant size
+    # a copy, because a view would keep the whole sequence alive in a state of constant size
     return shown[..., 1:], None if log_decay is None and _all_zero(decay) else decay, m[..., -1:].clone()
 
 
@@ -57,7 +58,7 @@ def _running_max(x: Tensor) -> Tensor:
 
 
 def _all_zero(decay: Tensor) -> bool:
-    """If that can be told without waiting for a device, and not of a graph that is being compiled or of vmap's many."""
+    """Tell whether the decay is known to be zero. False in compilation, under vmap, or where reading it would wait."""
     if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu":
         return False
     try:

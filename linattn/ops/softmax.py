@@ -1,4 +1,4 @@
-"""Softmax attention through torch's fused kernels: the baseline, and what windows and projections are computed with."""
+"""Softmax attention through torch's fused kernels: the baseline, and the kernel of windows and projections."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from linattn.ops.state import check_part
 
 
 class SoftmaxState(NamedTuple):
-    """All keys and values so far, and which of them are real (None: all). It grows with every token."""
+    """All keys and values so far, and the mask of the present ones (None: all). It grows with every token."""
 
     k: Float[Tensor, "b hk m d"]
     v: Float[Tensor, "b hk m dv"]
@@ -30,8 +30,7 @@ def softmax_attention(
 ) -> Float[Tensor, "b h n dv"]:
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over all keys (causal: j ≤ i); zeros where no key is present.
 
-    Causal, a masked token is missing as a query too: its output is zeros.
-    """
+    In causal attention a masked token is missing as a query too: its output is zeros."""
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"causal attention needs as many queries as keys, but there are {q.shape[-2]} and {k.shape[-2]}"
@@ -39,7 +38,8 @@ def softmax_attention(
     if key_mask is None:
         return fused_softmax(q, k, v, causal=causal)
     if causal:
-        # packed, the real keys before a real query are the keys before it: no mask, whose size would be quadratic
+        # after packing, a present query sees the present keys before it: no mask is needed, whose size would be
+        # quadratic
         packed = pack_heads(q, k, v, key_mask)
         return packed.unpack(fused_softmax(packed.q, packed.k, packed.v, causal=True))
     some = key_mask.any(-1, keepdim=True)
@@ -57,7 +57,7 @@ def extend_softmax(
     *,
     key_mask: Bool[Tensor, "#b #hk n"] | None = None,
 ) -> tuple[Float[Tensor, "b h n dv"], SoftmaxState]:
-    """The next tokens of causal `softmax_attention`."""
+    """Process the next tokens of causal `softmax_attention`."""
     if key_mask is not None:
         key_mask = key_mask.expand(k.shape[0], -1, -1)
         k, v = without(k, key_mask), without(v, key_mask)
@@ -75,7 +75,7 @@ def extend_softmax(
     i, j = torch.arange(m - n, m, device=q.device)[:, None], torch.arange(m, device=q.device)
     visible = j <= i
     if state.present is not None:
-        # a query that sees nothing but itself if it is masked: kernels differ on a softmax over nothing
+        # a masked query sees only itself, because kernels differ on a softmax over no key
         visible = per_query_head(visible & (state.present.unsqueeze(-2) | (i == j)), q.shape[1])
     y = fused_softmax(q, state.k, state.v, visible=visible)
     if key_mask is not None:
@@ -92,12 +92,12 @@ def fused_softmax(
     visible: Bool[Tensor, "*#b #n m"] | None = None,
     causal: bool = False,
 ) -> Float[Tensor, "b h n dv"]:
-    """Memory is linear in n and m (but for `visible` itself), and sums are float32 or better, in every dtype."""
+    """Run torch's kernel. Memory is linear in n and m (except `visible` itself), and sums are float32 or better."""
     d, dv = q.shape[-1], v.shape[-1]
-    # the kernels that are linear in memory want one width; zeros change neither q·k nor the first dv outputs
+    # the kernels with linear memory want one width; zeros change neither q·k nor the first dv outputs
     q, k, v = (F.pad(x, (0, max(d, dv) - x.shape[-1])) if d != dv else x for x in (q, k, v))
     grouped = False
-    # numbers of heads may be symbols, of which only a branch makes the truth that the kernel takes
+    # numbers of heads may be symbolic; only a branch makes a bool of their comparison, as the kernel needs
     if q.shape[1] != k.shape[1]:
         grouped = True
     y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal, scale=d**-0.5, enable_gqa=grouped)

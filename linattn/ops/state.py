@@ -1,4 +1,4 @@
-"""The state of linear attention: the sums over keys, from which any query can be answered."""
+"""The state of linear attention: sums over keys, from which any query can be answered."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +10,7 @@ _State = TypeVar("_State")
 
 
 class LinearState(NamedTuple):
-    """The sums over the tokens seen so far. With a blindspot, those of the block that no query sees yet stand apart."""
+    """The sums over the tokens seen so far. With a blindspot, the block that no query sees yet has sums of its own."""
 
     S: Float[Tensor, "*b f dv"]
     z: Float[Tensor, "*b f"]
@@ -21,7 +21,7 @@ class LinearState(NamedTuple):
 
 
 def checked_kind(state: Any, kind: type[_State]) -> _State:
-    """Raise ValueError for a state that another kind of layer left."""
+    """Raise ValueError for a state that another kind of layer returned."""
     if not isinstance(state, kind):
         raise ValueError(
             f"the state must be a {kind.__name__}, as this layer returns it, but is a {type(state).__name__}"
@@ -30,7 +30,7 @@ def checked_kind(state: Any, kind: type[_State]) -> _State:
 
 
 def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
-    """Raise ValueError unless the state is a plain tuple of that many; None stands for no past of each."""
+    """Raise ValueError unless the state is a plain tuple of `count` parts. A state of None gives None for each part."""
     if state is None:
         return (None,) * count
     if type(state) is not tuple or len(state) != count:
@@ -40,8 +40,7 @@ def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
 
 
 def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
-    """Raise ValueError unless a part of a state is (b, *sizes) of the dtype; a dtype of None: the state has no such
-    part."""
+    """Raise ValueError unless a part of a state is (b, *sizes) of the dtype, or missing if the dtype is None."""
     found = None if not isinstance(x, Tensor) else x.dtype
     if found != dtype or (dtype is not None and x.shape[1:] != sizes):
         came = type(x).__name__ if found is None else f"{tuple(x.shape)} of {found}"
@@ -53,6 +52,6 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
 
 
 def check_blindspot(made: int | None, blindspot: int) -> None:
-    """Sums without a block (None) are the past of any call: blocks are counted from there."""
+    """Raise ValueError for another blindspot. Sums without a block (None) are a past for any."""
     if made not in (None, blindspot):
         raise ValueError(f"the state was made with a blindspot of {made}, but here it is {blindspot}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from linattn.cli import corpus
-from linattn.cli.corpus import find_files, open_tokens, row, split, whole, write_corpus, write_tokens
+from linattn.cli.corpus import entire, find_files, open_tokens, split, tokens_path, write_corpus, write_tokens
 from linattn.cli.errors import CommandError
 from linattn.cli.vocabulary import Bytes, Tokenizer
 
@@ -55,7 +55,7 @@ def text_of(extents) -> bytes:
 
 @pytest.mark.parametrize("part", [0.01, 0.05, 0.3, 0.5, 0.99])
 def test_the_split_is_the_last_bytes_of_all(text, part):
-    everything = text_of(whole(find_files([str(text)])))
+    everything = text_of(entire(find_files([str(text)])))
     training, validation = map(text_of, split(find_files([str(text)]), part))
     assert training + validation == everything
     assert 0 <= int(len(everything) * part) - len(validation) <= 3
@@ -81,7 +81,7 @@ def test_each_document_begins_with_the_separator(tmp_path):
     for i, content in enumerate(contents):
         (tmp_path / f"{i}").write_bytes(content)
     vocabulary = Bytes()
-    part = write_tokens(whole(find_files([str(tmp_path)])), vocabulary, tmp_path / "tokens")
+    part = write_tokens(entire(find_files([str(tmp_path)])), vocabulary, tmp_path / "tokens")
     tokens = np.fromfile(tmp_path / "tokens", vocabulary.dtype).tolist()
     assert tokens == [256, *contents[0], 256, *contents[1], 256, *contents[3]]
     assert (part.documents, part.bytes, part.tokens) == (3, 15, 18)
@@ -89,11 +89,11 @@ def test_each_document_begins_with_the_separator(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 1000])
 def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
-    extents = whole(find_files([str(text)]))
+    extents = entire(find_files([str(text)]))
     for vocabulary in (Bytes(), Tokenizer(tokenizer)):
         expected = write_tokens(extents, vocabulary, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(corpus, "PIECE", piece)
+            patch.setattr(corpus, "BLOCK_SIZE", piece)
             assert write_tokens(extents, vocabulary, tmp_path / "pieces") == expected
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
@@ -109,7 +109,7 @@ def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
 
 
 def test_damaged_data_are_noticed(tmp_path):
-    row(tmp_path, "training").write_bytes(bytes(10))
+    tokens_path(tmp_path, "training").write_bytes(bytes(10))
     assert len(open_tokens(tmp_path, "training", "<u2", 5)) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
         open_tokens(tmp_path, "training", "<u2", 6)

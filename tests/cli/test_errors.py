@@ -47,12 +47,12 @@ def here(tmp_path, monkeypatch, text):
 
 
 TRAIN = {
-    "no data": ((), "which DATA?"),
+    "no data": ((), "DATA is missing"),
     "missing data": (("missing.txt",), "there is no file or folder missing.txt"),
     "empty folder": (("empty",), "there are no files in empty"),
     "empty file": (("nothing.txt",), "there are no training data"),
-    "too short": (("short.txt",), "too short: there are 6 tokens of training data, but a context of 32 needs as many"),
-    "too long a context": (("text", "--context", "100000"), "a context of 100,000 needs as many"),
+    "too short": (("short.txt",), "there are 6 tokens of training data, but a context of 32 needs at least 32"),
+    "too long a context": (("text", "--context", "100000"), "a context of 100,000 needs at least 100,000"),
     "no validation": (("text", "--validation-part", "0.0001"), "no validation data"),
     "no such names": (("text", "--include", "*.c"), "there are no files that fit --include *.c in text"),
     "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),

@@ -40,7 +40,7 @@ def test_the_text_has_the_same_facts(finished, text, capsys):
         "torch 2.",
         "lr 0.001",
         "checkpoints  4, 8",
-        "bytes a sequence, however long it gets",
+        "bytes per sequence, however long it gets",
     ):
         assert fact in shown
 

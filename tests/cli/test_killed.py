@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from linattn.cli.atomic import write_atomically
 from linattn.cli.main import main
 from linattn.cli.run_folder import is_run
-from linattn.cli.whole import write_whole
 from tests.cli.conftest import SHORT, TINY
 
 OPTIONS = (*TINY, *SHORT, "--steps", "2", "--save-every", "1", "--keep", "1", "--log-every", "1", "--dropout", "0.2")
@@ -115,7 +115,7 @@ def go_on(text: Path, run: Path) -> int:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what takes most of a tiny run's time: a collection of garbage after each, and its picture."""
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
-    monkeypatch.setattr("linattn.cli.training.draw_curve", lambda _, path: write_whole(path, "a picture"))
+    monkeypatch.setattr("linattn.cli.training.draw_curve", lambda _, path: write_atomically(path, "a picture"))
 
 
 @pytest.mark.usefixtures("quick", "unchecked")

@@ -66,7 +66,7 @@ def test_without_the_extra_it_helps_and_says_what_to_install(finished, text, tmp
         (("train", "x", "--out", "y", "--learning-positions"), "did you mean --learned-positions?"),
         (("train", "x", "--out", "y", "--batch-size=4"), "did you mean --batch?"),
         (("train", "x", "--out", "y", "--feed-forward", "gatd"), "did you mean gated?"),
-        (("bench", "--works", "forwards"), "did you mean forward?"),
+        (("bench", "--workloads", "forwards"), "did you mean forward?"),
         (("bench", "--dtypes", "float23"), "did you mean float32?"),
         (("bench", "--methods", "eluu"), "did you mean elu?"),
     ],

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import linattn
-from linattn.cli.clock import Clock
 from linattn.cli.main import main
 from linattn.cli.run_folder import last_checkpoint, open_run, read_log
+from linattn.cli.schedule import Schedule
 from linattn.cli.trainer import RunTrainer
 from linattn.cli.windows import ValidationWindows
 from linattn.models import LanguageModel
@@ -122,15 +122,15 @@ def test_any_bytes_are_data(tmp_path):
 def test_the_clock_ends_a_run(text, tmp_path, monkeypatch):
     """Of this clock every step takes 50 ms, on any machine."""
     run, now = tmp_path / "run", 0.0
-    monkeypatch.setattr("linattn.cli.clock.time", SimpleNamespace(monotonic=lambda: now))
-    step = Clock.on_optimizer_step
+    monkeypatch.setattr("linattn.cli.schedule.time", SimpleNamespace(monotonic=lambda: now))
+    step = Schedule.on_optimizer_step
 
     def slow_step(self, *arguments, **options):
         nonlocal now
         now += 0.05
         step(self, *arguments, **options)
 
-    monkeypatch.setattr(Clock, "on_optimizer_step", slow_step)
+    monkeypatch.setattr(Schedule, "on_optimizer_step", slow_step)
     limits = ("--minutes", "0.02", "--evaluate-every", "1000000", "--save-every", "1000000", "--log-every", "1")
     short = [value for value in SHORT if value not in ("--steps", "8")]
     assert main(["train", str(text), *TINY, *short, *limits, "--out", str(run)]) == 0

@@ -66,7 +66,7 @@ def test_layers_share_one_projection():
         x = layer(x, x, x)[0]
     x.sum().backward()
     assert (shared[0].grad != 0).all()
-    with pytest.raises(ValueError, match="is what layers share"):
+    with pytest.raises(ValueError, match='projection needs param_sharing="layerwise"'):
         make("headwise", projection=first.projection)
 
 

@@ -1,13 +1,14 @@
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
-from linattn.nn import ScaleNorm
+from linattn.nn import HeadNorm, ScaleNorm
 
 
 def test_agrees_with_the_formula():
     norm, x = ScaleNorm(7).double(), torch.randn(3, 5, 7, dtype=torch.float64)
-    torch.nn.init.constant_(norm.g, 1.7)
+    nn.init.constant_(norm.g, 1.7)
     assert_close(norm(x), 1.7 * x / x.norm(dim=-1, keepdim=True))
 
 
@@ -38,3 +39,38 @@ def test_gradients():
 def test_half_precision_is_near(dtype):
     norm, x = ScaleNorm(64), 300 * torch.randn(5, 64)
     assert_close(norm(x.to(dtype)).float(), norm(x), rtol=1e-2, atol=1e-2)
+
+
+def test_head_norm_is_rms_norm():
+    module, x = HeadNorm(6).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    nn.init.normal_(module.weight)
+    assert_close(module(x), nn.functional.rms_norm(x, (6,), module.weight, eps=0))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_heads_may_be_scaled(scale):
+    module, x = HeadNorm(6), torch.randn(2, 3, 6)
+    assert_close(module(x * scale), module(x))
+
+
+def test_head_norm_of_zeros_has_no_gradient():
+    for dtype in (torch.float32, torch.float16):
+        module, x = HeadNorm(6).to(dtype), torch.zeros(2, 6, dtype=dtype, requires_grad=True)
+        y = module(x)
+        y.sum().backward()
+        assert y.count_nonzero() == 0 and x.grad.isfinite().all() and module.weight.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_head_norm_computes_half_precision_in_float32(dtype):
+    module, x = HeadNorm(6).to(dtype), (torch.randn(50, 6) * 1e-4).to(dtype)
+    assert module(x).dtype == dtype
+    assert_close(module(x).double(), HeadNorm(6).double()(x.double()), rtol=1e-2, atol=1e-3)
+
+
+def test_head_norm_gradients():
+    module, x = HeadNorm(6).double(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(
+        lambda x, weight: torch.func.functional_call(module, {"weight": weight}, (x,)), (x, module.weight)
+    )
+    torch.autograd.gradgradcheck(module, (x,))

@@ -257,7 +257,7 @@ def test_errors_say_what_would_do():
             attention(*(t.float() for t in inputs()))
     with pytest.raises(ValueError, match="a query for every key"):
         linear(*inputs({"batch_first": True}), is_causal=True)
-    with pytest.raises(ValueError, match="every key needs a value"):
+    with pytest.raises(ValueError, match="keys and values must match"):
         linear(x, x[:, 1:], x)
     with pytest.raises(ValueError, match="key must have 24 channels, but has 23"):
         linear(x, x[..., 1:], x)

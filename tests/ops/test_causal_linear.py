@@ -442,7 +442,7 @@ def test_training_saves_no_more_than_inputs_and_a_state_per_segment() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": torch.rand(2, 3, 10, 4)}, "as many features"),
+        ({"k": torch.rand(2, 3, 10, 4)}, "the same number of features"),
         ({"v": torch.rand(2, 3, 9, 3)}, "every key must have a value"),
         ({"q": torch.rand(2, 3, 9, 5)}, "a query for every key"),
         ({"q": torch.rand(5)}, r"\(..., n, d\)"),

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from linattn.cli.values import FLAG, POSITIVE, WHOLE, listed, one_of, whole_from
+from linattn.cli.argument_types import COUNT, FLAG, POSITIVE, comma_separated, integer_from, one_of
 
 SUMMARY = "measure speed and memory on this machine, and draw the report"
 
@@ -14,21 +14,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="for bench.json and report.html (./bench)")
     add("--budget", default=600.0, **POSITIVE, help="seconds; the longest sequences are left out first (default: 600)")
     add = parser.add_argument_group("what is measured").add_argument
-    add("--methods", type=listed, metavar="A,B", help="names of attentions, or mixtures of them")
+    add("--methods", type=comma_separated, metavar="A,B", help="names of attentions, or mixtures of them")
     add("--peers", **FLAG, help="measure the other packages that are installed, too")
     add("--models", **FLAG, help="measure complete language models, too: training, prompts, generation")
-    add("--workloads", type=listed, metavar="A,B", help="some of forward, training, decoding")
+    add("--workloads", type=comma_separated, metavar="A,B", help="some of forward, training, decoding")
     add("--lengths", type=_lengths, metavar="N,N", help="(default: 256 to 65536)")
-    add("--dtypes", type=listed, metavar="A,B", help="float32, bfloat16, float16 (default: float32)")
+    add("--dtypes", type=comma_separated, metavar="A,B", help="float32, bfloat16, float16 (default: float32)")
     add("--not-causal", **FLAG, help="let every query see all keys")
     add = parser.add_argument_group("how").add_argument
-    add("--repeats", default=7, **WHOLE, help="rounds in which methods take turns (default: 7)")
-    add("--threads", **WHOLE, help="(default: as many as torch takes)")
+    add("--repeats", default=7, **COUNT, help="rounds in which methods take turns (default: 7)")
+    add("--threads", **COUNT, help="(default: as many as torch takes)")
     add("--device", **one_of("cpu", "cuda"), help="(default: cuda where there is one)")
-    add("--batch", default=1, **WHOLE, help="number of sequences (default: 1)")
-    add("--heads", default=8, **WHOLE, help="number of heads (default: 8)")
-    add("--head-dim", default=64, **WHOLE, help="channels per head (default: 64)")
-    add("--window", default=128, **WHOLE, help="window of local attention (default: 128)")
+    add("--batch", default=1, **COUNT, help="number of sequences (default: 1)")
+    add("--heads", default=8, **COUNT, help="number of heads (default: 8)")
+    add("--head-dim", default=64, **COUNT, help="channels per head (default: 64)")
+    add("--window", default=128, **COUNT, help="window of local attention (default: 128)")
     add = parser.add_argument_group("queries and keys for the feature maps' errors").add_argument
     add("--model", type=Path, metavar="RUN", help="folder of linattn train, instead of a small model trained now")
     add("--text", type=Path, metavar="FILE", help="text to read, instead of Python's standard library")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted({whole_from(1)(part) for part in text.split(",")}))
+    return tuple(sorted({integer_from(1)(part) for part in text.split(",")}))
 
 
 def run(arguments: argparse.Namespace) -> int:

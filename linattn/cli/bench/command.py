@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from linattn.attention.named import ATTENTIONS
+from linattn.cli.atomic import write_atomically
 from linattn.cli.bench import add_arguments
 from linattn.cli.bench.cases import DECODING, MODEL_WORKLOADS, WORKLOADS, Setup
 from linattn.cli.bench.compare import compared
@@ -19,7 +20,6 @@ from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import Measurement, Record, describe_machine, read_record, write_record
 from linattn.cli.bench.report import html, printed
 from linattn.cli.errors import CommandError, did_you_mean, explained
-from linattn.cli.whole import write_whole
 
 LENGTHS = tuple(2**power for power in range(8, 17))
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.redraw:
         write_record(record, arguments.out / "bench.json")
-    write_whole(arguments.out / "report.html", html(record))
+    write_atomically(arguments.out / "report.html", html(record))
     print(printed(record))
     print(f"{arguments.out / 'report.html'} has the pictures", file=sys.stderr)
     return 0

@@ -112,8 +112,8 @@ class Measuring:
             return False
         self.budget.seen[case.curve] = case.n, found.seconds, found.bytes
         # the first process imports torch, so no single one counts for much
-        taken = max(0.0, time.monotonic() - start - 2 * found.seconds)
-        self.budget.overhead += (taken - self.budget.overhead) / 8
+        overhead = max(0.0, time.monotonic() - start - 2 * found.seconds)
+        self.budget.overhead += (overhead - self.budget.overhead) / 8
         if not math.isnan(found.bytes):
             self.measurements.append(Measurement(quantity, *case.curve, case.n, (found.bytes,)))
         return True

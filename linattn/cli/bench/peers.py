@@ -40,7 +40,7 @@ def _performer(package: Any, setup: Setup, case: Case, no_projection: bool = Fal
 
 
 def _linear_attention_transformer(package: Any, setup: Setup, case: Case, blindspot: int = 1) -> Attention:
-    """A query sees all keys up to its own, as ours do, if the blindspot is 1."""
+    """Let a query see all keys up to its own, as ours do, if the blindspot is 1."""
     package = package.linear_attention_transformer
     return partial(package.causal_linear_attn, bucket_size=blindspot) if setup.causal else package.linear_attn
 

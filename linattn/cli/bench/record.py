@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from linattn import __version__
+from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError
-from linattn.cli.whole import write_whole
 
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
@@ -105,7 +105,7 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
 
 
 def write_record(record: Record, path: Path) -> None:
-    write_whole(path, json.dumps({"format": FORMAT} | dataclasses.asdict(record), indent=1) + "\n")
+    write_atomically(path, json.dumps({"format": FORMAT} | dataclasses.asdict(record), indent=1) + "\n")
 
 
 def read_record(path: Path) -> Record:

@@ -41,7 +41,7 @@ class View(NamedTuple):
     over: Callable[[Measurement, dict[int, float]], float | None] | None = None
     """Takes a measurement, and softmax's median at each length."""
     line: str = ""
-    """What a value of 1 means."""
+    """The meaning of a value of 1."""
 
     def curves(self, record: Record, workload: str, dtype: str) -> Curves:
         found = record.find(self.quantity, workload, dtype)

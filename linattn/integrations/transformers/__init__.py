@@ -1,4 +1,4 @@
-"""Our language model as one of transformers': importing this registers it with AutoConfig and AutoModelForCausalLM."""
+"""Our language model for transformers: importing this registers it with AutoConfig and AutoModelForCausalLM."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The past of a batch as transformers' Cache: a state of constant size a block, not keys and values of every token."""
+"""transformers' Cache for a batch: one state of constant size per block, not the keys and values of every token."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ from linattn.models import LanguageModelState
 
 
 class StateLayer(CacheLayerMixin):
-    """One block's state, a value that is replaced and never written to; `seen` counts the tokens, padding too."""
+    """One block's state, a value that is replaced and never written to; `seen` counts the tokens, including padding."""
 
     supports_early_init = False
 
@@ -29,7 +29,7 @@ class StateLayer(CacheLayerMixin):
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """transformers' word for no limit."""
+        """Return -1, which means no limit in transformers."""
         return -1
 
     def reset(self) -> None:
@@ -67,7 +67,7 @@ class StateLayer(CacheLayerMixin):
 
 
 class LinattnCache(Cache):
-    """One StateLayer a block. Softmax blocks alone keep all their keys and values, and grow."""
+    """One StateLayer per block. Only softmax blocks keep all their keys and values, and grow."""
 
     layers: list[StateLayer]
 
@@ -75,12 +75,12 @@ class LinattnCache(Cache):
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
 
     def get_state(self) -> LanguageModelState | None:
-        """What `LanguageModel.extend` takes: None where there is no past."""
+        """Return the state for `LanguageModel.extend`, or None if there is no past."""
         if not self.get_seq_length():
             return None
         return LanguageModelState(tuple(layer.state for layer in self.layers), self.layers[0].position)
 
     def put_state(self, state: LanguageModelState, num_tokens: int) -> None:
-        """The state after so many more tokens."""
+        """Store the state after `num_tokens` more tokens."""
         for layer, block in zip(self.layers, state.blocks, strict=True):
             layer.put(block, state.position, num_tokens)

@@ -11,13 +11,13 @@ from linattn.models import LanguageModelConfig
 from linattn.models.storage import MODEL_TYPE, check_version
 
 
-# jaxtyping's hook for tests takes this for a plain dataclass, whose constructor would have these fields and no others
+# jaxtyping's hook for tests takes this for a plain dataclass, whose constructor takes only these fields
 @no_type_check
 class LinattnConfig(PreTrainedConfig):
     """`language_model` is a LanguageModelConfig or its fields; everything else here is transformers' own.
 
-    Its fields are given there and nowhere else: transformers would keep `LinattnConfig(depth=2)` as a note
-    that nothing reads, so it is refused."""
+    The fields are refused elsewhere: transformers would store `LinattnConfig(depth=2)` as an attribute without
+    effect."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -51,7 +51,7 @@ class LinattnConfig(PreTrainedConfig):
 
     @vocab_size.setter
     def vocab_size(self, value: int) -> None:
-        # transformers sets it where it resizes the embeddings
+        # transformers sets it when it resizes the embeddings
         self.language_model = dataclasses.replace(self.to_language_model(), vocab_size=value).to_dict()
 
     @property

@@ -21,25 +21,25 @@ from linattn.models import Block, LanguageModel, LanguageModelState
 from linattn.models.language_model import INIT_STD
 
 IGNORED = -100
-"""transformers' label of a token that is not to be learned."""
+"""transformers' label for tokens without a loss."""
 
 
 class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """`model` is the LanguageModel. The zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions
+    """`model` is the LanguageModel. Zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions
     count the present tokens, so there is no `position_ids`. See docs/transformers.md for what else is refused."""
 
     config: LinattnConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Trainer then gives num_items_in_batch, so that accumulated steps weigh every token alike
+    # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
     accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_context_parallel = False
-    # a state cannot go back, so there is no assisted decoding
+    # a state cannot go back, so assisted decoding is impossible
     _is_stateful = True
 
     def __init__(self, config: LinattnConfig):
-        # transformers accepts any registered name here, and nothing would ever call it
+        # transformers accepts any registered name here, which would have no effect
         _refuse_attention(config._attn_implementation)
         super().__init__(config)
         self.model = _new_model(config)
@@ -48,7 +48,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
-        """The same model, not a copy: training one trains the other."""
+        """Wrap the model without copying it: training one trains the other."""
         with torch.device("meta"):
             wrapper = cls(LinattnConfig(language_model=model.config))
         wrapper.model = model
@@ -68,7 +68,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """The logits after each token, of all (0), the last few (int) or chosen ones (indices); the loss of labels."""
+        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         cache = self._cache(past_key_values, use_cache)
@@ -79,7 +79,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         record = [] if output_hidden_states else None
 
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        # 0 is all of them, as x[:, -0:] is
+        # 0 means all of them, as in x[:, -0:]
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
         output = CausalLMOutputWithPast(
             loss=self._loss(logits, labels, key_mask, num_items_in_batch),
@@ -96,7 +96,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = cast(nn.Embedding, value)
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """None where the embeddings' own matrix makes the logits."""
+        """Return None if the matrix of the embeddings makes the logits."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
@@ -132,7 +132,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
     def _run(
         self, tokens: Tensor, key_mask: Tensor | None, cache: LinattnCache | None, record: list[Tensor] | None
     ) -> Tensor:
-        """What the last block puts out; `record` takes what each block is given."""
+        """Return the output of the last block; `record` takes the input of each block."""
         state = None if cache is None else cache.get_state()
         x, position = self._embed(tokens, None if state is None else state.position, key_mask)
         states: list[Any] = []
@@ -166,7 +166,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """What transformers' gradient_checkpointing_enable and _disable call."""
+        """transformers' gradient_checkpointing_enable and _disable call this."""
         self.gradient_checkpointing = enable
         self._checkpoint, self._checkpoint_every = gradient_checkpointing_func, every_n_layers
 
@@ -176,7 +176,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None:
             return None
         if key_mask is not None:
-            # a missing token neither is predicted nor predicts: its logits mean nothing
+            # a missing token is neither predicted nor predicts: its logits mean nothing
             labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
         return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
 
@@ -188,7 +188,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """What `generate` calls where it would make a DynamicCache."""
+        """`generate` calls this where it would make a DynamicCache."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
@@ -200,20 +200,20 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
 
     def init_weights(self) -> None:
-        """Nothing: LanguageModel has initialised itself."""
+        """Do nothing: LanguageModel has initialised itself."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """For the rows that resize_token_embeddings adds."""
+        """Initialise the rows that resize_token_embeddings adds."""
         if isinstance(module, (nn.Embedding, nn.Linear)):
             initialization.normal_(module.weight, std=INIT_STD)
 
     @torch.no_grad()
     @initialization.guard_torch_init_functions()
     def _initialize_missing_keys(self, is_quantized: bool) -> None:
-        """What `from_pretrained` calls for all that the file did not have, which is uninitialised memory until then."""
+        """Initialise what the file of `from_pretrained` did not have, which is uninitialised memory until then."""
         if all(map(_is_loaded, chain(self.parameters(), self.buffers()))):
             return
-        # torch's own modules now leave alone what is loaded, that is the guard; ours may not know of it
+        # torch's own modules leave loaded weights alone because of the guard, which our modules do not know
         loaded = [
             (module, name, tensor.clone())
             for module in self.model.modules()
@@ -229,7 +229,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
 def _new_model(config: LinattnConfig) -> LanguageModel:
     if torch.get_default_device().type != "meta":
         return LanguageModel(config.to_language_model())
-    # only shapes, which from_pretrained then fills: what is drawn for them must not show in the caller's randomness
+    # only shapes, which from_pretrained fills later: these draws must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         return LanguageModel(config.to_language_model())
 
@@ -247,7 +247,7 @@ def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
-    """Of the new tokens: the state knows which of the past ones were missing."""
+    """Return the mask of the new tokens; the state knows which of the past ones were missing."""
     b, n = tokens.shape[:2]
     if attention_mask is None:
         return None
@@ -261,7 +261,7 @@ def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[
     mask = attention_mask[:, seen:]
     if torch.compiler.is_compiling() or not mask.numel():
         return mask != 0
-    # one look at the values, on a GPU too: waiting for it costs less than masking does where nothing is missing
+    # reading the values once, on a GPU too, costs less than masking where nothing is missing
     low, high = (int(value) for value in torch.stack(mask.long().aminmax()).tolist())
     if low < 0 or high > 1:
         raise ValueError(f"attention_mask must be 1 (present) and 0 (missing), but goes from {low} to {high}")

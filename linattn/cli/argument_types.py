@@ -1,4 +1,4 @@
-"""What the values of options may be, in argparse's words, each with an error that says what was expected."""
+"""Types of command-line arguments for argparse, each with an error that says what was expected."""
 
 import argparse
 import math
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def whole_from(least: int, most: float = math.inf) -> Callable[[str], int]:
-    def whole(text: str) -> int:
+def integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    def integer(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -17,7 +17,7 @@ def whole_from(least: int, most: float = math.inf) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}{limit}, but is {text!r}")
         return value
 
-    return whole
+    return integer
 
 
 def number_where(allowed: Callable[[float], bool], expected: str) -> Callable[[str], float]:
@@ -37,12 +37,12 @@ def base_or_none(text: str) -> float | None:
     return None if text == "none" else number_where(lambda x: x > 1, "a number above 1, or none")(text)
 
 
-def listed(text: str) -> tuple[str, ...]:
+def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def repeated(metavar: str) -> Mapping[str, Any]:
-    """Lists of files take one a time: an option that takes several would take DATA too."""
+def repeatable(metavar: str) -> Mapping[str, Any]:
+    """Let an option take one value at a time and be repeatable; one that takes several would swallow DATA too."""
     return {"action": "append", "metavar": metavar}
 
 
@@ -50,9 +50,9 @@ def one_of(*choices: str) -> Mapping[str, Any]:
     return {"choices": choices}
 
 
-NATURAL: Mapping[str, Any] = {"type": whole_from(0), "metavar": "N"}
-WHOLE: Mapping[str, Any] = {"type": whole_from(1), "metavar": "N"}
-SEED: Mapping[str, Any] = {"type": whole_from(0, 2**32 - 1), "metavar": "N"}
+NATURAL: Mapping[str, Any] = {"type": integer_from(0), "metavar": "N"}
+COUNT: Mapping[str, Any] = {"type": integer_from(1), "metavar": "N"}
+SEED: Mapping[str, Any] = {"type": integer_from(0, 2**32 - 1), "metavar": "N"}
 POSITIVE: Mapping[str, Any] = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
 NOT_NEGATIVE: Mapping[str, Any] = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
 PART: Mapping[str, Any] = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under another name beside their own, then renamed."""
+"""Atomic writes: files and folders are written under another name beside their own, then renamed."""
 
 import os
 import shutil
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def partial_name(path: Path) -> Path:
-    """Where something is written before it gets its name; hidden, so that no listing takes it for finished."""
+    """Return the name for writing; it is hidden, so that no listing shows it as finished."""
     return path.with_name(f".{path.name}.partial")
 
 
 def removed_name(path: Path) -> Path:
-    """Where something is while it is deleted."""
+    """Return the name under which something is deleted."""
     return path.with_name(f".{path.name}.removed")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what is in the folder under other names, because a kill came before it got or lost its own."""
+    """Delete what a killed process left under the names for writing and deleting."""
     for leftover in [*folder.glob(".*.partial"), *folder.glob(".*.removed")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
@@ -26,20 +26,20 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Readers see the old file or the new one, also after a crash."""
-    with whole_file(path) as partial:
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file so that readers see the old content or the new, even after a crash."""
+    with atomic_file(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def copy_whole(source: Path, path: Path) -> None:
-    with whole_file(path) as partial:
+def copy_atomically(source: Path, path: Path) -> None:
+    with atomic_file(path) as partial:
         shutil.copyfile(source, partial)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Write the file under the name given; it takes the place of `path` at the end."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a name to write to; the file replaces `path` at the end."""
     partial = partial_name(path)
     try:
         yield partial
@@ -51,8 +51,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Fill the empty folder given; it becomes `path`, which must not exist, at the end."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it becomes `path`, which must not exist, at the end."""
     partial = partial_name(path)
     for leftover in (partial, removed_name(path)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -60,18 +60,18 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        rename_whole(partial, path)
+        rename_durably(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for parent in parents:
-            # those made here hold nothing else, unless somebody was quick
+            # remove the parents made here, unless another process has put something there
             if parent.exists() and not any(parent.iterdir()):
                 parent.rmdir()
         raise
 
 
-def rename_whole(partial: Path, path: Path) -> None:
-    """The contents first, the name afterwards: a crash between the two must not leave a named folder of empty files."""
+def rename_durably(partial: Path, path: Path) -> None:
+    """Flush the contents, then rename: a crash in between must not leave a named folder of empty files."""
     for file in sorted(partial.rglob("*")):
         flush_to_disk(file)
     flush_to_disk(partial)
@@ -79,16 +79,16 @@ def rename_whole(partial: Path, path: Path) -> None:
     flush_to_disk(path.parent)
 
 
-def remove_whole(path: Path) -> None:
-    """A folder that is being deleted loses its name first."""
-    condemned = removed_name(path)
-    shutil.rmtree(condemned, ignore_errors=True)
-    os.rename(path, condemned)
-    shutil.rmtree(condemned)
+def remove_atomically(path: Path) -> None:
+    """Rename a folder before deleting it, so that no half of it keeps the name."""
+    renamed = removed_name(path)
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(path, renamed)
+    shutil.rmtree(renamed)
 
 
 def flush_to_disk(path: Path) -> None:
-    # Windows refuses to open folders, and needs no such call for them
+    # Windows refuses to open folders, and needs no flush of them
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)

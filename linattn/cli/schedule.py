@@ -1,4 +1,4 @@
-"""When a run ends, how far it is, and what Ctrl-C means to it."""
+"""The schedule of a run: its end, its learning rate, and how Ctrl-C ends it early."""
 
 import math
 import signal
@@ -13,12 +13,12 @@ from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-INSISTS = 1.0
-"""Seconds after which a second Ctrl-C is no echo of the first: launchers repeat signals that everybody had already."""
+ECHO_SECONDS = 1.0
+"""After so many seconds another Ctrl-C is the user's: launchers repeat the signal that all processes had already."""
 
 
-class Clock(TrainerCallback, ExportableState):
-    """Counts the seconds of training, interruptions left out; the learning rate follows them, or the steps."""
+class Schedule(TrainerCallback, ExportableState):
+    """Counts the seconds of training without interruptions; the learning rate follows them, or the steps."""
 
     def __init__(self, *, steps: int, limit: float | None, warmup: float) -> None:
         self.steps, self.limit, self.warmup = steps, limit, warmup
@@ -30,12 +30,12 @@ class Clock(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
     def progress(self, step: int) -> float:
-        """From 0 to 1. A step counts from its middle, so that neither the first nor the last has a rate of zero."""
+        """Return the progress from 0 to 1 in the middle of a step, so that no step has a learning rate of zero."""
         by_steps = (step + 0.5) / self.steps
         return min(1.0, by_steps if self.limit is None else max(by_steps, self.seconds / self.limit))
 
     def learning_rate_factor(self, step: int) -> float:
-        """Rises in a line, then falls along half a cosine."""
+        """Rise linearly, then fall along half a cosine."""
         progress = self.progress(step)
         if progress < self.warmup:
             return progress / self.warmup
@@ -50,7 +50,7 @@ class Clock(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Before the scheduler's step. Processes must agree: one that stopped alone would leave the others waiting."""
+        """Agree on the time before the scheduler's step: a process that stopped alone would leave others waiting."""
         self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device
         )
@@ -63,13 +63,13 @@ class Clock(TrainerCallback, ExportableState):
             control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = True
 
     @contextmanager
-    def minds_interrupts(self) -> Iterator[None]:
-        """In here Ctrl-C, or a request to terminate, lets the step end and be saved; a second Ctrl-C does not wait."""
+    def saves_on_interrupt(self) -> Iterator[None]:
+        """Let the step end and be saved after Ctrl-C or a request to terminate. A second Ctrl-C does not wait."""
         asked_at = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:
             nonlocal asked_at
-            if number == signal.SIGINT and time.monotonic() > asked_at + INSISTS:
+            if number == signal.SIGINT and time.monotonic() > asked_at + ECHO_SECONDS:
                 raise KeyboardInterrupt
             asked_at = min(asked_at, time.monotonic())
             self.interrupted = True
@@ -83,7 +83,7 @@ class Clock(TrainerCallback, ExportableState):
 
 
 def largest(*values: float, device: torch.device) -> list[float]:
-    """Each value's maximum over the processes."""
+    """Return the maximum of each value over the processes."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return list(values)
     shared = torch.tensor(values, dtype=torch.float32, device=device)

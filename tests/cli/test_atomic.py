@@ -2,24 +2,24 @@
 
 import pytest
 
-from linattn.cli.whole import copy_whole, remove_whole, whole_file, whole_folder, write_whole
+from linattn.cli.atomic import atomic_file, atomic_folder, copy_atomically, remove_atomically, write_atomically
 
 
 def test_a_file_is_replaced_at_the_end(tmp_path):
     path = tmp_path / "file"
-    write_whole(path, "old")
-    with whole_file(path) as partial:
+    write_atomically(path, "old")
+    with atomic_file(path) as partial:
         partial.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
-    copy_whole(path, tmp_path / "copy")
+    copy_atomically(path, tmp_path / "copy")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["copy", "file"]
 
 
 def test_a_file_that_fails_leaves_the_old_one(tmp_path):
     path = tmp_path / "file"
-    write_whole(path, "old")
-    with pytest.raises(OSError, match="full"), whole_file(path) as partial:
+    write_atomically(path, "old")
+    with pytest.raises(OSError, match="full"), atomic_file(path) as partial:
         partial.write_text("ne")
         raise OSError("full")
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
@@ -28,7 +28,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path):
 
 def test_a_folder_appears_at_the_end(tmp_path):
     path = tmp_path / "new" / "deep" / "folder"
-    with whole_folder(path) as partial:
+    with atomic_folder(path) as partial:
         (partial / "file").write_text("x")
         assert not path.exists()
     assert (path / "file").read_text() == "x"
@@ -37,7 +37,7 @@ def test_a_folder_appears_at_the_end(tmp_path):
 
 @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
 def test_a_folder_that_fails_leaves_nothing(tmp_path, failure):
-    with pytest.raises(failure), whole_folder(tmp_path / "new" / "deep" / "folder") as partial:
+    with pytest.raises(failure), atomic_folder(tmp_path / "new" / "deep" / "folder") as partial:
         (partial / "file").write_text("x")
         raise failure
     assert list(tmp_path.iterdir()) == []
@@ -47,12 +47,12 @@ def test_what_was_left_by_a_crash_is_no_obstacle(tmp_path):
     path = tmp_path / "folder"
     (tmp_path / ".folder.partial").mkdir()
     (tmp_path / ".folder.partial" / "rest").write_text("x")
-    with whole_folder(path) as partial:
+    with atomic_folder(path) as partial:
         (partial / "file").write_text("x")
     assert [file.name for file in path.iterdir()] == ["file"]
 
 
 def test_a_folder_is_removed(tmp_path):
     (tmp_path / "folder" / "deep").mkdir(parents=True)
-    remove_whole(tmp_path / "folder")
+    remove_atomically(tmp_path / "folder")
     assert list(tmp_path.iterdir()) == []
