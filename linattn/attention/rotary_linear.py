@@ -9,7 +9,7 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
-from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap, checked_feature_map
+from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
@@ -32,13 +32,8 @@ class RotaryLinearAttention(InnerAttention):
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
-        feature_map = checked_feature_map(feature_map, FeatureMap)
-        if isinstance(feature_map, ExponentialFeatureMap) or feature_map.normalize == "keys":
-            raise ValueError(
-                f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "
-                "plain features would not share: turn queries and keys before such a map"
-            )
-        self.feature_map, self.causal, self.base = feature_map, causal, base
+        self.feature_map = checked_feature_map(feature_map, FeatureMap)
+        self.causal, self.base = causal, base
 
     def forward(
         self,
@@ -102,7 +97,13 @@ class RotaryLinearAttention(InnerAttention):
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         # the quotient of two rounded outputs would be rounded twice
         dtype, hk = accumulator(v.dtype), k.shape[1]
-        q, k, v = self.feature_map.query(q).to(dtype), self.feature_map.key(k).to(dtype), v.to(dtype)
+        queries, keys = self.feature_map.query(q), self.feature_map.key(k)
+        if queries.log_size() is not None or keys.log_size() is not None:
+            raise ValueError(
+                f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which rotated and "
+                "plain features would not share: rotate queries and keys before such a map"
+            )
+        q, k, v = queries.value().to(dtype), keys.value().to(dtype), v.to(dtype)
         return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2), None if key_mask is None else key_mask.unsqueeze(2)
 
     def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
