@@ -17,10 +17,10 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Features(NamedTuple):
-    """The features of each token, function(x) · exp(log_scale): a large range is left to the scale.
+    """The features function(x) · exp(log_scale) of each token; the scale takes up a large range.
 
-    `function` is a name in `ELEMENTWISE`, applied in the operator's loop. `log_scale` is at least float32; None means
-    zero. Gradients flow through both."""
+    `function` is a name in `ELEMENTWISE`, and the operator applies it in its loop. `log_scale` is at least float32;
+    None means zero. Gradients flow through both."""
 
     x: Float[Tensor, "*b n f"]
     log_scale: Float[Tensor, "*b n"] | None = None
@@ -49,8 +49,8 @@ class Features(NamedTuple):
         return Features(self.x - largest.unsqueeze(-1), log_scale, "exp")
 
     def log_size(self) -> Float[Tensor, "*b n"] | None:
-        """Return the logarithm of each token's size, of the largest feature if they are exponentials, without gradient.
-        None means that no feature needs a scale."""
+        """Return the logarithm of each token's size, without gradient: of the largest feature if the function is exp,
+        else of the scale. None means that no feature needs a scale."""
         if self.function != "exp":
             return None if self.log_scale is None else self.log_scale.detach()
         return self._largest() if self.log_scale is None else self._largest() + self.log_scale.detach()
@@ -71,7 +71,7 @@ class Features(NamedTuple):
 
 
 class FeatureMap(nn.Module, ABC):
-    """Maps queries and keys to features, whose inner products are the similarities."""
+    """Maps queries and keys to features, whose inner products are the similarities. A map defines `query` and `key`."""
 
     normalize: str | None = "output"
     """How the operator normalises with this map, unless the user says otherwise."""
