@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
+from linattn.feature_maps.elementwise import ElementwiseFeatureMap
 from linattn.ops.backends.base import accumulator, divide
 
 # number of weights, of all heads together, in memory at a time
@@ -99,13 +100,15 @@ def compare_with_softmax(
     _check(q, k, v, causal)
     dtype, group = accumulator(q.dtype), q.shape[1] // k.shape[1]
     q, k = q.to(dtype), k.to(dtype)
-    phi_q, _ = feature_map.scaled_query(q)
-    phi_k, log_scale = feature_map.scaled_key(k)
+    queries, by_key = feature_map.query(q), feature_map.normalize == "keys"
+    # weights that are normalised per query do not depend on its scale
+    phi_q = queries.value() if by_key else queries.evaluated().x
+    phi_k, log_scale, _ = feature_map.key(k).evaluated()
     log_scale = k.new_zeros(k.shape[:-1]) if log_scale is None else log_scale
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))
     v = None if v is None else v.to(dtype).repeat_interleave(group, 1)
-    map_weights = _weights_by_key if feature_map.normalize == "keys" else _weights_by_query
+    map_weights = _weights_by_key if by_key else _weights_by_query
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     for rows in _chunks(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]):
         visible = _visible(present, rows, causal)
@@ -114,7 +117,7 @@ def compare_with_softmax(
         weights = map_weights(phi_q[:, :, rows], phi_k, log_scale, visible)
         total += _sums(softmax, weights, visible, v).double().cpu()
     features = _small_features(phi_k, log_scale, present).cpu()
-    name = feature_map.elementwise or type(feature_map).__name__
+    name = feature_map.function if isinstance(feature_map, ElementwiseFeatureMap) else type(feature_map).__name__
     return _report(name, total, features, _norm_product(q, k, present).cpu())
 
 

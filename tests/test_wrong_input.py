@@ -160,7 +160,7 @@ def test_inner_attentions_show_what_they_were_given(spec: str, causal: bool) -> 
     wrong("(2, 5)", "(2, 2, 5)", message="key_mask must be", key_mask=mask[:, 0])
     wrong("(2, 3, 5)", "(2, 2, 5)", message="key_mask must be", key_mask=mask.expand(2, 3, 5))
     wrong("torch.float64", message="key_mask must be boolean", key_mask=mask.double())
-    wrong("(2, 4, 5, 5)", "(2, 2, 5, 6)", message="as many channels", q=q[..., 1:])
+    wrong("(2, 4, 5, 5)", "(2, 2, 5, 6)", message="same number of channels", q=q[..., 1:])
     wrong("(2, 3, 5, 6)", "(2, 2, 5, 6)", message="must divide", q=q[:, 1:])
     wrong("(2, 2, 4, 6)", "(2, 2, 5, 6)", message="every key must have a value", v=v[..., 1:, :])
     wrong("(4, 5, 6)", message=r"must be \(b, h, n, d\)", q=q[0])

@@ -42,7 +42,7 @@ class ProjectedFeatures(Combination):
         *,
         key_mask: Bool[Tensor, "#b #h m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
-        phi_q, phi_k = self.feature_map.query(q), self.feature_map.key(k)
+        phi_q, phi_k = self.feature_map.query(q).value(), self.feature_map.key(k).value()
         present = phi_k if key_mask is None else torch.where(key_mask.unsqueeze(-1), phi_k, 0)
         projected, _ = self.key_projection(phi_k, key_mask=key_mask)
         values, _ = self.value_projection(v, key_mask=key_mask)

@@ -1,4 +1,4 @@
-"""Inner attentions: modules from queries, keys and values, heads already split, to outputs, and all of them by name."""
+"""Inner attentions map queries, keys and values, with heads already split, to outputs. `ATTENTIONS` lists all."""
 
 from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention, map_state

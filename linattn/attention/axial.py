@@ -1,4 +1,4 @@
-"""Attention along the columns of a folded sequence: far-away tokens at a stride, for the price of a short sequence.
+"""Attention along the columns of a folded sequence: each token sees distant tokens at a stride, at a low cost.
 Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/abs/1912.12180"""
 
 from typing import Any, NamedTuple, final
@@ -14,7 +14,7 @@ from linattn.ops.compaction import pack_heads
 
 
 class AxialState(NamedTuple):
-    """The inner attention's state of each column (batch, then columns, in front), and the column of the next token."""
+    """The state of the inner attention per column, (b, window, …), and the column of the next token."""
 
     inner: Any
     column: Int[Tensor, " b"]
@@ -22,10 +22,10 @@ class AxialState(NamedTuple):
 
 @final
 class AxialAttention(InnerAttention):
-    """The sequence is written into rows of `window` tokens; each token attends, by the inner attention, to those in its
+    """Writes the sequence into rows of `window` tokens; each token attends, by the inner attention, to those in its
     column: i − window, i − 2 · window, … and, if not causal, i + window, ….
 
-    Any length: the last row may be short. A masked token is a missing token: rows count present ones only."""
+    The last row may be short. A masked token is a missing token: rows count present tokens only."""
 
     def __init__(self, inner: InnerAttention, window: int):
         super().__init__()
@@ -47,7 +47,7 @@ class AxialAttention(InnerAttention):
             grid = _Grid.at_its_start(k, self.window, packed.total.squeeze(1))
             return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=grid.mask)))
         grid = _Grid.at_its_start(k, self.window, None)
-        # what fills the last row up is the future
+        # the padding of the last row lies in the future
         mask = None if self.causal or k.shape[-2] % self.window == 0 else grid.mask
         return grid.unfold(self.inner(*grid.fold(q, k, v), key_mask=mask))
 
@@ -82,7 +82,7 @@ class AxialAttention(InnerAttention):
         )
 
     def _columns(self, x: Tensor) -> Tensor:
-        """A part of the inner state (b, window, …) with the columns as sequences."""
+        """Make each column a sequence: (b, window, …) becomes (b · window, …)."""
         if x.ndim < 2 or x.shape[1] != self.window:
             raise ValueError(f"the state must be (b, {self.window}, ...), a row of columns, but is {tuple(x.shape)}")
         return x.flatten(0, 1)
@@ -92,7 +92,7 @@ class AxialAttention(InnerAttention):
 
 
 class _Grid(NamedTuple):
-    """Which token each place of the grid holds (row after row; −1: none), and where each token stands."""
+    """The token in each cell of the grid, row by row (−1: none), and the cell of each token."""
 
     tokens: Int[Tensor, "b g"]
     places: Int[Tensor, "b n"]
@@ -106,7 +106,7 @@ class _Grid(NamedTuple):
 
     @staticmethod
     def at(column: Tensor, k: Tensor, window: int, total: Tensor | None) -> "_Grid":
-        """The first row may begin anywhere."""
+        """Begin the first row in any column."""
         return _Grid._from(column, k, window, total, -(-(window - 1 + k.shape[-2]) // window))
 
     @staticmethod
@@ -124,7 +124,7 @@ class _Grid(NamedTuple):
         return held.transpose(1, 2).flatten(0, 1).unsqueeze(1)
 
     def fold(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, h, n, d) to (b · window, h, rows, d)."""
+        """Rearrange (b, h, n, d) to (b · window, h, rows, d)."""
         return self._fold(q), self._fold(k), self._fold(v)
 
     def _fold(self, x: Tensor) -> Tensor:

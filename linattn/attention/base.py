@@ -1,4 +1,4 @@
-"""What an inner attention is: a module from queries, keys and values, heads already split, to outputs."""
+"""The interface of an inner attention, a module from queries, keys and values, with heads already split, to outputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from linattn.ops.state import checked_kind
 
 
 class InnerAttention(nn.Module, ABC):
-    """Attention on split heads. Key heads may be fewer than query heads, each serving a group of consecutive ones,
+    """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
     as in `scaled_dot_product_attention(enable_gqa=True)`."""
 
     causal: bool
@@ -36,7 +36,7 @@ class InnerAttention(nn.Module, ABC):
         *,
         key_mask: Bool[Tensor, "#b #hk n"] | None = None,
     ) -> tuple[Float[Tensor, "b h n dv"], Any]:
-        """The next tokens of sequences whose past is summed up in `state` (None: no past)."""
+        """Attend from the next tokens, any number of them. `state` holds the past; None means that there is none."""
         raise NotImplementedError(f"{type(self).__name__} is not causal here, so it cannot be extended token by token")
 
     def summarize(
@@ -46,23 +46,23 @@ class InnerAttention(nn.Module, ABC):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Any:
-        """All that `ask` needs of the keys and values, once and for all: an encoder's output for its decoder.
+        """Return what `ask` needs to know about the keys and values, for example about an encoder's output.
 
-        `ask(q, summarize(k, v))` is `forward(q, k, v)`. Here it is the keys and values themselves; what can do with
-        less overrides both."""
+        `ask(q, summarize(k, v))` is `forward(q, k, v)`. This class keeps the keys and values themselves; attentions
+        with a smaller summary override both methods."""
         self.check_not_causal()
         return KeysAndValues(k, v, None if key_mask is None else key_mask.expand(k.shape[0], -1, -1))
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
-        """The outputs of queries, any number of them at a time."""
+        """Attend from any number of queries to summarized keys and values."""
         summary = checked_kind(summary, KeysAndValues)
         return self(q, summary.k, summary.v, key_mask=summary.key_mask)
 
     def check_not_causal(self) -> None:
         if self.causal:
             raise ValueError(
-                f"{type(self).__name__} is causal here, so each query has keys of its own: what cannot be summed up "
-                "for all of them is extended"
+                f"{type(self).__name__} is causal here, so each query sees different keys, which no summary can hold: "
+                "call extend"
             )
 
 
@@ -80,7 +80,7 @@ def checked_inner(inner: object) -> InnerAttention:
 
 
 class KeysAndValues(NamedTuple):
-    """The summary of an attention that needs all of them."""
+    """The summary for attentions that need every key and value."""
 
     k: Float[Tensor, "b hk m d"]
     v: Float[Tensor, "b hk m dv"]
@@ -88,7 +88,7 @@ class KeysAndValues(NamedTuple):
 
 
 def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tensor, "b hk g n d"]:
-    """Consecutive query heads share a key head; keys then broadcast against the groups with `unsqueeze(2)`."""
+    """Group consecutive query heads that share a key head. Keys broadcast against the groups after `unsqueeze(2)`."""
     if q.shape[1] % num_key_heads:
         raise ValueError(
             f"the number of key heads must divide that of query heads, but there are {num_key_heads} and {q.shape[1]}"
@@ -97,9 +97,9 @@ def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tens
 
 
 def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
-    """Applies the function to every tensor of a state: nested tuples of tensors, each with the batch in front.
+    """Apply the function to every tensor of a state: nested tuples of tensors, each with the batch in front.
 
-    `leaf` may be a kind of state instead: its instances are given to the function, and other tensors stay."""
+    With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
     if isinstance(state, leaf):
         return function(state)
     if isinstance(state, tuple):

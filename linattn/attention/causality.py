@@ -1,4 +1,4 @@
-"""The causal form of an attention that was made for all keys, for modules that learn with each call which one it is."""
+"""The causal form of an attention over all keys, for modules whose calls say whether they are causal."""
 
 from copy import copy
 from functools import singledispatch
@@ -15,10 +15,10 @@ from linattn.attention.split_heads import SplitHeads
 
 @singledispatch
 def causal_form(inner: InnerAttention) -> InnerAttention | None:
-    """The same attention over j ≤ i, with the very same weights; None where there is none, as for Linformer.
+    """Return the same attention over j ≤ i, sharing its weights; None where there is none, as for Linformer.
 
-    It is a second view of one module: only the first is to be registered, moved and saved. A new kind of attention
-    registers its own with `causal_form.register`."""
+    The result is a view of the module: register, move and save only the original. A new kind of attention
+    adds its form with `causal_form.register`."""
     return inner if inner.causal else None
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of inner attentions, once, at their boundary, so that errors show what the caller passed."""
+"""Checks for the arguments of inner attentions, once at the boundary, so that errors show what the caller passed."""
 
 from typing import Any, TypeVar
 
@@ -40,8 +40,8 @@ def checked_heads(
     kind: type = object,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Raise ValueError for arguments that do not fit. What has a batch of 1 is repeated for the others."""
-    # a shape that is read once: for a single token, checking should cost little beside computing
+    """Raise ValueError for arguments that do not fit. Arguments with a batch of 1 are expanded."""
+    # each shape is read once, as checks should cost little beside a step of one token
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if len(of_q) != 4:
         raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")
@@ -52,7 +52,7 @@ def checked_heads(
     else:
         q, k, v, state = _same_batch(q, k, v, key_mask, state)
     if of_q[3] != of_k[3]:
-        raise ValueError(f"queries and keys must have as many channels, but {_shapes(q, k)}")
+        raise ValueError(f"queries and keys must have the same number of channels, but {_shapes(q, k)}")
     h, hk = of_q[1], of_k[1]
     if h != hk and (hk == 0 or h % hk):
         raise ValueError(f"the number of key heads must divide that of query heads, but {_shapes(q, k)}")
@@ -77,12 +77,12 @@ def _same_batch(
 
 
 def repeat_state(state: Any, batch: int) -> Any:
-    """The state of one sequence as that of a batch, without a copy."""
+    """Expand the state of one sequence to a batch, without a copy."""
     return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
 
 
 def for_batch(state: _State, batch: int) -> _State:
-    """A state for so many sequences, from that of one or of all of them."""
+    """Return the state for `batch` sequences, expanded if it is that of one sequence."""
     made = _batch(state)
     if made in (batch, None):
         return state
@@ -92,7 +92,7 @@ def for_batch(state: _State, batch: int) -> _State:
 
 
 def _batch(state: Any) -> int | None:
-    """The first tensor's; None if there is none."""
+    """Return the batch size of the first tensor, None if there is no tensor."""
     if isinstance(state, Tensor):
         return state.shape[0] if state.ndim else None
     for part in state if isinstance(state, tuple) else ():

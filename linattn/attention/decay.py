@@ -1,4 +1,4 @@
-"""How fast the past fades, for each head: retention's γ. Sun et al., https://arxiv.org/abs/2307.08621, eq. 8"""
+"""Decay rates per head, the γ of retention. Sun et al., https://arxiv.org/abs/2307.08621, eq. 8"""
 
 from typing import final
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 @final
 class Decay(nn.Module):
-    """A logarithm of decay for each key head: log(1 − 2^(−5−i)) for head i, fixed, or learned from there as
-    −softplus(w)."""
+    """log γ per key head: fixed at log(1 − 2^(−5−i)) for head i, or learned as −softplus(w), starting from there."""
 
     log_decay: Tensor
 

@@ -1,4 +1,4 @@
-"""FAVOR+ with a floor under its features, as the published code has it: 1e-4, more than most features.
+"""FAVOR+ with a floor under its features, as in the published code: 1e-4 there, which exceeds most features.
 Choromanski et al., https://arxiv.org/abs/2009.14794, and the code that came with the paper"""
 
 from typing import NamedTuple, final
@@ -19,8 +19,8 @@ from linattn.ops.state import LinearState, check_part, checked_kind
 
 
 class FlooredFavorState(NamedTuple):
-    """Sums over the keys so far, of features and of the floor alone: both of [v, 1]. Features are relative to
-    exp(largest), or, if causal, to what `running_scale` makes of it."""
+    """The sums of φ(k) [v, 1]ᵀ and of [v, 1] over the keys so far. The features are divided by exp(largest), or, if
+    causal, by the exponential of what `running_scale` derives from it."""
 
     features: LinearState
     floor: Float[Tensor, "b hk c"]
@@ -28,7 +28,7 @@ class FlooredFavorState(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Ωu − ‖u‖²/2 and the largest of Ωu for each key, −inf where it is missing; and [v, 1], zeros there."""
+    """Ωu − ‖u‖²/2 and the largest of Ωu per key, both −inf where it is missing, and [v, 1], zero there."""
 
     exponent: Float[Tensor, "b hk m f"]
     largest: Float[Tensor, "b hk m"]
@@ -40,8 +40,8 @@ class FlooredFavorAttention(InnerAttention):
     """y_i = Σ_j s_ij v_j / Σ_j s_ij with s_ij = (φ(q_i) + ε e^{a_i})·(φ(k_j) + ε e^{b_i}), φ(x) = exp(Ωu − ‖u‖²/2),
     u = x/d^¼, a_i the largest number in Ωu of the query, and b_i the largest of all keys that the query sees.
 
-    Causal, that is those up to its own: each output is what the prefix alone would give. The published code takes the
-    largest of all keys, later ones too. The gradient is that of the formula, which has a part through a and b."""
+    If causal, a query sees the keys up to its own, so each output depends on its prefix alone; the published code takes
+    the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
     def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
         super().__init__()
@@ -74,7 +74,7 @@ class FlooredFavorAttention(InnerAttention):
         check_keys(k, v, key_mask)
         keys = self._keys(k, v, key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
-        features = (keys.exponent - _shown(largest).detach().unsqueeze(-1)).exp()
+        features = (keys.exponent - _finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
         return FlooredFavorState(sums, keys.values.sum(-2), largest)
 
@@ -82,7 +82,7 @@ class FlooredFavorAttention(InnerAttention):
         summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
         y = ask(features, summary.features, normalize=None)
-        largest = _shown(summary.largest)
+        largest = _finite(summary.largest)
         return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 
     def extend(
@@ -118,14 +118,14 @@ class FlooredFavorAttention(InnerAttention):
             normalize=None,
         )
         floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
-        y = self._with_floor(y, features, floors[..., 1:, :], _shown(largest[..., 1:]) - top)
+        y = self._with_floor(y, features, floors[..., 1:, :], _finite(largest[..., 1:]) - top)
         # copies, as views would keep the whole sequence alive in a state of constant size
         state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
         return y.to(v.dtype), state
 
     def _queries(self, q: Tensor, num_key_heads: int) -> Float[Tensor, "b hk g n f"]:
         exponent, largest = self._exponents(q)
-        # the largest has a part in the gradient, as the floor is relative to it
+        # gradients flow through the largest, as the floor is relative to it
         features = (exponent - largest.unsqueeze(-1)).exp() + self.epsilon
         return group_queries(features, num_key_heads)
 
@@ -144,7 +144,8 @@ class FlooredFavorAttention(InnerAttention):
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
     def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
-        """`y` has the sums of [v, 1] over what they are relative to; the floor's size, exp(log_floor), is so too."""
+        """Add the floor's share to the sums of [v, 1] in `y`, and divide. Both have the same scale, the floor's being
+        exp(log_floor)."""
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)
@@ -157,6 +158,6 @@ def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:
     return torch.full((*k.shape[:2], 1), -torch.inf, dtype=accumulator(k.dtype), device=k.device)
 
 
-def _shown(largest: Tensor) -> Tensor:
-    """Zero where there is no key."""
+def _finite(largest: Tensor) -> Tensor:
+    """Replace −inf, which stands for no key, by zero."""
     return largest.masked_fill(largest == -torch.inf, 0)

@@ -14,7 +14,7 @@ from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
-from linattn.feature_maps.base import FeatureMap, checked_feature_map
+from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import finite_queries, pack_heads, without
@@ -25,38 +25,18 @@ from linattn.ops.state import LinearState, check_blindspot, check_part, checked_
 
 
 class LinearAttentionState(NamedTuple):
-    """The sums over the past; of exponential features, the logarithm of the largest, which tells what they are relative
-    to: if causal, what `running_scale` makes of it, else itself."""
+    """The sums over the past. Sums of features with a scale are divided by exp(log_scale), or, if causal, by the
+    exponential of what `running_scale` derives from it."""
 
     sums: LinearState | RaggedState
     log_scale: Float[Tensor, "b hk 1 1"] | None
-
-
-class _Keys(NamedTuple):
-    """Features function(value) · exp(log_scale), (b hk 1 n f) and (b hk 1 n) or None. `size` is the logarithm of each
-    token's largest, −inf where it is missing; None: they are in range by themselves."""
-
-    value: Tensor
-    log_scale: Tensor | None
-    function: str
-    size: Tensor | None
-
-    def relative_to(self, top: Tensor | None) -> Tensor:
-        """What the function is to be applied to, for features divided by exp(top)."""
-        if top is None:
-            return self.value
-        if self.function == "exp":
-            shift = top if self.log_scale is None else top - self.log_scale
-            return self.value - shift.unsqueeze(-1)
-        # in the scale's dtype, at least float32, as the scale may be small
-        return self.value if self.log_scale is None else self.value * (self.log_scale - top).exp().unsqueeze(-1)
 
 
 @final
 class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j), over all j or, if causal, over j ≤ i.
 
-    `normalize` is as in `causal_linear_attention`; "default" is what the feature map asks for. `decay` makes the past
+    `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade; `blindspot` of B > 1 hides a query's own block of B present tokens. The causal state has constant size."""
 
     def __init__(
@@ -100,25 +80,25 @@ class LinearAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> LinearAttentionState:
-        """S and z, of constant size."""
+        """Return S and z, whose size does not depend on m."""
         self.check_not_causal()
         check_keys(k, v, key_mask)
         if key_mask is not None:
             k, v = without(k, key_mask), without(v, key_mask)
         key_mask, top = _for_groups(key_mask), None
-        keys = self._keys(k, key_mask)
-        if keys.size is not None:
-            # −inf where there is no key, of a length of zero too
-            top = F.pad(keys.size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
+        keys, log_size = _per_key_head(self.feature_map.key(k).scalable(), key_mask)
+        if log_size is not None:
+            # the maximum over no keys is −inf, with a length of zero too
+            top = F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
             top = top.masked_fill(top == -torch.inf, 0)
         sums = summarize(keys.relative_to(top), v.unsqueeze(2), key_mask=key_mask, feature_map=keys.function)
         return LinearAttentionState(sums, top)
 
     def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
-        features, q_scale, function = self._queries(q, sums.z.shape[1])
-        y = ask(features, sums, normalize=self.normalize, feature_map=function)
-        return self._unscaled(y, q_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
+        queries = self._per_group(self.feature_map.query(q), sums.z.shape[1])
+        y = ask(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
+        return self._rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
         self,
@@ -144,7 +124,7 @@ class LinearAttention(InnerAttention):
     def _extend_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
-        """With a blindspot, and rows whose blocks begin at different places."""
+        """Attend with a blindspot where the blocks of each sequence begin at different tokens."""
         present = k.new_ones(k.shape[:-1], dtype=torch.bool) if key_mask is None else key_mask.expand(k.shape[:-1])
         packed = pack_heads(q, k, v, present)
         attend = partial(attend_in_ragged_blocks, total=packed.total, size=self.blindspot, normalize=self.normalize)
@@ -160,71 +140,52 @@ class LinearAttention(InnerAttention):
         key_mask: Tensor | None,
         attend: Callable[..., tuple[Tensor, LinearState | RaggedState]],
     ) -> tuple[Tensor, LinearAttentionState]:
-        features, q_scale, function = self._queries(q, k.shape[1])
-        keys, top, log_scale = self._keys(k, key_mask), None, None
+        queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
+        if queries.function != keys.function:
+            queries, keys = queries.evaluated(), keys.evaluated()
+        queries, (keys, log_size) = self._per_group(queries, k.shape[1]), _per_key_head(keys, key_mask)
         if state is not None:
-            self._check_state(state, keys, v)
+            self._check_state(state, keys, v, scaled=log_size is not None)
+        top, log_scale = None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
-        if keys.size is not None:
+        if log_size is not None:
             log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale
-            top, log_decay, log_scale = running_scale(keys.size, log_decay, start)
+            top, log_decay, log_scale = running_scale(log_size, log_decay, start)
         past = None if state is None else state.sums
         y, sums = attend(
-            features, keys.relative_to(top), v.unsqueeze(2), past, log_decay=log_decay, feature_map=function
+            queries.x, keys.relative_to(top), v.unsqueeze(2), past, log_decay=log_decay, feature_map=keys.function
         )
-        y = self._unscaled(y, q_scale, top).flatten(1, 2).to(v.dtype)
+        y = self._rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
 
-    def _check_state(self, state: LinearAttentionState, keys: _Keys, v: Tensor) -> None:
+    def _check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
         sums, dtype, hk = state.sums, accumulator(v.dtype), v.shape[1]
         check_blindspot(sums.blindspot, self.blindspot)
         seen = sums.seen if isinstance(sums, RaggedState) else checked_kind(sums, LinearState)
-        check_part("sums", seen.S, dtype, hk, 1, keys.value.shape[-1], v.shape[-1])
-        check_part("log_scale", state.log_scale, None if keys.size is None else dtype, hk, 1, 1)
+        check_part("sums", seen.S, dtype, hk, 1, keys.x.shape[-1], v.shape[-1])
+        check_part("log_scale", state.log_scale, dtype if scaled else None, hk, 1, 1)
 
-    def _queries(self, q: Tensor, num_key_heads: int) -> tuple[Tensor, Tensor | None, str]:
-        """What the operator's function is to be applied to (b hk g n f), and the logarithm of what is left out. Maps
-        are applied while heads are split once, as they may have weights for each head; then queries are grouped."""
-        if self.feature_map.elementwise is not None:
-            return group_queries(q, num_key_heads), None, self.feature_map.elementwise
-        if not self.feature_map.logarithmic:
-            (q, scale), function = self.feature_map.scaled_query(q), "identity"
-        else:
-            (q, scale), function = self.feature_map.log_query(q), "exp"
-            if self.normalize != "keys":
-                # any constant gives the same product, so no gradient need flow through this one
-                largest = q.detach().amax(-1).to(accumulator(q.dtype))
-                q, scale = q - largest.unsqueeze(-1), largest if scale is None else largest + scale
-            elif scale is not None:
-                q, scale = q + scale.unsqueeze(-1), None
-        scale = None if scale is None else scale.unflatten(1, (num_key_heads, -1))
-        return group_queries(q, num_key_heads), scale, function
+    def _per_group(self, queries: Features, num_key_heads: int) -> Features:
+        """Group the queries by key head, (b hk g n f). Maps see them ungrouped, as they may have weights per head."""
+        if self.normalize == "output":
+            # the scale of a query cancels
+            queries = queries._replace(log_scale=None)
+        x, log_scale, function = queries
+        if function != "exp" or self.normalize != "keys":
+            x, log_scale, _ = queries.with_negative_exponents()
+        elif log_scale is not None:
+            x, log_scale = x + log_scale.unsqueeze(-1), None
+        log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
+        return Features(group_queries(x, num_key_heads), log_scale, function)
 
-    def _keys(self, k: Tensor, key_mask: Tensor | None) -> _Keys:
-        if self.feature_map.elementwise is not None:
-            return _Keys(k.unsqueeze(2), None, self.feature_map.elementwise, None)
-        logarithmic = self.feature_map.logarithmic
-        k, scale = self.feature_map.log_key(k) if logarithmic else self.feature_map.scaled_key(k)
-        k, scale, size = k.unsqueeze(2), None if scale is None else scale.unsqueeze(2), None
-        if scale is not None and key_mask is not None:
-            scale = torch.where(key_mask, scale, -torch.inf)
-        if logarithmic:
-            size = k.detach().amax(-1).to(accumulator(k.dtype))
-            size = size if scale is None else size + scale.detach()
-            size = size if key_mask is None else torch.where(key_mask, size, -torch.inf)
-        elif scale is not None:
-            size = scale.detach()
-        return _Keys(k, scale, "exp" if logarithmic else "identity", size)
-
-    def _unscaled(self, y: Tensor, q_scale: Tensor | None, top: Tensor | None) -> Tensor:
-        """Of what was left out of features, an output normalised by its sum needs nothing, one whose features are each
-        normalised by their own needs the queries', and any other all."""
-        top = top if self.normalize is None else None
-        scales = [scale for scale in (q_scale, top) if scale is not None and self.normalize != "output"]
-        if not scales:
+    def _rescaled(self, y: Tensor, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
+        """Multiply the scales back: none for "output", where they cancel; that of queries for "keys"; both for None."""
+        scales = [query_scale] if self.normalize == "keys" else [query_scale, key_scale]
+        scales = [scale for scale in scales if scale is not None]
+        if not scales or self.normalize == "output":
             return y
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
 
@@ -234,3 +195,16 @@ class LinearAttention(InnerAttention):
 
 def _for_groups(key_mask: Tensor | None) -> Tensor | None:
     return None if key_mask is None else key_mask.unsqueeze(2)
+
+
+def _per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
+    """Add the dimension of the group, (b hk 1 n f). The second result is `log_size`, −inf where a key is missing."""
+    x, log_scale, function = keys
+    log_scale = None if log_scale is None else log_scale.unsqueeze(2)
+    if log_scale is not None and key_mask is not None:
+        log_scale = torch.where(key_mask, log_scale, -torch.inf)
+    keys = Features(x.unsqueeze(2), log_scale, function)
+    log_size = keys.log_size()
+    if log_size is not None and key_mask is not None:
+        log_size = torch.where(key_mask, log_size, -torch.inf)
+    return keys, log_size

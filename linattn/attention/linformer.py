@@ -16,7 +16,7 @@ from linattn.ops.state import checked_kind
 
 
 class SequenceProjection(nn.Module, ABC):
-    """Makes at most `max_length` keys or values into at most `projected_length`."""
+    """Projects up to `max_length` keys or values to at most `projected_length`."""
 
     def __init__(self, max_length: int, projected_length: int):
         super().__init__()
@@ -31,11 +31,11 @@ class SequenceProjection(nn.Module, ABC):
     def forward(
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
     ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
-        """The projected tokens, and which of them there are (None: all). A masked token is a missing token."""
+        """Return the projected tokens and a mask of those that exist (None: all). A masked token is a missing token."""
 
     @property
     def window(self) -> int:
-        """How many tokens one projected token stands for, if they are taken in order."""
+        """Return the number of consecutive tokens per projected token, for pooling."""
         return -(-self.max_length // self.projected_length)
 
     def extra_repr(self) -> str:
@@ -44,10 +44,10 @@ class SequenceProjection(nn.Module, ABC):
 
 @final
 class LearnedProjection(SequenceProjection):
-    """x̄_r = Σ_j E_rj x_j with a learned matrix E, one for all heads, or one for each of `num_key_heads`.
+    """x̄_r = Σ_j E_rj x_j with a learned matrix E, one for all heads, or one per head if `num_key_heads` is given.
 
-    The j-th *real* token meets column j, so padding changes nothing; a shorter sequence leaves columns unused. Starts
-    as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
+    Column j multiplies the j-th *present* token, so padding changes nothing; a shorter sequence leaves columns unused.
+    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
     """
 
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
@@ -69,7 +69,7 @@ class LearnedProjection(SequenceProjection):
 
 @final
 class MeanPooling(SequenceProjection):
-    """The means of windows of ⌈max_length / projected_length⌉ real tokens, the last over what is left. No weights."""
+    """Takes the mean of each ⌈max_length / projected_length⌉ present tokens, or fewer at the end. It has no weights."""
 
     def forward(
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
@@ -79,8 +79,8 @@ class MeanPooling(SequenceProjection):
 
 @final
 class StridedConvolution(SequenceProjection):
-    """A convolution along the sequence whose stride is its width, ⌈max_length / projected_length⌉ real tokens, each
-    channel with its own weights, all heads with the same. Starts as mean pooling."""
+    """Convolves along the sequence with a stride equal to the width, ⌈max_length / projected_length⌉ present tokens.
+    Weights are per channel, the same for all heads, and start as mean pooling."""
 
     def __init__(self, max_length: int, projected_length: int, head_dim: int):
         super().__init__(max_length, projected_length)
@@ -94,7 +94,7 @@ class StridedConvolution(SequenceProjection):
         self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
     ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
         if x.shape[-1] != self.weight.shape[-1]:
-            raise ValueError(f"made for {self.weight.shape[-1]} channels a head, but there are {x.shape[-1]}")
+            raise ValueError(f"made for {self.weight.shape[-1]} channels per head, but there are {x.shape[-1]}")
         return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)
 
 
@@ -102,8 +102,8 @@ class StridedConvolution(SequenceProjection):
 class LinformerAttention(InnerAttention):
     """y_i = Σ_r softmax_r(q_i·k̄_r / √d) v̄_r with k̄ and v̄ the projected keys and values.
 
-    The paper's sharing is passing the same object: one projection for keys and values (the default), or for all layers.
-    Every output depends on every key, so there is no causal form.
+    To share weights as the paper does, pass the same object: one projection for keys and values (the default), or for
+    all layers. Every output depends on every key, so there is no causal form.
     """
 
     causal = False
@@ -131,7 +131,7 @@ class LinformerAttention(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> KeysAndValues:
-        """The projected keys and values, r of each."""
+        """Return the r projected keys and values."""
         check_keys(k, v, key_mask)
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
         if m > longest:

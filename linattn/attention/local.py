@@ -1,4 +1,4 @@
-"""Softmax attention in a window, the partner of linear attention in most mixtures: it sees near, the other far.
+"""Softmax attention in a window. Most mixtures pair it with linear attention, which covers the rest of the sequence.
 Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://arxiv.org/abs/2004.05150 (sliding)"""
 
 from typing import final
@@ -15,13 +15,13 @@ from linattn.ops.local import LocalState, Window, extend_local, local_attention
 class LocalAttention(InnerAttention):
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of i.
 
-    Causal, i − window < j ≤ i: the last `window` tokens, itself among them. Not causal, |i − j| < window: window − 1
-    more on the other side. Bucketed, as in the readmes' packages: the sequence is cut into buckets of `window` tokens,
-    and i sees its own bucket and those beside it; causal, the one before and its own up to itself, so between
-    window + 1 and 2 · window keys once the first bucket is full.
+    If causal, the window is i − window < j ≤ i, the last `window` tokens with i itself; if not, |i − j| < window. With
+    `bucketed`, as in local-attention, the sequence is cut into buckets of `window` tokens. Token i then sees its own
+    bucket and both neighbours, or, if causal, the previous bucket and its own up to itself: between window + 1 and
+    2 · window keys once the first bucket is full.
 
-    A masked token is a missing token, as key and as query: windows count real tokens only, and its output is zeros.
-    The state holds the last window − 1 (bucketed: 2 · window − 1) real keys and values of each row.
+    A masked token is a missing token, as key and as query: windows count present tokens only, and its output is zeros.
+    The state holds the last window − 1 (bucketed: 2 · window − 1) present keys and values per sequence.
     """
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):

@@ -1,4 +1,4 @@
-"""Every attention by name, for configurations, command lines and the first try; `ATTENTIONS` is the table."""
+"""Every attention by name, for configurations, command lines and first experiments. `ATTENTIONS` is the table."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,7 +30,7 @@ PROJECTED_LENGTH = 128
 
 
 class Heads(NamedTuple):
-    """What an attention is made for."""
+    """The sizes and options that a builder may use."""
 
     num_heads: int
     num_key_heads: int
@@ -98,14 +98,15 @@ def named_attention(
     window: int = 128,
     max_length: int | None = None,
 ) -> InnerAttention:
-    """A name of `ATTENTIONS`, or a mixture with the heads of each, "local:4+elu:4"; "local+elu" shares them equally.
+    """Make an attention from a name in `ATTENTIONS`, or from a mixture with the number of heads of each part,
+    "local:4+elu:4"; "local+elu" splits the heads equally.
 
-    `window` is read by local heads, `max_length` by Linformer; the others have no use for them."""
+    Only local heads use `window`, and only Linformer uses `max_length`."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
     parts = []
     for name, count in _shares(spec, num_heads):
         if count * num_key_heads % num_heads:
-            raise ValueError(f"{count} of {num_heads} heads have no whole share of {num_key_heads} key heads: {spec!r}")
+            raise ValueError(f"{count} of {num_heads} heads do not divide {num_key_heads} key heads evenly: {spec!r}")
         heads = Heads(count, count * num_key_heads // num_heads, head_dim, causal, window, max_length)
         parts.append((count, ATTENTIONS[name](heads)))
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
@@ -114,7 +115,7 @@ def named_attention(
 def resolved_attention(
     inner: InnerAttention | str, *, num_heads: int, head_dim: int, num_key_heads: int | None = None
 ) -> InnerAttention:
-    """The inner attention itself, or the one of that name, for modules that know how many heads they have."""
+    """Return the inner attention itself, or make it from its name."""
     if isinstance(inner, str):
         return named_attention(inner, num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads)
     return checked_inner(inner)
@@ -129,16 +130,16 @@ def attend(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*masked m"] | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Attention on raw q, k and v, as `scaled_dot_product_attention(q, k, v)`, by any method.
+    """Attend by any method on raw q, k and v, which are laid out as for `scaled_dot_product_attention`.
 
-    The heads stand before the tokens, (…, h, n, d); k and v may have fewer, each for consecutive heads of q. `method`
-    is a name of `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention.
-    Random features are those of one fixed seed. `key_mask` is True for the keys that are present, (…, h, m) or, for
-    all heads alike, (b, m).
+    Heads precede tokens, (…, h, n, d); k and v may have fewer, each serving consecutive heads of q. `method` is a name
+    in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention. Random
+    features come from a fixed seed. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all
+    heads.
     """
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(
-            "q, k and v need as many dimensions each, (…, tokens, channels), but they are "
+            "q, k and v must have the same number of dimensions, (…, tokens, channels), but they are "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     inner = _resolve(method, q, k, is_causal)
@@ -152,7 +153,7 @@ def attend(
 
 
 def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
-    """The names in a mixture and their numbers of heads."""
+    """Split a mixture into names and their numbers of heads."""
     pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
     unknown = [name for name, _ in pairs if name not in ATTENTIONS]
     if unknown:
@@ -161,10 +162,10 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     given = [count for _, count in pairs if count]
     if not given:
         if num_heads % len(pairs):
-            raise ValueError(f"{num_heads} heads have no equal shares for {spec!r}: number them, as in local:1+elu:3")
+            raise ValueError(f"{num_heads} heads do not split equally over {spec!r}: give numbers, as in local:1+elu:3")
         return [(name, num_heads // len(pairs)) for name, _ in pairs]
     if len(given) < len(pairs) or not all(count.isdecimal() and int(count) for count in given):
-        raise ValueError(f"every part of a mixture needs a whole number of heads, or none does, but it is {spec!r}")
+        raise ValueError(f"number all parts of a mixture, from 1 head on, or none, but it is {spec!r}")
     if sum(map(int, given)) != num_heads:
         raise ValueError(f"{spec!r} has {sum(map(int, given))} heads, but num_heads is {num_heads}")
     return [(name, int(count)) for name, count in pairs]
@@ -176,7 +177,7 @@ def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, ca
     if not isinstance(method, str):
         return checked_inner(method)
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    # drawn on the CPU, so that every device has the same features
+    # sampled on the CPU, so that every device has the same features
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         inner = named_attention(
@@ -196,7 +197,7 @@ def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, ca
 
 
 def _four(x: Tensor) -> Tensor:
-    """(b, h, n, d): a missing batch or head is one, several batches are one."""
+    """Reshape to (b, h, n, d): add a missing batch or head, flatten several batch dimensions."""
     while x.ndim < 4:
         x = x.unsqueeze(0)
     return x.flatten(0, -4)

@@ -1,5 +1,5 @@
-"""Rotary positions before any inner attention, for some of the heads of a mixture only; for all heads alike
-`MultiheadAttention` has an option. Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 34"""
+"""Rotary positions before an inner attention, for some heads of a mixture; `MultiheadAttention` has an option for all.
+Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 34"""
 
 from typing import Any, NamedTuple, final
 
@@ -15,7 +15,7 @@ from linattn.ops.state import check_part
 
 
 class RotaryState(NamedTuple):
-    """The inner attention's own state, and the number of tokens seen."""
+    """The state of the inner attention and the number of tokens seen."""
 
     inner: Any
     position: Int[Tensor, "b hk 1"]
@@ -23,10 +23,10 @@ class RotaryState(NamedTuple):
 
 @final
 class RotaryAttention(InnerAttention):
-    """inner(R_i q_i, R_j k_j, v_j): queries and keys of the same tokens, turned by their positions.
+    """inner(R_i q_i, R_j k_j, v_j): rotates queries and keys, which are those of the same tokens, by their positions.
 
-    q·k then knows only how far apart the two are, and softmax sees nothing else. A feature map sees channels: with one,
-    the output depends on where the sequence begins. Masked tokens have no position."""
+    q·k then depends on i − j alone, and so does softmax attention. A feature map sees channels, so with one the output
+    depends on absolute positions too. Masked tokens have no position."""
 
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
@@ -41,7 +41,7 @@ class RotaryAttention(InnerAttention):
         key_mask: Bool[Tensor, "#b #hk n"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
         q, k, v, _ = checked_heads(q, k, v, key_mask)
-        q, k = self._turned(q, k, count_places(k, key_mask, 0))
+        q, k = self._rotated(q, k, count_places(k, key_mask, 0))
         return self.inner(q, k, v, key_mask=key_mask)
 
     def extend(
@@ -62,15 +62,15 @@ class RotaryAttention(InnerAttention):
             seen = state.position
             check_part("position", seen, torch.int64, k.shape[1], 1)
         places = count_places(k, key_mask, seen)
-        q, k = self._turned(q, k, places)
+        q, k = self._rotated(q, k, places)
         y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask)
         arrived = k.shape[-2] if key_mask is None else key_mask.sum(-1, keepdim=True)
         return y, RotaryState(inner, seen + arrived)
 
-    def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"queries and keys turn with the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
+                f"queries and keys must be those of the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
             )
         of_queries = per_query_head(places, q.shape[1])
         return rotate(q, of_queries, base=self.base), rotate(k, places, base=self.base)
@@ -82,6 +82,6 @@ class RotaryAttention(InnerAttention):
 def count_places(
     k: Float[Tensor, "b hk n d"], key_mask: Bool[Tensor, "#b #hk n"] | None, seen: Int[Tensor, "b hk 1"] | int
 ) -> Int[Tensor, "b hk n"]:
-    """The position of each token: how many are present before it."""
+    """Return the position of each token, the number of present tokens before it."""
     present = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     return (present.expand(k.shape[:-1]).cumsum(-1) - 1 + seen).clamp(min=0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.attention.checks import checked_heads
 from linattn.attention.rotary import count_places
-from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap, checked_feature_map
+from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
@@ -18,7 +18,7 @@ from linattn.ops.state import LinearState, check_part
 
 
 class RotaryLinearAttentionState(NamedTuple):
-    """The sums with turned keys and the values, those with plain keys and ones, and the number of tokens seen."""
+    """The sums of rotated keys and values, those of plain keys and ones, and the number of tokens seen."""
 
     numerator: LinearState
     denominator: LinearState
@@ -27,18 +27,15 @@ class RotaryLinearAttentionState(NamedTuple):
 
 @final
 class RotaryLinearAttention(InnerAttention):
-    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j): features are turned in the numerator alone, where a
-    negative similarity does no harm. Queries and keys are those of the same tokens; masked tokens have no position."""
+    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j): only the numerator has rotated features, as a
+    negative similarity is harmless there. Queries and keys belong to the same tokens; masked tokens have no position.
+
+    Feature maps with a scale per token, such as FAVOR+ and exp, are refused."""
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
-        feature_map = checked_feature_map(feature_map, FeatureMap)
-        if isinstance(feature_map, ExponentialFeatureMap) or feature_map.normalize == "keys":
-            raise ValueError(
-                f"{type(feature_map).__name__} keeps its features in range by a scale for each token, which turned and "
-                "plain features would not share: turn queries and keys before such a map"
-            )
-        self.feature_map, self.causal, self.base = feature_map, causal, base
+        self.feature_map = checked_feature_map(feature_map, FeatureMap)
+        self.causal, self.base = causal, base
 
     def forward(
         self,
@@ -53,7 +50,7 @@ class RotaryLinearAttention(InnerAttention):
         q, k, v, _ = checked_heads(q, k, v, key_mask)
         dtype, places = v.dtype, count_places(k, key_mask, 0)
         q, k, v, key_mask = self._features(q, k, v, key_mask)
-        numerator = linear_attention(*self._turned(q, k, places), v, key_mask=key_mask, normalize=None)
+        numerator = linear_attention(*self._rotated(q, k, places), v, key_mask=key_mask, normalize=None)
         denominator = linear_attention(q, k, torch.ones_like(v[..., :1]), key_mask=key_mask, normalize=None)
         return divide(numerator, denominator).to(dtype).flatten(1, 2)
 
@@ -82,7 +79,7 @@ class RotaryLinearAttention(InnerAttention):
             check_part("numerator", state.numerator.S, k.dtype, *lead, v.shape[-1])
             check_part("denominator", state.denominator.S, k.dtype, *lead, 1)
         y, numerator = causal_linear_attention(
-            *self._turned(q, k, places), v, past[0], key_mask=key_mask, normalize=None
+            *self._rotated(q, k, places), v, past[0], key_mask=key_mask, normalize=None
         )
         total, denominator = causal_linear_attention(
             q, k, torch.ones_like(v[..., :1]), past[1], key_mask=key_mask, normalize=None
@@ -93,19 +90,25 @@ class RotaryLinearAttention(InnerAttention):
     def _features(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries grouped by key head (b hk g n f), the rest with a dimension for the group."""
+        """Return features of queries, (b hk g n f), and those of keys, values and mask with a dimension for groups."""
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"queries and keys turn with the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
+                f"queries and keys must be those of the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
             )
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
-        # the quotient of two rounded outputs would be rounded twice
+        # numerator and denominator are rounded once, after the division
         dtype, hk = accumulator(v.dtype), k.shape[1]
-        q, k, v = self.feature_map.query(q).to(dtype), self.feature_map.key(k).to(dtype), v.to(dtype)
+        queries, keys = self.feature_map.query(q), self.feature_map.key(k)
+        if queries.log_size() is not None or keys.log_size() is not None:
+            raise ValueError(
+                f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which rotated and "
+                "plain features would not share: rotate queries and keys before such a map"
+            )
+        q, k, v = queries.value().to(dtype), keys.value().to(dtype), v.to(dtype)
         return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2), None if key_mask is None else key_mask.unsqueeze(2)
 
-    def _turned(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         return rotate(q, places.unsqueeze(2), base=self.base), rotate(k, places.unsqueeze(2), base=self.base)
 
     def extra_repr(self) -> str:

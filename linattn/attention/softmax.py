@@ -1,4 +1,4 @@
-"""Softmax attention: the baseline that the others are compared with. Vaswani et al., https://arxiv.org/abs/1706.03762"""
+"""Softmax attention, the baseline of all comparisons. Vaswani et al., https://arxiv.org/abs/1706.03762"""
 
 from typing import final
 
@@ -14,8 +14,8 @@ from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
 class SoftmaxAttention(InnerAttention):
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j, by torch's fused kernels: quadratic in time, linear in memory.
 
-    Its state keeps every key and value, so it grows, and a token costs more the more came before; the states of the
-    other attentions are of constant size.
+    Its state keeps every key and value, so both the state and the cost per token grow with the past. The states of the
+    other attentions have constant size.
     """
 
     def __init__(self, *, causal: bool = False):

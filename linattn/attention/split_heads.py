@@ -1,4 +1,4 @@
-"""Mixtures, as in the readmes of the packages: some heads attend one way, the rest another."""
+"""Mixtures of attentions, in which groups of heads attend in different ways."""
 
 from typing import Any, cast, final
 
@@ -13,9 +13,9 @@ from linattn.ops.state import checked_parts
 
 @final
 class SplitHeads(InnerAttention):
-    """`SplitHeads((4, local), (4, linear))`: the first four query heads are local, the next four linear.
+    """Splits the heads: in `SplitHeads((4, local), (4, linear))` the first four query heads are local, the rest linear.
 
-    Key heads, where they are fewer, are split in the same proportion. The state is a tuple of the parts' states.
+    Key heads, if there are fewer, are split in the same proportion. The state is a tuple with the state of each part.
     """
 
     def __init__(self, *parts: tuple[int, InnerAttention]):
@@ -68,7 +68,7 @@ class SplitHeads(InnerAttention):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> tuple[Any, ...]:
-        """The tuple of the parts' summaries."""
+        """Return a tuple with the summary of each part."""
         self.check_not_causal()
         check_keys(k, v, key_mask)
         pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
@@ -79,7 +79,7 @@ class SplitHeads(InnerAttention):
         return torch.cat([cast(InnerAttention, part).ask(piece, kept) for part, piece, kept in pieces], 1)
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
-        """Queries, keys, values and masks, each for all parts."""
+        """Return queries, keys, values and masks, each as a tuple over the parts."""
         return self._split_queries(q), *self._split_keys(k, v, key_mask)
 
     def _split_queries(self, q: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The matrix of weights that a method stands for though it never builds it: to look at, and to test with."""
+"""The attention matrix of a method that never builds it, for pictures and tests."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,13 +16,13 @@ def attention_weights(
     *,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> Float[Tensor, "b h n m"]:
-    """The matrix A with inner(q, k, v) = A v for every v, exactly: the outputs for one-hot values.
+    """Return the matrix A with inner(q, k, v) = A v for every v, from the outputs for one-hot values.
 
-    Normalised linear attention's rows sum to one, as softmax's; Linformer's need not, and its weights, as those of
-    random trigonometric features, may be negative. Time and memory are quadratic, whatever the method's are."""
+    The rows of softmax and of normalised linear attention sum to one. Those of Linformer need not, and its weights may
+    be negative, as may those of random trigonometric features. Time and memory are quadratic for any method."""
     inner = checked_inner(inner)
     if any(isinstance(part, StridedConvolution) for part in inner.modules()):
-        raise ValueError("a StridedConvolution weighs each channel of the values in its own way: it has no one matrix")
+        raise ValueError("a StridedConvolution weights each channel of v differently, so there is no single matrix")
     m = k.shape[-2]
     one_hot = torch.eye(m, dtype=k.dtype, device=k.device).expand(*k.shape[:2], m, m)
     return inner(q, k, one_hot, key_mask=key_mask)
@@ -35,6 +35,6 @@ def projected_weights(
     *,
     key_mask: Bool[Tensor, "#b #hk m"] | None = None,
 ) -> Float[Tensor, "b h n r"]:
-    """Linformer's own softmax, over the projected keys: its rows sum to one, and it is linear in the length."""
+    """Return the softmax weights over the projected keys. Rows sum to one, and the cost is linear in the length."""
     projected, present = inner.key_projection(k, key_mask=key_mask)
     return attention_weights(SoftmaxAttention(), q, projected, key_mask=present)

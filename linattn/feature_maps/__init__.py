@@ -1,13 +1,12 @@
-"""Feature maps: one φ a file, and `FEATURE_MAPS`, which makes each from (head_dim, num_heads, num_key_heads)."""
+"""Feature maps, one φ per file. `FEATURE_MAPS` makes each from (head_dim, num_heads, num_key_heads)."""
 
 from collections.abc import Callable
 
 import torch
 
-from linattn.feature_maps.base import ExponentialFeatureMap, FeatureMap
+from linattn.feature_maps.base import FeatureMap, Features
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.feature_maps.exponential import ExpFeatureMap, LogFeatureMap
 from linattn.feature_maps.favor import FavorFeatureMap
 from linattn.feature_maps.favor_hyperbolic import HyperbolicFavorFeatureMap
 from linattn.feature_maps.favor_trigonometric import TrigonometricFavorFeatureMap
@@ -32,7 +31,7 @@ FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "squared_relu": lambda d, h, hk: ElementwiseFeatureMap("squared_relu"),
     "softplus": lambda d, h, hk: ElementwiseFeatureMap("softplus"),
     "sigmoid": lambda d, h, hk: ElementwiseFeatureMap("sigmoid"),
-    "exp": lambda d, h, hk: ExpFeatureMap(),
+    "exp": lambda d, h, hk: ElementwiseFeatureMap("exp"),
     "taylor": lambda d, h, hk: TaylorFeatureMap(),
     "taylor2": lambda d, h, hk: SecondOrderTaylorFeatureMap(),
     "efficient": lambda d, h, hk: EfficientFeatureMap(),
@@ -48,14 +47,12 @@ __all__ = [
     "FEATURE_MAPS",
     "EfficientFeatureMap",
     "ElementwiseFeatureMap",
-    "ExpFeatureMap",
-    "ExponentialFeatureMap",
     "FavorFeatureMap",
     "FeatureMap",
+    "Features",
     "GeneralizedFeatureMap",
     "HedgehogFeatureMap",
     "HyperbolicFavorFeatureMap",
-    "LogFeatureMap",
     "RandomProjection",
     "ScaledFeatureMap",
     "SecondOrderTaylorFeatureMap",

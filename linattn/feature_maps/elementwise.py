@@ -1,34 +1,34 @@
-"""Feature maps that act on each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, or none. The operator
-knows them by name and applies them in its loop. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
+"""Feature maps that act on each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, exp, or none. The
+operator applies them in its loop. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
 
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, Features
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
 
 
 @final
 class ElementwiseFeatureMap(FeatureMap):
-    """φ(x) = ELEMENTWISE[name](x), the same for queries and keys.
+    """φ(x) = ELEMENTWISE[function](x), the same for queries and keys.
 
-    With "exp" the features overflow where x does not fit its dtype's exponential; `ExpFeatureMap` has no such limit."""
+    With "exp", φ(q)·φ(k) = Σ_c exp(q_c + k_c), which is not softmax's exp(q·k). Any x is in range: channels of a key
+    count as zero from about 70 below the largest of the keys, channels of a query from 87 below its own."""
 
-    def __init__(self, name: str):
+    def __init__(self, function: str):
         super().__init__()
-        if name not in ELEMENTWISE:
-            raise unknown_name("an elementwise feature map", name, ELEMENTWISE)
-        self.elementwise = name
+        if function not in ELEMENTWISE:
+            raise unknown_name("an elementwise feature map", function, ELEMENTWISE)
+        self.function = function
 
-    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        assert self.elementwise is not None
-        return ELEMENTWISE[self.elementwise].function(x)
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x, function=self.function)
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return self.query(x)
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x, function=self.function)
 
     def extra_repr(self) -> str:
-        return repr(self.elementwise)
+        return repr(self.function)

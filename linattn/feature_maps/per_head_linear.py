@@ -1,4 +1,4 @@
-"""A linear map of its own for each head, for the learned feature maps."""
+"""A linear map per head, for the learned feature maps."""
 
 import math
 from typing import final
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @final
 class PerHeadLinear(nn.Module):
-    """x ↦ x W_h + b_h for head h. It begins as the identity (then there is no bias), or as `nn.Linear` does."""
+    """x ↦ x W_h + b_h for head h. It starts as the identity, without a bias, or as `nn.Linear` does."""
 
     def __init__(self, num_heads: int, head_dim: int, num_features: int, *, identity: bool = False):
         super().__init__()

@@ -12,10 +12,10 @@ from linattn.ops.backends.base import accumulator
 
 @final
 class RandomProjection(nn.Module):
-    """x ↦ Ω x/d^¼, with rows ω of Ω drawn from N(0, I), or with the directions of each d of them orthogonal.
+    """x ↦ Ω x/d^¼, with rows ω of Ω drawn from N(0, I); if orthogonal, d rows at a time are at right angles.
 
-    scaling 0: rows are as long as Gaussian vectors (each is then exactly N(0, I)); scaling 1: all have length √d, which
-    has less variance but a small bias. The rows are a buffer, drawn in `reset_parameters` and `redraw_` only."""
+    With scaling 0 each row is as long as a Gaussian vector, so it is still distributed as N(0, I). With scaling 1 all
+    have length √d: less variance, but a small bias. Only `reset_parameters` and `redraw_` sample this buffer."""
 
     rows: Tensor
 
@@ -35,12 +35,12 @@ class RandomProjection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new rows, in place; on the CPU, so that the same seed gives the same on every device and rank."""
+        """Resample the rows in place, on the CPU, so that one seed gives the same rows on every device and rank."""
         num_rows, head_dim = self.rows.shape
         self.rows.copy_(draw_rows(num_rows, head_dim, self.orthogonal, self.scaling, generator))
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n r"]:
-        """In float32 or better, under autocast too: what is projected will be exponentiated."""
+        """Project in float32 or better, under autocast too, as the result will be exponentiated."""
         if x.shape[-1] != self.rows.shape[-1]:
             raise ValueError(
                 f"x must be (..., {self.rows.shape[-1]}), as the projection was made for, but is {tuple(x.shape)}"
@@ -50,7 +50,7 @@ class RandomProjection(nn.Module):
             x, rows = x.to(dtype), (self.rows.to(dtype) * self.rows.shape[-1] ** -0.25).mT
             if x.ndim == 2 or x.shape[-2] == 1:
                 return x @ rows
-            # on a CPU one product of all tokens takes twice as long if the number of rows is no multiple of 8
+            # on a CPU a single product over all tokens takes twice as long if the number of rows is no multiple of 8
             sequences = x.flatten(0, -3)
             return (sequences @ rows.expand(sequences.shape[0], -1, -1)).unflatten(0, x.shape[:-2])
 
@@ -70,7 +70,7 @@ def draw_rows(
 
 
 def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None = None) -> Float[Tensor, "r d"]:
-    """Blocks of d rows, each block a rotation drawn uniformly (Haar), the last one cut short."""
+    """Sample one rotation per d rows from the Haar measure; the last one is cut short."""
     blocks = -(-num_rows // dim)
     gaussian = torch.randn(blocks, dim, dim, dtype=torch.float64, device="cpu", generator=generator)
     q, r = torch.linalg.qr(gaussian)
@@ -80,12 +80,12 @@ def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None 
 
 
 def default_num_features(head_dim: int) -> int:
-    """d ln d: as many as the paper's theorem 4 asks for, up to a constant."""
+    """Return d ln d, the number in the paper's theorem 4 up to a constant."""
     return max(1, int(head_dim * math.log(head_dim)))
 
 
 def num_pairs(num_features: int | None, head_dim: int) -> int:
-    """How many rows make so many features (None: the default number, rounded up) if each row makes two."""
+    """Return the number of rows for `num_features` if each row makes two. None means the default number, rounded up."""
     if num_features is None:
         return -(-default_num_features(head_dim) // 2)
     if num_features < 2 or num_features % 2:
@@ -94,9 +94,9 @@ def num_pairs(num_features: int | None, head_dim: int) -> int:
 
 
 def redraw_features_(module: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Redraws every random feature map in the module, in the order of `module.modules()`.
+    """Resample every random feature map in the module, in the order of `module.modules()`.
 
-    For the training loop, between steps; with generators of the same seed every rank draws the same."""
+    Call it between training steps. Generators of the same seed give the same features on every rank."""
     for part in module.modules():
         if isinstance(part, RandomProjection):
             part.redraw_(generator)

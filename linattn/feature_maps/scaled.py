@@ -6,7 +6,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, Features
 
 
 @final
@@ -15,8 +15,8 @@ class ScaledFeatureMap(FeatureMap):
 
     normalize = None
 
-    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return x * x.shape[-1] ** -0.5
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x * x.shape[-1] ** -0.5)
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
-        return x
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x)

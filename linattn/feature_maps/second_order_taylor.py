@@ -7,29 +7,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, value_dtype
+from linattn.feature_maps.base import FeatureMap, Features, value_dtype
 
 
 @final
 class SecondOrderTaylorFeatureMap(FeatureMap):
     """φ(x) = [1, u, u²/√2, u_i u_j for i < j] with u = x/d^¼, so that φ(q)·φ(k) = 1 + s + s²/2 ≥ ½ with s = q·k/√d.
 
-    These are 1 + d + d(d+1)/2 features, half as many as the outer product of Based: 153 for d = 16, but 2,145 for
-    d = 64, so give it few channels."""
+    There are 1 + d + d(d+1)/2 features, half as many as the outer product of Based: 153 for d = 16, but 2,145 for
+    d = 64, so use few channels per head."""
 
-    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         d = x.shape[-1]
-        u = x * d**-0.25
-        # row r is u turned by r channels: r = 1 … d/2 pairs all once, but for an even d the last row twice
-        turned = torch.cat([u, u], dim=-1).unfold(-1, d, 1)[..., 1 : d // 2 + 1, :]
-        pairs = (u.unsqueeze(-2) * turned).flatten(-2)[..., : d * (d - 1) // 2]
-        return torch.cat([torch.ones_like(x[..., :1]), u, u.square() * math.sqrt(0.5), pairs], dim=-1)
+        u = x.to(value_dtype(x.dtype)) * d**-0.25
+        # rolling u by r = 1 … d/2 channels pairs all once, but for an even d the last roll has each of its pairs twice
+        rolled = torch.cat([u, u], dim=-1).unfold(-1, d, 1)[..., 1 : d // 2 + 1, :]
+        pairs = (u.unsqueeze(-2) * rolled).flatten(-2)[..., : d * (d - 1) // 2]
+        return Features(torch.cat([torch.ones_like(u[..., :1]), u, u.square() * math.sqrt(0.5), pairs], dim=-1))
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
         return self.query(x)
-
-    def scaled_query(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], None]:
-        return self.query(x.to(value_dtype(x.dtype))), None
-
-    def scaled_key(self, x: Float[Tensor, "*b n d"]) -> tuple[Float[Tensor, "*b n f"], None]:
-        return self.scaled_query(x)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap
+from linattn.feature_maps.base import FeatureMap, Features
 from linattn.ops.backends.base import accumulator
 
 
@@ -14,10 +14,10 @@ from linattn.ops.backends.base import accumulator
 class TaylorFeatureMap(FeatureMap):
     """φ(x) = [1, x/‖x‖], so that φ(q)·φ(k) = 1 + cos(q, k), which is never negative. A zero vector stays zero."""
 
-    def query(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulator(x.dtype))
         unit = (x / norm.masked_fill(norm == 0, 1)).to(x.dtype)
-        return torch.cat([torch.ones_like(x[..., :1]), unit], dim=-1)
+        return Features(torch.cat([torch.ones_like(x[..., :1]), unit], dim=-1))
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n f"]:
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
         return self.query(x)

@@ -83,7 +83,8 @@ def _(inner: LinformerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @definition.register
 def _(inner: LinearAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hk, n, m = k.shape[1], q.shape[-2], k.shape[-2]
-    phi_q, phi_k = inner.feature_map.query(q).unflatten(1, (hk, -1)), inner.feature_map.key(k).unsqueeze(2)
+    phi_q, phi_k = inner.feature_map.query(q).value(), inner.feature_map.key(k).value().unsqueeze(2)
+    phi_q = phi_q.unflatten(1, (hk, -1))
     weight = torch.ones(n, m, dtype=q.dtype)
     if inner.causal:
         weight = weight.tril()
@@ -105,7 +106,7 @@ def _(inner: RotaryLinearAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     group, weight = q.shape[1] // k.shape[1], torch.ones(q.shape[-2], k.shape[-2], dtype=q.dtype)
     if inner.causal:
         weight = weight.tril()
-    q, k, v = inner.feature_map.query(q), inner.feature_map.key(k).repeat_interleave(group, 1), v
+    q, k = inner.feature_map.query(q).value(), inner.feature_map.key(k).value().repeat_interleave(group, 1)
     places = torch.arange(q.shape[-2])
     turned = rotate(q, places, base=inner.base) @ rotate(k, places, base=inner.base).mT
     total = (weight * (q @ k.mT)).sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import Decay, LinearAttention, RotaryLinearAttention
-from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap
+from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap, Features
 from linattn.ops.rotary import rotate
 from tests import laws
 
@@ -29,7 +29,8 @@ def feature_map(name: str) -> FeatureMap:
 def definition(attention: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
     """The matrix of similarities, its scales kept as logarithms and brought into range query by query."""
     n, groups = q.shape[2], q.shape[1] // k.shape[1]
-    (q, q_scale), (k, k_scale) = attention.feature_map.scaled_query(q), attention.feature_map.scaled_key(k)
+    q, q_scale, _ = attention.feature_map.query(q).evaluated()
+    k, k_scale, _ = attention.feature_map.key(k).evaluated()
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     log_weight = torch.zeros(2, HEADS, n, n, dtype=q.dtype)
     if k_scale is not None:
@@ -74,6 +75,38 @@ def test_features_normalised_by_their_own_sums_agree_with_the_definition(name: s
     attention = LinearAttention(feature_map(name), causal=causal, normalize="keys")
     inputs, mask = heads(70, 2.0), laws.masks(70)["holes"]
     assert_close(attention(*inputs, key_mask=mask), definition(attention, *inputs, mask), rtol=1e-6, atol=1e-9)
+
+
+class AnyFeatures(FeatureMap):
+    """Any two functions with scales that depend on the token."""
+
+    def __init__(self, query: str, key: str):
+        super().__init__()
+        self.functions = query, key
+
+    def query(self, x: Tensor) -> Features:
+        return Features(x, x.sum(-1), self.functions[0])
+
+    def key(self, x: Tensor) -> Features:
+        return Features(x, x.sum(-1), self.functions[1])
+
+
+@pytest.mark.parametrize(
+    "functions", [("exp", "relu"), ("relu", "exp"), ("identity", "sigmoid"), ("softplus", "softplus")], ids="-".join
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalize", ["output", "keys", None])
+def test_queries_and_keys_may_have_any_functions_and_scales(
+    functions: tuple[str, str], causal: bool, normalize: str | None
+) -> None:
+    attention = LinearAttention(AnyFeatures(*functions), causal=causal, normalize=normalize)
+    (q, k, v), mask = heads(70), laws.masks(70)["holes"]
+    expected = definition(attention, q, k, v, mask)
+    assert_close(attention(q, k, v, key_mask=mask), expected, rtol=1e-6, atol=1e-9)
+    if causal:
+        _, state = attention.extend(q[:, :, :40], k[:, :, :40], v[:, :, :40], key_mask=mask[..., :40])
+        y, _ = attention.extend(q[:, :, 40:], k[:, :, 40:], v[:, :, 40:], state, key_mask=mask[..., 40:])
+        assert_close(y, expected[:, :, 40:], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["identity", "elu", "exp", "favor", "efficient"])
@@ -163,7 +196,7 @@ def test_a_learned_decay_learns() -> None:
 def test_rotary_features_agree_with_the_definition(causal: bool) -> None:
     attention = RotaryLinearAttention(feature_map("elu"), causal=causal, base=100.0)
     inputs, mask = heads(70), laws.masks(70)["holes"]
-    q, k, v = attention.feature_map.query(inputs[0]), attention.feature_map.key(inputs[1]), inputs[2]
+    q, k, v = attention.feature_map.query(inputs[0]).value(), attention.feature_map.key(inputs[1]).value(), inputs[2]
     k, v, places = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), (mask.cumsum(-1) - 1).clamp(min=0)
     weight = mask.unsqueeze(-2) * (torch.ones(70, 70).tril() if causal else torch.ones(70, 70))
     turned_q, turned_k = rotate(q, places, base=100.0), rotate(k, places, base=100.0)
@@ -199,10 +232,11 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_rotary_features_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="before such a map"):
-        RotaryLinearAttention(FavorFeatureMap(CHANNELS))
-    attention = RotaryLinearAttention(feature_map("elu"))
     q, k, v = heads(10)
+    for name in ("favor", "favor_trigonometric", "exp", "efficient"):
+        with pytest.raises(ValueError, match="before such a map"):
+            RotaryLinearAttention(feature_map(name))(q, k, v)
+    attention = RotaryLinearAttention(feature_map("elu"))
     with pytest.raises(ValueError, match="the same tokens"):
         attention(q[:, :, :5], k, v)
     with pytest.raises(NotImplementedError, match="not causal"):

@@ -49,11 +49,11 @@ def test_mixtures():
         ("nothing", {}, "'nothing' in 'nothing' is no attention: there are .*elu"),
         ("", {}, "is no attention"),
         ("local:3+elu:4", {}, "has 7 heads, but num_heads is 8"),
-        ("local:3+elu", {}, "a whole number of heads, or none does"),
-        ("local:x+elu:4", {}, "a whole number of heads"),
-        ("local:0+elu:8", {}, "a whole number of heads"),
-        ("local+elu+relu", {}, "8 heads have no equal shares"),
-        ("local:3+elu:5", {"num_key_heads": 4}, "no whole share of 4 key heads"),
+        ("local:3+elu", {}, "number all parts of a mixture"),
+        ("local:x+elu:4", {}, "number all parts of a mixture"),
+        ("local:0+elu:8", {}, "number all parts of a mixture"),
+        ("local+elu+relu", {}, "8 heads do not split equally"),
+        ("local:3+elu:5", {"num_key_heads": 4}, "do not divide 4 key heads evenly"),
         ("linformer", {}, "give max_length"),
         ("linformer", {"causal": True, "max_length": 9}, "cannot be causal"),
         ("retention", {}, "causal only"),
@@ -134,7 +134,7 @@ def test_attend_with_more_or_fewer_dimensions():
     assert_close(attend(q[0, 1], k[0, 1], v[0, 1], "local+elu", is_causal=True), y[0, 1])
     one = attend(q[0, 1, 2], k[0, 1, 2], v[0, 1, 2], "elu", is_causal=True)
     assert_close(one, attend(q, k, v, "elu", is_causal=True)[0, 1, 2])
-    with pytest.raises(ValueError, match="as many dimensions each"):
+    with pytest.raises(ValueError, match="the same number of dimensions"):
         attend(q, k[0], v[0])
 
 

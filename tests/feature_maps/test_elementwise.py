@@ -21,9 +21,9 @@ FORMULAS = {
 def test_formula(name):
     x = torch.randn(2, 65, 7, dtype=torch.float64) * 3
     feature_map = ElementwiseFeatureMap(name)
-    assert feature_map.elementwise == name
     for features in (feature_map.query(x), feature_map.key(x)):
-        assert_close(features, FORMULAS[name](x))
+        assert features.function == name
+        assert_close(features.value(), FORMULAS[name](x))
 
 
 def test_unknown_names_are_refused():

@@ -9,8 +9,8 @@ def test_t2r_closed_form():
     feature_map = T2RFeatureMap(6, 4, num_key_heads=2, num_features=5).double()
     q, k = torch.randn(3, 4, 65, 6, dtype=torch.float64), torch.randn(3, 2, 65, 6, dtype=torch.float64)
     for x, linear, features in (
-        (q, feature_map.query_linear, feature_map.query(q)),
-        (k, feature_map.key_linear, feature_map.key(k)),
+        (q, feature_map.query_linear, feature_map.query(q).value()),
+        (k, feature_map.key_linear, feature_map.key(k).value()),
     ):
         assert linear.weight.shape == (x.shape[1], 6, 5) and linear.bias.shape == (x.shape[1], 1, 5)
         for head in range(x.shape[1]):
@@ -33,13 +33,13 @@ def test_hedgehog_closed_form():
     for head in range(4):
         y = q[:, head] @ feature_map.query_linear.weight[head]
         both = torch.cat([y.exp(), (-y).exp()], dim=-1)
-        assert_close(feature_map.query(q)[:, head], both / both.sum(-1, keepdim=True))
+        assert_close(feature_map.query(q).value()[:, head], both / both.sum(-1, keepdim=True))
 
 
 def test_hedgehog_begins_as_the_identity():
     feature_map = HedgehogFeatureMap(6, 4, num_key_heads=2).double()
     k = torch.randn(3, 2, 65, 6, dtype=torch.float64)
-    assert_close(feature_map.key(k), torch.cat([k, -k], dim=-1).softmax(-1))
+    assert_close(feature_map.key(k).value(), torch.cat([k, -k], dim=-1).softmax(-1))
 
 
 @pytest.mark.parametrize("cls", [T2RFeatureMap, HedgehogFeatureMap])

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention.linear import LinearAttention
-from linattn.feature_maps import FEATURE_MAPS, FeatureMap
-from linattn.feature_maps.base import value_dtype
+from linattn.feature_maps import FEATURE_MAPS, FeatureMap, Features
 
 HEAD_DIM, NUM_HEADS, NUM_KEY_HEADS = 16, 4, 2
 # the only two whose similarities may be negative, and say so
@@ -31,12 +30,16 @@ def tokens(side: str, n: int = 63, *, std: float = 1.0, dtype: torch.dtype = tor
     return (torch.randn(batch, heads, n, HEAD_DIM, dtype=torch.float64) * std).to(dtype)
 
 
+def mapped(feature_map: FeatureMap, side: str, x: Tensor) -> Features:
+    return feature_map.query(x) if side == "query" else feature_map.key(x)
+
+
 def scaled(feature_map: FeatureMap, side: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    return feature_map.scaled_query(x) if side == "query" else feature_map.scaled_key(x)
+    return mapped(feature_map, side, x).evaluated()[:2]
 
 
 def features(feature_map: FeatureMap, side: str, x: Tensor) -> Tensor:
-    return feature_map.query(x) if side == "query" else feature_map.key(x)
+    return mapped(feature_map, side, x).value()
 
 
 @every_map
@@ -45,42 +48,18 @@ def features(feature_map: FeatureMap, side: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("std", [1, 3, 10, 30, 100])
 def test_scaled_features_are_finite(name, side, dtype, std):
     feature_map, x = make(name, dtype), tokens(side, std=std, dtype=dtype)
-    if feature_map.elementwise is not None:
-        # the operator applies these by itself, in float32
-        x = x.float()
-    value, log_scale = scaled(feature_map, side, x)
-    assert value.isfinite().all() and value.dtype in (x.dtype, value_dtype(x.dtype))
-    assert features(feature_map, side, x).dtype == x.dtype
-    assert log_scale is None or (log_scale.isfinite().all() and log_scale.dtype == torch.float32)
-
-
-@every_map
-@both_sides
-def test_value_times_scale_is_the_definition(name, side):
-    feature_map, x = make(name), tokens(side)
-    value, log_scale = scaled(feature_map, side, x)
-    product = value if log_scale is None else value * log_scale.exp().unsqueeze(-1)
-    assert_close(product, features(feature_map, side, x))
-
-
-@every_map
-@both_sides
-def test_exponentials_of_the_logarithms_are_the_definition(name, side):
-    feature_map, x = make(name), tokens(side)
-    logarithms = feature_map.log_query if side == "query" else feature_map.log_key
-    if not feature_map.logarithmic:
-        with pytest.raises(NotImplementedError, match=type(feature_map).__name__):
-            logarithms(x)
-        return
-    a, s = logarithms(x)
-    assert_close((a if s is None else a + s.unsqueeze(-1)).exp(), features(feature_map, side, x))
+    raw = mapped(feature_map, side, x)
+    for value, log_scale, _ in (raw, raw.evaluated()):
+        assert value.isfinite().all() and value.dtype in (x.dtype, torch.float32)
+        assert log_scale is None or (log_scale.isfinite().all() and log_scale.dtype == torch.float32)
+    assert raw.value().dtype != torch.float16
 
 
 @every_map
 def test_similarities_are_not_negative(name):
     feature_map, q = make(name), tokens("query", 65, std=2)
     k = -q[:, :NUM_KEY_HEADS]
-    similarity = feature_map.query(q)[:, :NUM_KEY_HEADS] @ feature_map.key(k).mT
+    similarity = features(feature_map, "query", q)[:, :NUM_KEY_HEADS] @ features(feature_map, "key", k).mT
     # 1 + cos is zero up to rounding
     assert name in SIGNED or similarity.min() > -1e-14
     assert name not in SIGNED or similarity.min() < -0.1
@@ -127,7 +106,7 @@ def test_gradients(name, side):
 @pytest.mark.parametrize("name", [name for name in FEATURE_MAPS if list(make(name).parameters())])
 def test_every_parameter_learns(name):
     feature_map = make(name)
-    (feature_map.query(tokens("query")).square().sum() + feature_map.key(tokens("key")).square().sum()).backward()
+    sum(features(feature_map, side, tokens(side)).square().sum() for side in ("query", "key")).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in feature_map.parameters())
 
 
@@ -214,7 +193,7 @@ def test_gradients_in_half_precision_are_finite(name, causal, dtype):
 @every_map
 def test_queries_and_keys_have_the_same_features(name):
     feature_map = make(name)
-    assert feature_map.query(tokens("query")).shape[-1] == feature_map.key(tokens("key")).shape[-1]
+    assert feature_map.query(tokens("query")).x.shape[-1] == feature_map.key(tokens("key")).x.shape[-1]
 
 
 @every_map

@@ -88,7 +88,7 @@ def _flop(attention: object, setup: Setup, case: Case) -> float | None:
 
 @torch.no_grad()
 def num_features(feature_map: FeatureMap, queries: Tensor) -> int:
-    return feature_map.query(queries).shape[-1]
+    return feature_map.query(queries).x.shape[-1]
 
 
 def operator_flop(tokens: int, features: int, channels: int, *, causal: bool, training: bool) -> float:
