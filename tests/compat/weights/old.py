@@ -15,15 +15,14 @@ def trained(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def tables(model: nn.Module) -> None:
-    """Their tables of sinusoids and angles are float32, whose angles are a little off; here exact ones. The sinusoids
-    that are added to embeddings are float32 numbers in ours too."""
+    """Their tables of sinusoids and angles are float32, whose angles are a little off; here exact ones."""
     for name in ("pos_emb", "layer_pos_emb"):
         part = getattr(model, name, None)
         if getattr(part, "emb", None) is not None and isinstance(part.emb, torch.Tensor):
             n, d = part.emb.shape
             angles = torch.arange(n).double()[:, None] * 10000.0 ** (-torch.arange(0, d, 2).double() / d)
             table = torch.cat([angles.sin(), angles.cos()], -1)
-            part.emb = table.float().double() if name == "pos_emb" else table
+            part.emb = table
     for part in model.modules():
         if hasattr(part, "inv_freq"):
             d = 2 * len(part.inv_freq)
