@@ -14,7 +14,7 @@ from linattn.attention.linear import LinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.compat.options import Rule, check_options
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
-from linattn.models.sequence_model import run_stack
+from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
 from linattn.nn.post_norm import PostNormSequence
 

@@ -30,6 +30,11 @@ def check_options(constructor: type, rules: Iterable[Rule], options: Options) ->
             raise ValueError(f"{name} is {options[name]!r}, but it has no effect {reason}: leave it out")
 
 
+def select(constructor: type, arguments: Options) -> dict[str, Any]:
+    """Return those of the arguments that the constructor takes."""
+    return {name: arguments[name] for name in inspect.signature(constructor).parameters if name in arguments}
+
+
 def effective(constructor: type, rules: Iterable[Rule], arguments: Options) -> dict[str, Any]:
     """Return the arguments that have an effect."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(constructor).parameters.items()}

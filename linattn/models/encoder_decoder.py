@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from linattn.models.generation import GREEDY, Sampling, evaluating, generate
 from linattn.models.loss import next_token_loss
-from linattn.models.sequence_model import SequenceModel, SequenceModelState
+from linattn.models.sequence_model import SequenceModel
+from linattn.models.token_model import TokenModelState
 
 
 @final
@@ -21,7 +22,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, encoder: SequenceModel, decoder: SequenceModel):
         super().__init__()
-        if encoder.head is not None or encoder.causal:
+        if encoder.gives_logits or encoder.causal:
             raise ValueError("the encoder must have no head and see all tokens: its output is the decoder's context")
         if not decoder.causal:
             raise ValueError("the decoder must be causal")
@@ -54,9 +55,7 @@ class EncoderDecoder(nn.Module):
         return next_token_loss(logits, target, key_mask=target_mask, ignore_index=ignore_index)
 
     @torch.no_grad()
-    def begin(
-        self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None
-    ) -> SequenceModelState:
+    def begin(self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None) -> TokenModelState:
         """The decoder's state before its first token, for `linattn.generate(decoder, …, state=…)` and `stream`."""
         with evaluating(self):
             return self.decoder.begin(self.encoder(source, key_mask=source_mask), context_mask=source_mask)

@@ -34,8 +34,8 @@ class AutoregressiveWrapper(nn.Module):
 
     def __init__(self, net: PerformerLM, ignore_index: int = 0, pad_value: int = 0):
         super().__init__()
-        if not net.model.causal:
-            raise ValueError("only a causal model foretells the next token: make the net with causal=True")
+        if not net.causal:
+            raise ValueError("only a causal model predicts the next token: make the net with causal=True")
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
         self.max_seq_len = net.max_seq_len
 

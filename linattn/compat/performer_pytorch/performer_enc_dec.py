@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, Filter, top_k
 from linattn.compat.performer_pytorch.language_model import PerformerLM
 from linattn.models.generation import evaluating
-from linattn.models.sequence_model import TiedHead
 
 # what makes them an encoder and a decoder
 FIXED = {"enc_cross_attend": False, "dec_causal": True, "dec_cross_attend": True}
@@ -40,8 +39,7 @@ class PerformerEncDec(nn.Module):
         of_encoder, of_decoder = (both | options for options in _split(enc_and_dec | FIXED))
         gives_logits = of_encoder.pop("tie_embed", False)
         self.enc = PerformerLM(**of_encoder, tie_embed=True)
-        if not gives_logits:
-            self.enc.model.head = None
+        self.enc.tied = gives_logits
         decoder = PerformerLM(**of_decoder)
         if tie_token_embeds or tie_token_embed:
             self._tie(decoder)
@@ -106,9 +104,7 @@ class PerformerEncDec(nn.Module):
         sizes = self.enc.vocab_size, decoder.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
-        self.enc.model.embedding = decoder.model.embedding
-        if self.enc.model.head is not None:
-            self.enc.model.head = TiedHead(decoder.model.embedding)
+        self.enc.embedding = decoder.embedding
 
 
 def _check_fixed(options: dict[str, Any]) -> None:

@@ -77,20 +77,18 @@ def _with_rotary(inner: InnerAttention) -> InnerAttention:
 
 
 def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Iterator[Move]:
-    whole = model.model
-    yield from parameters("model.embedding", "token_emb", whole.embedding)
-    yield from layers.positions("model.positions", "pos_emb", whole.positions)
-    if isinstance(whole.stack, Projected):
-        yield from parameters("model.stack.in_proj", "transformer.project_in", whole.stack.in_proj)
-        if whole.stack.out_proj is not None:
-            yield from parameters("model.stack.out_proj", "transformer.project_out", whole.stack.out_proj)
-        yield from _stack("model.stack.stack", "transformer.fn.layers", whole.stack.stack)
+    yield from parameters("embedding", "token_emb", model.embedding)
+    yield from layers.positions("positions", "pos_emb", model.positions)
+    if isinstance(model.stack, Projected):
+        yield from parameters("stack.in_proj", "transformer.project_in", model.stack.in_proj)
+        if model.stack.out_proj is not None:
+            yield from parameters("stack.out_proj", "transformer.project_out", model.stack.out_proj)
+        yield from _stack("stack.stack", "transformer.fn.layers", model.stack.stack)
     else:
-        yield from _stack("model.stack", "transformer.layers", whole.stack)
-    assert whole.norm is not None
-    yield from parameters("model.norm", "norm", whole.norm)
-    if whole.head is not None:
-        yield from parameters("model.head", "out", whole.head)
+        yield from _stack("stack", "transformer.layers", model.stack)
+    yield from parameters("norm", "norm", model.norm)
+    if model.head is not None:
+        yield from parameters("head", "out", model.head)
 
 
 def _transformer(model: LinearAttentionTransformer, _: bool) -> Iterator[Move]:

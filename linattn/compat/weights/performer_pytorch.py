@@ -59,15 +59,13 @@ def _encoder_and_decoder(model: PerformerEncDec, aligned: bool) -> Iterator[Move
 
 
 def _language_model(model: PerformerLM, aligned: bool) -> Iterator[Move]:
-    whole = model.model
-    yield from parameters("model.embedding", "token_emb", whole.embedding)
-    yield from layers.positions("model.positions", "pos_emb", whole.positions)
+    yield from parameters("embedding", "token_emb", model.embedding)
+    yield from layers.positions("positions", "pos_emb", model.positions)
     for move in _performer(model.performer, aligned):
-        yield move._replace(ours=f"model.stack.performer.{move.ours}", theirs=f"performer.{move.theirs}")
-    assert whole.norm is not None
-    yield from parameters("model.norm", "norm", whole.norm)
-    if whole.head is not None:
-        yield from parameters("model.head", "to_out", whole.head)
+        yield move._replace(ours=f"performer.{move.ours}", theirs=f"performer.{move.theirs}")
+    yield from parameters("norm", "norm", model.norm)
+    if model.head is not None:
+        yield from parameters("head", "to_out", model.head)
 
 
 def _performer(model: Performer, aligned: bool) -> Iterator[Move]:
