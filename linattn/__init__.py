@@ -2,8 +2,6 @@
 
 `attend` takes raw q, k and v; `MultiheadAttention` goes into a model of your own; `LanguageModel` is one of ours."""
 
-__version__ = "0.1.0"
-
 from linattn.attention import (
     ATTENTIONS,
     AxialAttention,
@@ -91,6 +89,7 @@ from linattn.ops import (
     packed_log_decay,
     summarize,
 )
+from linattn.version import __version__ as __version__
 
 __all__ = [
     "ATTENTIONS",

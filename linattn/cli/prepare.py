@@ -10,13 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from linattn import __version__
 from linattn.cli.corpus import Extent, find_files, split, whole, write_corpus
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.cli.whole import copy_whole, remove_whole, whole_folder, write_whole
+from linattn.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 

@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from linattn.models.config import LanguageModelConfig
+from linattn.version import __version__
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -63,8 +64,6 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
 
 
 def _config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
-    from linattn import __version__
-
     return {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -87,8 +86,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def check_version(version: Any, path: Path) -> None:
     """A model is read by the version that wrote it and by later ones."""
-    from linattn import __version__
-
     try:
         written, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
     except ValueError as error:

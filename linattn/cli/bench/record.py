@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from linattn import __version__
 from linattn.cli.errors import CommandError
 from linattn.cli.whole import write_whole
+from linattn.version import __version__
 
 FORMAT = 1
 SECONDS, BYTES, ERROR = "seconds", "bytes", "error"

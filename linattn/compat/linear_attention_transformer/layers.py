@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import nn
 
 from linattn.attention.axial import AxialAttention
@@ -14,17 +14,9 @@ from linattn.attention.linformer import LearnedProjection, LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.rotary import RotaryAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.compat.layers import make_feed_forward, make_stack
 from linattn.feature_maps import EfficientFeatureMap
-from linattn.nn import (
-    Branch,
-    Chunked,
-    FeedForward,
-    GatedFeedForward,
-    MultiheadAttention,
-    ResidualSequence,
-    ReversibleSequence,
-    TokenShift,
-)
+from linattn.nn import Branch, MultiheadAttention, ResidualSequence, ReversibleSequence, TokenShift
 
 
 class LinformerSettings(NamedTuple):
@@ -94,14 +86,17 @@ class Layers:
 
     def stack(self) -> ResidualSequence | ReversibleSequence:
         """For each layer attention and feed-forward, then the same folded axially, then the same for the context."""
+        feed_forward = partial(
+            make_feed_forward, self.dim, glu=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks
+        )
         pairs = []
         for local_heads in self.local_heads:
-            pairs.append((self._shifted(self._self_attention(local_heads)), self._shifted(self._feed_forward())))
+            pairs.append((self._shifted(self._self_attention(local_heads)), self._shifted(feed_forward())))
             if self.attend_axially:
-                pairs.append((self._branch(self._axial_attention()), self._branch(self._feed_forward())))
+                pairs.append((self._branch(self._axial_attention()), self._branch(feed_forward())))
             if self.receives_context:
-                pairs.append((self._branch(self._cross_attention()), self._branch(self._feed_forward())))
-        return ReversibleSequence(pairs) if self.reversible else ResidualSequence(b for pair in pairs for b in pair)
+                pairs.append((self._branch(self._cross_attention()), self._branch(feed_forward())))
+        return make_stack(pairs, self.reversible, "mean")
 
     def _branch(self, module: nn.Module, shift: TokenShift | None = None) -> Branch:
         return Branch(module, norm=nn.LayerNorm(self.dim), shift=shift)
@@ -109,15 +104,6 @@ class Layers:
     def _shifted(self, module: nn.Module) -> Branch:
         offsets = (1, 0) if self.causal else (1, 0, -1)
         return self._branch(module, TokenShift(offsets) if self.shift_tokens else None)
-
-    def _feed_forward(self) -> nn.Module:
-        if self.ff_glu:
-            module = GatedFeedForward(
-                self.dim, 4 * self.dim, activation=F.gelu, bias=True, hidden_dropout=self.ff_dropout
-            )
-        else:
-            module = FeedForward(self.dim, 4 * self.dim, hidden_dropout=self.ff_dropout)
-        return module if self.ff_chunks == 1 else Chunked(module, self.ff_chunks)
 
     def _attention(self, inner: InnerAttention, channels: int, *, context: bool = False) -> MultiheadAttention:
         return MultiheadAttention(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LocalAttention, SplitHeads
 from linattn.attention.rotary import RotaryAttention
-from linattn.compat.options import check_options
+from linattn.compat.options import check_options, select
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
@@ -70,22 +70,13 @@ class AttentionBase(nn.Module, ABC):
         self.looks_at_places = local_heads > 0 or rotary_position_emb
         if self.crosses:
             self._check_cross_attention()
-        fast = partial(
-            FastAttention,
-            head_channels(dim, heads, dim_head),
-            nb_features,
-            ortho_scaling,
-            generalized_attention=generalized_attention,
-            kernel_fn=kernel_fn,
-            no_projection=no_projection,
-            softmax_epsilon=softmax_epsilon,
-            kernel_epsilon=kernel_epsilon,
-        )
+        channels = head_channels(dim, heads, dim_head)
+        fast = partial(FastAttention, channels, **select(FastAttention, locals()))
         self.attention = MultiheadAttention(
             dim,
             heads,
             mixed_heads(fast, heads, local_heads, window=local_window_size, causal=causal, rotary=rotary_position_emb),
-            head_dim=head_channels(dim, heads, dim_head),
+            head_dim=channels,
             context_dim=dim if self.crosses else None,
             bias=qkv_bias,
             out_bias=attn_out_bias,
