@@ -8,7 +8,8 @@ from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.compat.weights.moves import NUMBER, SAME, TRANSPOSED, Change, Move, axis, half, parameters
+from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, axis, half, parameters
+from linattn.models.token_model import TokenModel
 from linattn.nn import (
     AxialPositions,
     Branch,
@@ -22,6 +23,15 @@ from linattn.nn import (
 
 # tables that are computed here: of sinusoids, and of rotary angles in all heads and in local heads
 TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
+
+
+def language_model(model: TokenModel, head: str) -> Iterator[Move]:
+    """Move all that stands around the stack; `head` is their name of the output layer."""
+    yield from parameters("embedding", "token_emb", model.embedding)
+    yield from positions("positions", "pos_emb", model.positions)
+    yield from parameters("norm", "norm", model.norm)
+    if model.head is not None:
+        yield from parameters("head", head, model.head)
 
 
 def branches(stack: nn.Module) -> Iterator[tuple[str, str, Branch]]:

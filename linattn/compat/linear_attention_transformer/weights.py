@@ -21,18 +21,18 @@ from linattn.compat.linear_attention_transformer import (
 from linattn.compat.linear_attention_transformer.options import MODEL_RULES, STACK_RULES
 from linattn.compat.options import effective
 from linattn.compat.weights import layers
-from linattn.compat.weights.moves import (
+from linattn.compat.weights.conversion import (
     ONES,
     SAME,
     ZEROS,
     Change,
+    Conversion,
     Move,
     columns,
     heads,
     pairs_as_halves,
     parameters,
 )
-from linattn.compat.weights.recipe import Recipe
 from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention, Projected
 
 # accepted there, and without effect
@@ -77,8 +77,7 @@ def _with_rotary(inner: InnerAttention) -> InnerAttention:
 
 
 def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Iterator[Move]:
-    yield from parameters("embedding", "token_emb", model.embedding)
-    yield from layers.positions("positions", "pos_emb", model.positions)
+    yield from layers.language_model(model, "out")
     if isinstance(model.stack, Projected):
         yield from parameters("stack.in_proj", "transformer.project_in", model.stack.in_proj)
         if model.stack.out_proj is not None:
@@ -86,9 +85,6 @@ def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Iterator[Mo
         yield from _stack("stack.stack", "transformer.fn.layers", model.stack.stack)
     else:
         yield from _stack("stack", "transformer.layers", model.stack)
-    yield from parameters("norm", "norm", model.norm)
-    if model.head is not None:
-        yield from parameters("head", "out", model.head)
 
 
 def _transformer(model: LinearAttentionTransformer, _: bool) -> Iterator[Move]:
@@ -151,16 +147,16 @@ def _unless_one(factors: Tensor) -> Change:
     return SAME if (factors == 1).all() else columns(factors)
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    LinearAttentionTransformerLM: Recipe(
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    LinearAttentionTransformerLM: Conversion(
         _build_language_model, _language_model, roots=("token_emb.",), left_out=layers.TABLES
     ),
-    LinearAttentionTransformer: Recipe(
+    LinearAttentionTransformer: Conversion(
         lambda config: LinearAttentionTransformer(
             **effective(LinearAttentionTransformer, STACK_RULES, _arguments(config))
         ),
         _transformer,
         roots=("layers.layers.", "layers.blocks."),
     ),
-    ImageLinearAttention: Recipe(lambda config: ImageLinearAttention(**config), _image, roots=("to_q.",)),
+    ImageLinearAttention: Conversion(lambda config: ImageLinearAttention(**config), _image, roots=("to_q.",)),
 }

@@ -23,8 +23,16 @@ from linattn.compat.performer_pytorch import (
 from linattn.compat.performer_pytorch.options import POSITION_RULES, RULES
 from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
 from linattn.compat.weights import layers
-from linattn.compat.weights.moves import SAME, Move, channels, halves, heads, pairs_as_halves, parameters, turned
-from linattn.compat.weights.recipe import Recipe
+from linattn.compat.weights.conversion import (
+    SAME,
+    Conversion,
+    Move,
+    channels,
+    halves,
+    heads,
+    pairs_as_halves,
+    rotated_by,
+)
 from linattn.feature_maps import RandomProjection
 from linattn.nn import MultiheadAttention
 
@@ -59,13 +67,9 @@ def _encoder_and_decoder(model: PerformerEncDec, aligned: bool) -> Iterator[Move
 
 
 def _language_model(model: PerformerLM, aligned: bool) -> Iterator[Move]:
-    yield from parameters("embedding", "token_emb", model.embedding)
-    yield from layers.positions("positions", "pos_emb", model.positions)
+    yield from layers.language_model(model, "to_out")
     for move in _performer(model.performer, aligned):
         yield move._replace(ours=f"performer.{move.ours}", theirs=f"performer.{move.theirs}")
-    yield from parameters("norm", "norm", model.norm)
-    if model.head is not None:
-        yield from parameters("head", "to_out", model.head)
 
 
 def _performer(model: Performer, aligned: bool) -> Iterator[Move]:
@@ -116,7 +120,7 @@ def _queries(part: InnerAttention, aligned: bool) -> Callable[[Tensor], Tensor]:
     learned so ask for it here by their weights."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention) and not inner.causal and not aligned:
-        return partial(turned, places=inner.window.size)
+        return partial(rotated_by, places=inner.window.size)
     return _keys(part)
 
 
@@ -132,25 +136,27 @@ def _differences(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _recipe(kind: type[nn.Module], moves: Callable[..., Any], *roots: str, rules: tuple[Rule, ...] = RULES) -> Recipe:
-    return Recipe(lambda config: kind(**effective(kind, rules, config)), moves, roots, LEFT_OUT, NEW, _differences)
+def _conversion(
+    kind: type[nn.Module], moves: Callable[..., Any], *roots: str, rules: tuple[Rule, ...] = RULES
+) -> Conversion:
+    return Conversion(lambda config: kind(**effective(kind, rules, config)), moves, roots, LEFT_OUT, NEW, _differences)
 
 
-def _layer_recipe(kind: type[Attend]) -> Recipe:
-    recipe = _recipe(kind, _layer, "to_q.")
+def _layer_conversion(kind: type[Attend]) -> Conversion:
+    conversion = _conversion(kind, _layer, "to_q.")
     # a layer alone does not count its calls there
-    return recipe._replace(new=(r"proj_updater\..*",))
+    return conversion._replace(new=(r"proj_updater\..*",))
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    PerformerLM: _recipe(PerformerLM, _language_model, "token_emb.", rules=LM_RULES),
-    Performer: _recipe(Performer, _performer, "net.layers.", "net.blocks."),
-    PerformerEncDec: _recipe(PerformerEncDec, _encoder_and_decoder, "enc.")._replace(
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    PerformerLM: _conversion(PerformerLM, _language_model, "token_emb.", rules=LM_RULES),
+    Performer: _conversion(Performer, _performer, "net.layers.", "net.blocks."),
+    PerformerEncDec: _conversion(PerformerEncDec, _encoder_and_decoder, "enc.")._replace(
         build=lambda config: PerformerEncDec(**_of_encoder_and_decoder(config)),
         left_out=(r"enc\.to_out\..*", r"(enc|dec\.net)\.(layer_)?pos_emb\.emb", *LEFT_OUT),
     ),
-    FastAttention: _recipe(FastAttention, _fast_attention, "projection_matrix")._replace(
+    FastAttention: _conversion(FastAttention, _fast_attention, "projection_matrix")._replace(
         left_out=("projection_matrix",)
     ),
-    **{kind: _layer_recipe(kind) for kind in (Attention, SelfAttention, CrossAttention)},
+    **{kind: _layer_conversion(kind) for kind in (Attention, SelfAttention, CrossAttention)},
 }
