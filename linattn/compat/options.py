@@ -1,4 +1,4 @@
-"""Options that others leave without effect: an error in the constructors, and dropped from the arguments that old
+"""Options that have no effect beside others. Constructors refuse them; they are dropped from the arguments that old
 weights were made with."""
 
 import inspect
@@ -13,7 +13,7 @@ Options = Mapping[str, Any]
 
 
 class Rule(NamedTuple):
-    """Where `applies(options)`, those of `names` have no effect; `reason` completes that sentence."""
+    """The options `names` have no effect if `applies(options)`; `reason` ends a sentence that says so."""
 
     names: tuple[str, ...]
     applies: Callable[[Options], bool]

@@ -1,4 +1,4 @@
-"""One layer of a language model, and what a configuration builds it from."""
+"""One layer of a language model, built from its configuration."""
 
 from typing import Any, NamedTuple, cast, final
 

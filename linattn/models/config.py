@@ -1,4 +1,4 @@
-"""What a language model is, as one frozen value that goes to JSON and back."""
+"""The configuration of a language model: one frozen value that goes to JSON and back."""
 
 import dataclasses
 import json
@@ -62,19 +62,19 @@ class LanguageModelConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """Hidden units of the feed-forward; the gated one's are a multiple of 8, which matrix units like."""
+        """The hidden units of the feed-forward, a multiple of 8 in the gated one, for matrix units."""
         if self.feed_forward == "gated":
             return 8 * math.ceil(self.mlp_ratio * self.dim / 12)
         return math.ceil(self.mlp_ratio * self.dim)
 
     @property
     def channels(self) -> int:
-        """Channels of a head's values and output."""
+        """The channels of a head's values and output."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def key_channels(self) -> int:
-        """Channels of a head's queries and keys."""
+        """The channels of a head's queries and keys."""
         return self.channels if self.key_dim is None else self.key_dim
 
     @property
@@ -83,7 +83,7 @@ class LanguageModelConfig:
         return (self.attention,) * self.depth if isinstance(self.attention, str) else self.attention
 
     def convolution_width(self, layer: int) -> int | None:
-        """Of a layer that is a gated convolution; None if it is attention."""
+        """Return the width of a layer that is a gated convolution, None for attention."""
         kind, _, width = self.layers[layer].partition(":")
         if kind != "convolution":
             return None
@@ -104,7 +104,7 @@ class LanguageModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Return the fields as plain values for JSON."""
         attention = self.attention if isinstance(self.attention, str) else list(self.attention)
         return dataclasses.asdict(self) | {"attention": attention}
 

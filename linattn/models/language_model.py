@@ -60,7 +60,7 @@ class LanguageModel(TokenModel):
         return self.logits(x), state
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation, N(0, 0.02²), smaller by √(2·depth) where a block adds to the residual stream.
+        """Draw GPT-2's initial weights, N(0, 0.02²), smaller by √(2·depth) where a block adds to the residual stream.
 
         Fills every parameter and buffer, so a model made on the meta device is complete after `to_empty` and this."""
         # random features first: they must agree on all ranks, and drawing sharded weights takes ranks' generators apart
@@ -81,12 +81,12 @@ class LanguageModel(TokenModel):
             nn.init.zeros_(module.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Writes config.json and model.safetensors into the folder, whole or not at all."""
+        """Write config.json and model.safetensors into the folder. Neither is ever there in part."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod
     def load(folder: str | PathLike[str]) -> "LanguageModel":
-        """What `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes."""
+        """Load what `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes."""
         # the initial weights are thrown away: drawing them must not show in the caller's randomness
         with torch.random.fork_rng(devices=[]):
             model = LanguageModel(read_config(folder))

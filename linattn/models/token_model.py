@@ -1,4 +1,4 @@
-"""What all models of tokens share: embeddings with positions, a stack of layers, a norm and the logits."""
+"""The base of all models of tokens: embeddings with positions, a stack of layers, a norm and the logits."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, cast

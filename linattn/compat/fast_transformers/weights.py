@@ -21,7 +21,7 @@ FEED_FORWARD = {"up_proj": "linear1", "down_proj": "linear2"}
 
 
 def _moves(model: TransformerEncoder | TransformerDecoder, attentions: tuple[str, ...]) -> Iterator[Move]:
-    """A layer is an attention for each name, then a feed-forward."""
+    """Move all weights. A layer has an attention for each name, then a feed-forward."""
     size = len(attentions) + 1
     stack = model.layers
     for index, (branch, norm) in enumerate(zip(stack.branches, stack.norms, strict=True)):

@@ -17,7 +17,7 @@ from linattn.models.loss import next_token_loss
 
 @final
 class AutoregressiveWrapper(nn.Module):
-    """The loss of the next token, and samples. Next tokens that are `ignore_index`, or masked, do not count.
+    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
 
     A list of sequences of different lengths is padded with `pad_value`, which has no effect on the loss."""
 
@@ -36,7 +36,7 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """The logits, or the mean cross entropy of each token but the first; a mask may then leave out the last one."""
+        """Return the logits, or the mean cross entropy of all tokens but the first. A mask may leave out the last one."""
         if not isinstance(x, Tensor):
             x, input_mask = self._padded(x, input_mask)
         if not return_loss:
@@ -59,10 +59,10 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Int[Tensor, "*b k"]:
-        """`seq_len` new tokens of each row, fewer if all rows have ended; after its `eos_token` a row is `pad_value`.
+        """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
         Once a row has `max_seq_len` tokens, each next one sees the last `max_seq_len`, which are read again for it. A
-        temperature of 0 takes the likeliest token."""
+        temperature of 0 takes the most likely token."""
         tokens = torch.atleast_2d(start_tokens)
         present = torch.ones_like(tokens, dtype=torch.bool) if input_mask is None else input_mask
         rows = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
@@ -75,7 +75,7 @@ class AutoregressiveWrapper(nn.Module):
     def _sample(
         self, rows: list[list[int]], count: int, sampling: Sampling, eos_token: int | None, state: Any
     ) -> list[list[int]]:
-        """All at once while positions last, then token by token."""
+        """Draw all tokens at once while there are positions, then token by token."""
         longest = self.net.max_length
         ended = [False] * len(rows)
         new: list[list[int]] = [[] for _ in rows]

@@ -1,4 +1,4 @@
-"""From the package's arguments to branches: what each layer of a `LinearAttentionTransformer` adds."""
+"""The layers of a `LinearAttentionTransformer`, built from the package's arguments."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class LinformerContextSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The arguments that a stack is made from, under the package's names."""
+    """The arguments that make a stack, under the package's names."""
 
     dim: int
     depth: int
@@ -65,13 +65,13 @@ class Layers:
 
     @property
     def local_heads(self) -> tuple[int, ...]:
-        """Of each layer."""
+        """The number of local heads of each layer."""
         heads = self.n_local_attn_heads
         return (heads,) * self.depth if isinstance(heads, int) else tuple(heads)
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """The channels of a head."""
         if self.dim_head is not None:
             return self.dim_head
         if self.dim % self.heads:
@@ -80,12 +80,12 @@ class Layers:
 
     @property
     def pad_to_multiple(self) -> int:
-        """What `Autopadder` pads to, as the original needs it."""
+        """The number whose multiples `Autopadder` pads to, as the original needs."""
         window = self.local_attn_window_size if any(self.local_heads) or self.attend_axially else 1
         return math.lcm(self.blindspot_size, window)
 
     def stack(self) -> ResidualSequence | ReversibleSequence:
-        """For each layer attention and feed-forward, then the same folded axially, then the same for the context."""
+        """Return the layers, each with a feed-forward: self attention, axial attention, attention to the context."""
         feed_forward = partial(
             make_feed_forward, self.dim, glu=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks
         )
@@ -118,7 +118,7 @@ class Layers:
         )
 
     def _self_attention(self, local_heads: int) -> MultiheadAttention:
-        """Local heads first."""
+        """Return the self attention of a layer, whose local heads come first."""
         parts = [(local_heads, self._local()), (self.heads - local_heads, self._global())]
         parts = [(count, part) for count, part in parts if count]
         return self._attention(parts[0][1] if len(parts) == 1 else SplitHeads(*parts), self.channels)
@@ -144,7 +144,7 @@ class Layers:
 
 
 def _efficient(causal: bool, blindspot: int = 1) -> LinearAttention:
-    """Causal, the output is normalised and not each feature: the package's formula."""
+    """Return the package's linear attention. The causal one normalises the output, the other one each key feature."""
     normalize = "output" if causal else "keys"
     return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize, blindspot=blindspot)
 

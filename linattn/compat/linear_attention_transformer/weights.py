@@ -40,7 +40,7 @@ IGNORED = ("bucket_size", "pkm_num_keys", "pkm_layers")
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What their constructor made of its arguments."""
+    """Return our arguments for theirs, as their constructor understood them."""
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
     arguments = {name: value for name, value in config.items() if name not in IGNORED}
@@ -65,7 +65,7 @@ def _build_language_model(config: Mapping[str, Any]) -> LinearAttentionTransform
 
 
 def _turn_linear_heads(module: MultiheadAttention) -> None:
-    """The weights have learned with rotary positions in the linear heads, where our constructor has none."""
+    """Add rotary positions to the linear heads: the weights have learned with them, but our constructor has none."""
     if isinstance(module.inner, SplitHeads):
         module.inner = SplitHeads(*((count, _with_rotary(part)) for count, part in layers.parts(module)))
     else:
@@ -110,7 +110,7 @@ def _stack(ours: str, theirs: str, stack: nn.Module) -> Iterator[Move]:
 
 
 def _feed_forward(ours: str, theirs: str, branch: Branch, main: bool) -> Iterator[Move]:
-    """After self attention theirs is never gated, whatever `ff_glu` is: a gate that is always one."""
+    """Move a feed-forward. After self attention theirs is never gated, whatever `ff_glu` is: our gate is always one."""
     module = branch.module
     if isinstance(module, Chunked):
         ours, module = f"{ours}.module", module.module
@@ -138,7 +138,7 @@ def _order(part: InnerAttention) -> Callable[[Tensor], Tensor]:
 
 
 def _factor(part: InnerAttention, head_dim: int) -> float:
-    """Their linear heads multiply outputs by d^-½, unless a causal denominator has the same factor."""
+    """Return d^-½ for the heads whose outputs they multiply by it: linear ones that are not causal."""
     part = part.inner if isinstance(part, RotaryAttention) else part
     return head_dim**-0.5 if isinstance(part, LinearAttention) and not part.causal else 1.0
 

@@ -49,7 +49,7 @@ class LinformerSelfAttention(nn.Module):
         *,
         key_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True): of the context if there is one, else of x."""
+        """Attend. `key_mask` is True where a token is present: of the context if there is one, else of x."""
         return self.attention(x, context, key_mask=key_mask)
 
 
@@ -81,7 +81,7 @@ class Linformer(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True)."""
+        """Apply the layers. `key_mask` is True where a token is present."""
         return self.net(x, key_mask=key_mask)
 
 
@@ -114,5 +114,5 @@ class LinformerLM(nn.Module):
         )
 
     def forward(self, x: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n v"]:
-        """The logits of each token. `key_mask` says which tokens are present (True)."""
+        """Return the logits of each token. `key_mask` is True where a token is present."""
         return self.model(x, key_mask=key_mask)

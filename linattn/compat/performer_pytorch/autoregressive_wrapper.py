@@ -17,20 +17,20 @@ Filter = Callable[..., Tensor]
 
 
 def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keeps the likeliest tokens, a share of 1 − thres of all, but at least one."""
+    """Keep the most likely tokens, a share of 1 − thres of all, but at least one."""
     k = max(1, round((1 - thres) * logits.shape[-1]))
     values, indices = logits.topk(k)
     return torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
 
 
 def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keeps the fewest tokens that reach the probability thres together."""
+    """Keep the fewest tokens that together reach the probability thres."""
     return nucleus(logits, thres)
 
 
 @final
 class AutoregressiveWrapper(nn.Module):
-    """The loss of the next token, and samples. Next tokens that are `ignore_index`, or masked, do not count."""
+    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count."""
 
     def __init__(self, net: PerformerLM, ignore_index: int = 0, pad_value: int = 0):
         super().__init__()
@@ -47,7 +47,7 @@ class AutoregressiveWrapper(nn.Module):
         context_mask: Bool[Tensor, "b m"] | None = None,
         return_loss: bool = True,
     ) -> Float[Tensor, "..."]:
-        """The mean cross entropy of each token but the first; or the logits. A mask may leave out the last token."""
+        """Return the mean cross entropy of all tokens but the first, or the logits. A mask may leave out the last one."""
         if mask is not None and mask.shape[1] == x.shape[1] - 1:
             mask = F.pad(mask, (0, 1), value=True)
         of_context = {"context": context, "context_mask": context_mask}
@@ -71,9 +71,9 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Int[Tensor, "*b k"]:
-        """`seq_len` new tokens of each row, fewer if all rows have ended; after its `eos_token` a row is `pad_value`.
+        """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
-        The penalty concerns each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the likeliest."""
+        The penalty is for each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the most likely."""
         tokens = torch.atleast_2d(start_tokens)
         present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         rows = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
@@ -102,7 +102,7 @@ class AutoregressiveWrapper(nn.Module):
 
 
 class _Penalty:
-    """Makes each row's recent tokens unlikelier. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+    """Make each row's recent tokens less likely. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
 
     def __init__(self, rows: list[list[int]], theta: float, context: int):
         if theta <= 0 or context < 1:

@@ -22,7 +22,7 @@ class Performer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times; with `cross_attend`, each followed by the
     same with attention to a context. Causal ones have `extend`.
 
-    Random features are drawn anew at the start of a training forward, each drawing serving `feature_redraw_interval` of
+    Random features are resampled at the start of a training forward, each sample serving `feature_redraw_interval` of
     them; with `auto_check_redraw=False` the training loop calls `check_redraw_projections` instead."""
 
     def __init__(
@@ -87,11 +87,11 @@ class Performer(nn.Module):
         self.proj_updater = ProjectionUpdater(self.net, feature_redraw_interval)
 
     def check_redraw_projections(self) -> None:
-        """Counts a training step; after `feature_redraw_interval` of them random features are drawn anew."""
+        """Count a training step; after `feature_redraw_interval` of them the random features are resampled."""
         self.proj_updater.redraw_projections()
 
     def fix_projection_matrices_(self) -> None:
-        """Random features stay as they are, for good."""
+        """Never resample the random features again."""
         self.proj_updater.fix_projections_()
 
     def forward(
@@ -101,7 +101,7 @@ class Performer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`mask` says which tokens are present (True), `context_mask` those of the context."""
+        """Apply the layers. `mask` is True where a token is present, `context_mask` where one of the context is."""
         self._check_context(context, context_mask)
         if self.auto_check_redraw:
             self.check_redraw_projections()
@@ -115,7 +115,7 @@ class Performer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """The next tokens of sequences whose past is summed up in `state`; the context is needed the first time."""
+        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
         self._check_context(context, context_mask)
         return self.net.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
 

@@ -53,7 +53,7 @@ class PerformerEncDec(nn.Module):
         dec_mask: Bool[Tensor, "b k"] | None = None,
         return_loss: bool = True,
     ) -> Float[Tensor, "..."]:
-        """The decoder's loss, or its logits. Masks say which tokens are present (True)."""
+        """Return the decoder's loss, or its logits. The masks are True where a token is present."""
         encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         return self.dec(seq_out, mask=dec_mask, context=encodings, context_mask=enc_mask, return_loss=return_loss)
 
@@ -72,8 +72,7 @@ class PerformerEncDec(nn.Module):
         enc_mask: Bool[Tensor, "b m"] | None = None,
         dec_mask: Bool[Tensor, "b n"] | None = None,
     ) -> Int[Tensor, "b k"]:
-        """As `AutoregressiveWrapper.generate`. The source is read once and summed up: a token costs the same whatever
-        its length."""
+        """Generate as `AutoregressiveWrapper.generate` does. The source is read only once."""
         with evaluating(self):
             encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         return self.dec.generate(
@@ -91,12 +90,12 @@ class PerformerEncDec(nn.Module):
         )
 
     def check_redraw_projections(self) -> None:
-        """Of both."""
+        """Count a training step of both."""
         self.enc.check_redraw_projections()
         self.dec.net.check_redraw_projections()
 
     def fix_projection_matrices_(self) -> None:
-        """Of both."""
+        """Never resample the random features of both again."""
         self.enc.fix_projection_matrices_()
         self.dec.net.fix_projection_matrices_()
 
@@ -117,7 +116,7 @@ def _check_fixed(options: dict[str, Any]) -> None:
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the encoder and those of the decoder. PerformerLM itself refuses the ones that it does not know."""
+    """Return the encoder's options and the decoder's. PerformerLM itself refuses the ones that it does not know."""
     parts: dict[str, dict[str, Any]] = {"enc_": {}, "dec_": {}}
     for name, value in options.items():
         if name[:4] not in parts:

@@ -93,7 +93,7 @@ def _fast_attention(model: FastAttention, aligned: bool) -> Iterator[Move]:
 
 
 def _attention(ours: str, theirs: str, module: MultiheadAttention, aligned: bool) -> Iterator[Move]:
-    """`theirs` has its dot, as a layer alone has no name."""
+    """Move the weights of an attention. `theirs` ends with a dot, unless it is empty: a layer alone has no name."""
     parts, d = layers.parts(module), module.head_dim
     q = heads([(count, _queries(part, aligned)) for count, part in parts], d)
     k = heads([(count, _keys(part)) for count, part in parts], d)
@@ -116,8 +116,8 @@ def _keys(part: InnerAttention) -> Callable[[Tensor], Tensor]:
 
 
 def _queries(part: InnerAttention, aligned: bool) -> Callable[[Tensor], Tensor]:
-    """From local-attention 1.7.2 on, queries of heads that look both ways have the angles of a window later: those that
-    learned so ask for it here by their weights."""
+    """Return what happens to queries. Since local-attention 1.7.2 those of heads that look both ways have the angles of
+    a window later; weights that learned so are rotated here."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention) and not inner.causal and not aligned:
         return partial(rotated_by, places=inner.window.size)

@@ -11,7 +11,7 @@ from linattn.ops.rotary import rotate
 
 
 class Change(NamedTuple):
-    """What becomes of a tensor. `shape` takes the shape of ours and returns that of theirs."""
+    """A function of a tensor. `shape` takes the shape of ours and returns that of theirs."""
 
     shape: Callable[[torch.Size], Sequence[int]]
     apply: Callable[[Tensor], Tensor]

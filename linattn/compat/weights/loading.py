@@ -1,4 +1,4 @@
-"""From a checkpoint of another package to a model of ours: all of it, or nothing and the names of what does not fit."""
+"""Loads all of a checkpoint into a model of ours, or nothing and names what does not fit."""
 
 import re
 import warnings
@@ -39,7 +39,7 @@ def load(
     *,
     aligned_rotary: bool = False,
 ) -> Model:
-    """A model of `constructor`, one of linattn.compat, with the weights that the original of that name had.
+    """Return a model of `constructor`, one of linattn.compat, with the weights of the original of that name.
 
     `config` has the arguments that were given to the original. The model is in evaluation, in the weights' dtype.
     A `ValueError` names every tensor that is not used, missing, of another shape, or would stay new here.
@@ -77,7 +77,7 @@ def _conversion(constructor: type[nn.Module]) -> Conversion:
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
-    """Without the names of wrappers, and as the newest version calls them."""
+    """Return the tensors without the names of wrappers, as the newest version calls them."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):
