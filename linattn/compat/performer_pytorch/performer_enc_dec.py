@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, Filter, top_k
+from linattn.compat.autoregressive import Filter, top_k
+from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.language_model import PerformerLM
 from linattn.models.generation import evaluating
 
