@@ -56,7 +56,7 @@ class LinearAttentionTransformerLM(TokenModel):
         layers = Layers(**select(Layers, locals() | {"rotary": use_rotary_emb}))
         super().__init__()
         self.max_seq_len, self.causal, self.tied = max_seq_len, causal, False
-        self.pad_to_multiple = layers.pad_to_multiple
+        self.receives_context, self.pad_to_multiple = receives_context, layers.pad_to_multiple
         width = dim if emb_dim is None else emb_dim
         out = dim if return_embeddings else width
         self.embedding = nn.Embedding(num_tokens, width)
