@@ -2,8 +2,6 @@
 
 `attend` takes raw q, k and v; `MultiheadAttention` goes into your own model; `LanguageModel` is a complete model."""
 
-__version__ = "0.1.0"
-
 from linattn.attention import (
     ATTENTIONS,
     AxialAttention,
@@ -51,7 +49,6 @@ from linattn.models import (
     LanguageModelConfig,
     Sampling,
     SequenceModel,
-    TiedHead,
     generate,
     next_token_loss,
     stream,
@@ -90,6 +87,7 @@ from linattn.ops import (
     packed_log_decay,
     summarize,
 )
+from linattn.version import __version__ as __version__
 
 __all__ = [
     "ATTENTIONS",
@@ -148,7 +146,6 @@ __all__ = [
     "StridedConvolution",
     "T2RFeatureMap",
     "TaylorFeatureMap",
-    "TiedHead",
     "TokenShift",
     "TorchMultiheadAttention",
     "TrigonometricFavorFeatureMap",

@@ -21,7 +21,7 @@ EXCLUDED = (
     "config-*",
 )
 # small, so that two cores have time for many updates
-MODEL = "--dim 128 --depth 4 --heads 4 --attention local:2+elu:2 --window 64 --convolution 4"
+MODEL = "--dim 128 --depth 4 --num-heads 4 --attention local:2+elu:2 --window 64 --convolution 4"
 TRAINING = "--minutes 2 --context 256 --batch 8 --lr 5e-3 --evaluate-tokens 65536"
 PROMPT = 'def read_config(path):\n    """'
 

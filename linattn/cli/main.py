@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from linattn import __version__
 from linattn.cli import bench, generate, info, train
 from linattn.cli.errors import CommandError, did_you_mean, one_line
+from linattn.version import __version__
 
 COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
 

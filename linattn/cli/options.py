@@ -1,7 +1,10 @@
-"""The options of `linattn train`: each is one field, the source of the parser, the defaults and the run's record."""
+"""The options of `linattn train`: each is one field, from which come the parser, the defaults and the run's record.
+
+Those of the model are the fields of LanguageModelConfig."""
 
 import argparse
 import dataclasses
+from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +25,7 @@ from linattn.cli.argument_types import (
     repeatable,
 )
 from linattn.cli.errors import CommandError
+from linattn.models import LanguageModelConfig
 
 
 def option(default: Any, parsing: Mapping[str, Any], description: str, *, group: str, free: bool = False) -> Any:
@@ -29,13 +33,41 @@ def option(default: Any, parsing: Mapping[str, Any], description: str, *, group:
     return field(default=default, metadata={"help": description, "parsing": parsing, "group": group, "free": free})
 
 
-data, model = partial(option, group="data"), partial(option, group="model")
-training, reports = partial(option, group="training"), partial(option, group="reports")
+data, training, reports = (partial(option, group=group) for group in ("data", "training", "reports"))
+
+# how argparse reads the fields of the model's configuration
+BY_TYPE: dict[Any, Mapping[str, Any]] = {int: COUNT, int | None: COUNT, bool: {"action": BooleanOptionalAction}}
+BY_NAME: dict[str, Mapping[str, Any]] = {
+    "attention": {"type": comma_separated, "metavar": "METHOD"},
+    "rotary": {"type": base_or_none, "metavar": "X"},
+    "convolution": NATURAL,
+    "mlp_ratio": POSITIVE,
+    "dropout": NOT_NEGATIVE,
+}
+# what learns well on a few megabytes of text
+MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
+
+
+def _model_option(each: dataclasses.Field) -> tuple[str, Any, Any]:
+    if choices := each.metadata["choices"]:
+        parsing = one_of(*(choice for choice in choices if choice is not None))
+    else:
+        parsing = BY_NAME.get(each.name) or BY_TYPE[each.type]
+    default = MODEL_DEFAULTS.get(each.name, each.default)
+    return each.name, each.type, option(default, parsing, each.metadata["help"], group="model")
+
+
+ModelOptions: Any = dataclasses.make_dataclass(
+    "ModelOptions",
+    [_model_option(each) for each in dataclasses.fields(LanguageModelConfig) if "help" in each.metadata],
+    frozen=True,
+    kw_only=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The defaults learn well on a few megabytes of text."""
+class TrainOptions(ModelOptions):
+    """The options of the model, which are the fields of its configuration, and all others."""
 
     tokenizer: str | None = data(
         None, {"metavar": "FILE"}, "file of the tokenizers package (default: bytes are the tokens)"
@@ -50,33 +82,6 @@ class TrainOptions:
     validation_data: tuple[str, ...] = data(
         (), repeatable("DATA"), "file or folder for validation, instead of a part of DATA; repeatable"
     )
-
-    dim: int = model(256, COUNT, "width of the model")
-    depth: int = model(4, COUNT, "number of layers")
-    heads: int = model(4, COUNT, "attention heads per layer")
-    key_heads: int | None = model(
-        None, COUNT, "fewer heads for keys and values, shared by groups of heads (default: as many)"
-    )
-    head_dim: int | None = model(None, COUNT, "width of a head (default: dim / heads)")
-    key_dim: int | None = model(None, COUNT, "width of a head's queries and keys (default: that of its values)")
-    attention: tuple[str, ...] = model(
-        ("local+elu",),
-        {"type": comma_separated, "metavar": "METHOD"},
-        "such as elu or local:3+elu:1; separated by commas, one per layer",
-    )
-    window: int = model(128, COUNT, "tokens that a local head sees")
-    rotary: float | None = model(
-        10000.0, {"type": base_or_none, "metavar": "X"}, "base of the rotary positions, or none"
-    )
-    learned_positions: bool = model(False, FLAG, "add learned position embeddings")
-    convolution: int = model(4, NATURAL, "width of the short convolution before q, k and v (0: none)")
-    head_norm: bool = model(False, FLAG, "normalise each head's output")
-    gate: bool = model(False, FLAG, "a gate on the attention's output")
-    feed_forward: str = model("gated", one_of("gated", "gelu", "none"), "the other half of a layer")
-    mlp_ratio: float = model(4.0, POSITIVE, "width of the feed-forward, as a multiple of dim")
-    norm: str = model("rms", one_of("rms", "layer"), "the norm before each half of a layer")
-    untied: bool = model(False, FLAG, "an output matrix of its own, instead of sharing the embeddings'")
-    dropout: float = model(0.0, NOT_NEGATIVE, "probability of dropping an activation")
 
     steps: int | None = training(None, COUNT, "updates of the weights (default: 2000, or as many as --minutes allows)")
     minutes: float | None = training(
@@ -106,6 +111,13 @@ class TrainOptions:
     log_every: int = reports(10, COUNT, "updates from one line of the log to the next", free=True)
     save_every: int = reports(250, COUNT, "updates from one checkpoint to the next", free=True)
     keep: int = reports(2, COUNT, "checkpoints to keep", free=True)
+
+    def language_model(self, vocab_size: int) -> LanguageModelConfig:
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelOptions)}
+        if len(self.attention) == 1:
+            fields["attention"] = self.attention[0]
+        longest = self.context if self.positions == "learned" else None
+        return LanguageModelConfig(vocab_size=vocab_size, max_length=longest, **fields)
 
     def limit(self) -> int:
         """Return the number of updates. With --minutes, time ends the run long before a million."""

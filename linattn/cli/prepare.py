@@ -10,13 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from linattn import __version__
 from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically, write_atomically
 from linattn.cli.corpus import Extent, entire, find_files, split, write_corpus
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
 from linattn.cli.vocabulary import Vocabulary
+from linattn.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 

@@ -25,7 +25,6 @@ from linattn.cli.trainer import RunTrainer, make_trainer, training_arguments
 from linattn.cli.vocabulary import Vocabulary
 from linattn.cli.windows import TrainingWindows, ValidationWindows
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
-from linattn.models import LanguageModelConfig
 
 
 def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary) -> None:
@@ -47,29 +46,7 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
 def _make_model(options: TrainOptions, vocabulary: Vocabulary) -> PreTrainedModel:
     transformers.set_seed(options.seed)
     with explained("no such model", ValueError):
-        attention = tuple(options.attention)
-        config = LanguageModelConfig(
-            vocab_size=vocabulary.size,
-            dim=options.dim,
-            depth=options.depth,
-            num_heads=options.heads,
-            num_key_heads=options.key_heads,
-            head_dim=options.head_dim,
-            key_dim=options.key_dim,
-            attention=attention[0] if len(attention) == 1 else attention,
-            window=options.window,
-            rotary=options.rotary,
-            positions="learned" if options.learned_positions else None,
-            max_length=options.context if options.learned_positions else None,
-            convolution=options.convolution,
-            head_norm=options.head_norm,
-            gate=options.gate,
-            feed_forward=options.feed_forward,
-            mlp_ratio=options.mlp_ratio,
-            norm=options.norm,
-            tie_embeddings=not options.untied,
-            dropout=options.dropout,
-        )
+        config = options.language_model(vocabulary.size)
         separator = vocabulary.separator
         return LinattnForCausalLM(LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator))
 

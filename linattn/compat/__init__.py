@@ -1,1 +1,1 @@
-"""The constructors of the systems that this library replaces, argument for argument, mapped to our configuration."""
+"""The constructors of the packages that this library replaces, with the same arguments."""

@@ -1,4 +1,4 @@
-"""Options that others leave without effect: an error in the constructors, and dropped from the arguments that old
+"""Options that have no effect beside others. Constructors refuse them; they are dropped from the arguments that old
 weights were made with."""
 
 import inspect
@@ -13,7 +13,7 @@ Options = Mapping[str, Any]
 
 
 class Rule(NamedTuple):
-    """Where `applies(options)`, those of `names` have no effect; `reason` completes that sentence."""
+    """The options `names` have no effect if `applies(options)`; `reason` ends a sentence that says so."""
 
     names: tuple[str, ...]
     applies: Callable[[Options], bool]
@@ -28,6 +28,11 @@ def check_options(constructor: type, rules: Iterable[Rule], options: Options) ->
     for name, reason in _without_effect(rules, options).items():
         if name in options and not _same(options[name], parameters[name].default):
             raise ValueError(f"{name} is {options[name]!r}, but it has no effect {reason}: leave it out")
+
+
+def select(constructor: type, arguments: Options) -> dict[str, Any]:
+    """Return those of the arguments that the constructor takes."""
+    return {name: arguments[name] for name in inspect.signature(constructor).parameters if name in arguments}
 
 
 def effective(constructor: type, rules: Iterable[Rule], arguments: Options) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""One layer of a language model, and what a configuration builds it from."""
+"""One layer of a language model, built from its configuration."""
 
-from typing import Any, final
+from typing import Any, NamedTuple, cast, final
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.models.config import LanguageModelConfig
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
+from linattn.ops.state import checked_parts
 
 
 @final
@@ -35,6 +36,35 @@ class Block(nn.Module):
         if self.feed_forward is None or self.feed_forward_norm is None:
             return x
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class BlockSequence(NamedTuple):
+    """Blocks, called as a `ResidualSequence` calls its branches. No block attends to a context."""
+
+    blocks: nn.ModuleList
+
+    def __call__(
+        self, x: Float[Tensor, "b n d"], *, key_mask: None, context: None, context_mask: None
+    ) -> Float[Tensor, "b n d"]:
+        # causal layers need no mask: `run_stack` has moved the present tokens to the left
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def extend(
+        self,
+        x: Float[Tensor, "b n d"],
+        state: tuple[Any, ...] | None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None,
+        context: None,
+        context_mask: None,
+    ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
+        states = []
+        for block, past in zip(self.blocks, checked_parts(state, len(self.blocks)), strict=True):
+            x, after = cast(Block, block).extend(x, past, key_mask=key_mask)
+            states.append(after)
+        return x, tuple(states)
 
 
 def make_norm(config: LanguageModelConfig) -> nn.Module:

@@ -1,10 +1,10 @@
-"""What a language model is, as one frozen value that goes to JSON and back."""
+"""The configuration of a language model: one frozen value that goes to JSON and back."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,50 +13,48 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.named import named_attention
 from linattn.ops.names import did_you_mean, unknown_name
 
-FEED_FORWARDS = ("gated", "gelu", "none")
-NORMS = ("rms", "layer")
-POSITIONS = (None, "learned")
+
+def _option(default: Any, description: str, *, least: int = 1, choices: tuple[str | None, ...] = ()) -> Any:
+    """Return a field. `linattn train` makes an option of it, with the same name and description.
+
+    `least` is the least value of an integer."""
+    return field(default=default, metadata={"help": description, "least": least, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """`attention` is a name or a mixture of `linattn.attention.named` ("softmax", "elu", "local+elu", "local:3+elu:1"),
-    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one a layer."""
+    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer."""
 
-    vocab_size: int
-    dim: int = 256
-    depth: int = 4
-    num_heads: int = 4
-    attention: str | tuple[str, ...] = "local+elu"
-    num_key_heads: int | None = None
-    """Fewer than num_heads: consecutive query heads share a key head. None: as many."""
-    head_dim: int | None = None
-    """None: dim / num_heads."""
-    key_dim: int | None = None
-    """Channels of a head's q and k: few for a map with many features, such as "taylor2". None: head_dim, as v has."""
-    window: int = 128
-    """Tokens that a local head sees, its own among them."""
-    rotary: float | None = 10000.0
-    """Base of the rotary positions in q and k. None: none."""
-    positions: str | None = None
-    """"learned": a learned vector for each of max_length positions is added to the embeddings."""
-    max_length: int | None = None
+    vocab_size: int = field(metadata={"least": 1, "choices": ()})
+    dim: int = _option(256, "width of the model")
+    depth: int = _option(4, "number of layers")
+    num_heads: int = _option(4, "attention heads per layer")
+    attention: str | tuple[str, ...] = _option("local+elu", "such as elu or local:3+elu:1; or one for each layer")
+    num_key_heads: int | None = _option(
+        None, "fewer heads for keys and values, shared by consecutive query heads (default: as many)"
+    )
+    head_dim: int | None = _option(None, "width of a head (default: dim / num_heads)")
+    key_dim: int | None = _option(
+        None, 'width of a head\'s queries and keys, small for maps such as "taylor2" (default: that of its values)'
+    )
+    window: int = _option(128, "tokens that a local head sees, its own among them")
+    rotary: float | None = _option(10000.0, "base of the rotary positions in queries and keys, or none")
+    positions: str | None = _option(
+        None, "learned: add a learned vector for each position to the embeddings", choices=(None, "learned")
+    )
+    max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
     """Longest sequence; only learned positions have one."""
-    convolution: int = 0
-    """Width of a short causal convolution on the inputs of q, k and v. 0: none."""
-    head_norm: bool = False
-    """RMSNorm of each head's output, which un-normalised attention needs."""
-    gate: bool = False
-    """The attention's output is multiplied by silu(W x)."""
-    feed_forward: str = "gated"
-    """"gated" (SwiGLU), "gelu" (as in GPT-2) or "none"."""
-    mlp_ratio: float = 4.0
-    """Hidden units of the gelu feed-forward for each of dim; the gated one has 2/3 of them, so as many weights."""
-    norm: str = "rms"
-    """"rms" or "layer"."""
-    tie_embeddings: bool = True
-    """The output's matrix is the embeddings'."""
-    dropout: float = 0.0
+    convolution: int = _option(0, "width of the short causal convolution before q, k and v (0: none)", least=0)
+    head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
+    gate: bool = _option(False, "multiply the attention's output by silu(W x)")
+    feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
+    mlp_ratio: float = _option(
+        4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
+    )
+    norm: str = _option("rms", "the norm before each half of a layer", choices=("rms", "layer"))
+    tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")
+    dropout: float = _option(0.0, "share of activations that is dropped")
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -64,19 +62,19 @@ class LanguageModelConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """Hidden units of the feed-forward; the gated one's are a multiple of 8, which matrix units like."""
+        """The hidden units of the feed-forward, a multiple of 8 in the gated one, for matrix units."""
         if self.feed_forward == "gated":
             return 8 * math.ceil(self.mlp_ratio * self.dim / 12)
         return math.ceil(self.mlp_ratio * self.dim)
 
     @property
     def channels(self) -> int:
-        """Channels of a head's values and output."""
+        """The channels of a head's values and output."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def key_channels(self) -> int:
-        """Channels of a head's queries and keys."""
+        """The channels of a head's queries and keys."""
         return self.channels if self.key_dim is None else self.key_dim
 
     @property
@@ -85,7 +83,7 @@ class LanguageModelConfig:
         return (self.attention,) * self.depth if isinstance(self.attention, str) else self.attention
 
     def convolution_width(self, layer: int) -> int | None:
-        """Of a layer that is a gated convolution; None if it is attention."""
+        """Return the width of a layer that is a gated convolution, None for attention."""
         kind, _, width = self.layers[layer].partition(":")
         if kind != "convolution":
             return None
@@ -106,7 +104,7 @@ class LanguageModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
+        """Return the fields as plain values for JSON."""
         attention = self.attention if isinstance(self.attention, str) else list(self.attention)
         return dataclasses.asdict(self) | {"attention": attention}
 
@@ -138,23 +136,17 @@ class LanguageModelConfig:
         return LanguageModelConfig.from_dict(fields)
 
 
-def _check_types(config: LanguageModelConfig) -> None:
-    for name in ("vocab_size", "dim", "depth", "num_heads", "window"):
-        _require_integer(name, getattr(config, name), 1)
-    for name in ("num_key_heads", "head_dim", "key_dim", "max_length"):
-        if getattr(config, name) is not None:
-            _require_integer(name, getattr(config, name), 1)
-    _require_integer("convolution", config.convolution, 0)
-    for name in ("head_norm", "gate", "tie_embeddings"):
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name} must be true or false, but is {getattr(config, name)!r}")
-
-
-def _check_choices(config: LanguageModelConfig) -> None:
-    for name, choices in (("feed_forward", FEED_FORWARDS), ("norm", NORMS), ("positions", POSITIONS)):
-        value = getattr(config, name)
-        if value not in choices:
-            raise unknown_name(name, value, choices)
+def _check_fields(config: LanguageModelConfig) -> None:
+    for each in dataclasses.fields(config):
+        value, least, choices = getattr(config, each.name), each.metadata["least"], each.metadata["choices"]
+        if each.type is bool and not isinstance(value, bool):
+            raise ValueError(f"{each.name} must be true or false, but is {value!r}")
+        if (each.type is int or (each.type == int | None and value is not None)) and not (
+            isinstance(value, int) and not isinstance(value, bool) and value >= least
+        ):
+            raise ValueError(f"{each.name} must be an integer of at least {least}, but is {value!r}")
+        if choices and value not in choices:
+            raise unknown_name(each.name, value, choices)
 
 
 def _check_numbers(config: LanguageModelConfig) -> None:
@@ -198,13 +190,8 @@ def _check_positions(config: LanguageModelConfig) -> None:
         )
 
 
-_CHECKS = (_check_types, _check_choices, _check_numbers, _check_heads, _check_attention, _check_positions)
+_CHECKS = (_check_fields, _check_numbers, _check_heads, _check_attention, _check_positions)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _require_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, but is {value!r}")

@@ -1,4 +1,4 @@
-"""An encoder reads a source, a decoder writes about it. Vaswani et al., https://arxiv.org/abs/1706.03762"""
+"""An encoder of a source and a decoder that attends to its output. Vaswani et al., https://arxiv.org/abs/1706.03762"""
 
 from collections.abc import Collection, Sequence
 from typing import final
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from linattn.models.generation import GREEDY, Sampling, evaluating, generate
 from linattn.models.loss import next_token_loss
-from linattn.models.sequence_model import SequenceModel, SequenceModelState
+from linattn.models.sequence_model import SequenceModel
+from linattn.models.token_model import TokenModelState
 
 
 @final
@@ -17,11 +18,11 @@ class EncoderDecoder(nn.Module):
     """decoder(target, context=encoder(source)): an encoder without a head, a causal decoder with cross attention.
 
     For generation each cross attention sums up the encoder's output once: (S, z) if it is linear, whatever the length
-    of the source, and every token asks it."""
+    of the source, and every token reads it."""
 
     def __init__(self, encoder: SequenceModel, decoder: SequenceModel):
         super().__init__()
-        if encoder.head is not None or encoder.causal:
+        if encoder.gives_logits or encoder.causal:
             raise ValueError("the encoder must have no head and see all tokens: its output is the decoder's context")
         if not decoder.causal:
             raise ValueError("the decoder must be causal")
@@ -35,7 +36,7 @@ class EncoderDecoder(nn.Module):
         source_mask: Bool[Tensor, "b m"] | None = None,
         target_mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n v"]:
-        """The logits of the token after each one of the target."""
+        """Return the logits of the token after each one of the target."""
         context = self.encoder(source, key_mask=source_mask)
         return self.decoder(target, key_mask=target_mask, context=context, context_mask=source_mask)
 
@@ -48,16 +49,14 @@ class EncoderDecoder(nn.Module):
         target_mask: Bool[Tensor, "b n"] | None = None,
         ignore_index: int = -100,
     ) -> Float[Tensor, ""]:
-        """The mean cross entropy of each token of the target but the first."""
+        """Return the mean cross entropy of all tokens of the target but the first."""
         mask = None if target_mask is None else target_mask[:, :-1]
         logits = self(source, target[:, :-1], source_mask=source_mask, target_mask=mask)
         return next_token_loss(logits, target, key_mask=target_mask, ignore_index=ignore_index)
 
     @torch.no_grad()
-    def begin(
-        self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None
-    ) -> SequenceModelState:
-        """The decoder's state before its first token, for `linattn.generate(decoder, …, state=…)` and `stream`."""
+    def begin(self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None) -> TokenModelState:
+        """Return the decoder's state before its first token, for `generate(decoder, …, state=…)` and `stream`."""
         with evaluating(self):
             return self.decoder.begin(self.encoder(source, key_mask=source_mask), context_mask=source_mask)
 
@@ -72,7 +71,7 @@ class EncoderDecoder(nn.Module):
         stop_tokens: Collection[int] = (),
         seed: int | None = None,
     ) -> list[list[int]]:
-        """The new tokens of each row, one row of the source for each prompt."""
+        """Return the new tokens of each row, one row of the source for each prompt."""
         if len(source) != len(prompts):
             raise ValueError(f"each prompt needs its row of the source, but there are {len(prompts)} and {len(source)}")
         return generate(

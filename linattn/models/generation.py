@@ -1,4 +1,4 @@
-"""Writing with a language model: prompts of any lengths in one batch, in constant memory a token."""
+"""Generation with a language model, for prompts of any lengths in one batch, in constant memory per token."""
 
 import math
 import operator
@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 PREFILL = 8192
-"""Prompts are read in pieces of so many tokens, so that their length costs no memory."""
+"""The length of the pieces in which prompts are read, so that long ones cost no memory."""
 
 
 @runtime_checkable
 class Generative(Protocol):
-    """What can write: `LanguageModel`, `SequenceModel`, and any module with these."""
+    """A model that can generate: any `TokenModel`, and any module with these methods."""
 
     training: bool
 
@@ -29,7 +29,7 @@ class Generative(Protocol):
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that there are positions for; None: there is no longest."""
+        """The length of the longest sequence that there are positions for, None if there is no limit."""
         ...
 
     def modules(self) -> Iterator[nn.Module]: ...
@@ -43,9 +43,9 @@ class Generative(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from the logits: the penalty first, then temperature, top_k, top_p and filter.
+    """The way to draw the next token from the logits: first the penalty, then temperature, top_k, top_p and filter.
 
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest, top_p the fewest that reach probability p
+    temperature 0 takes the most likely token. top_k keeps the k most likely, top_p the fewest that reach probability p
     together, `filter` is any function of logits to logits. The penalty concerns the tokens that were there before, in
     the prompt too: it divides positive logits and multiplies negative ones (Keskar et al.,
     https://arxiv.org/abs/1909.05858)."""
@@ -83,7 +83,7 @@ def generate(
     seed: int | None = None,
     state: Any = None,
 ) -> list[list[int]]:
-    """The new tokens of each row, a stop token included. See `stream`."""
+    """Return the new tokens of each row, including a stop token. See `stream`."""
     steps = stream(
         model,
         prompts,
@@ -111,7 +111,7 @@ def stream(
     seed: int | None = None,
     state: Any = None,
 ) -> Iterator[list[int | None]]:
-    """One token a row and step, as soon as it is known; None for a row that has stopped (its stop token is given).
+    """Yield in each step one token per row, None for a row that has stopped (its stop token is given).
 
     `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
     With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
@@ -159,7 +159,7 @@ def _steps(
 
 
 def _prefill(model: Generative, prompts: _Prompts) -> tuple[Float[Tensor, "b v"], Any, Bool[Tensor, "b v"]]:
-    """The logits after each prompt, the state, and which tokens each prompt has."""
+    """Return the logits after each prompt, the state, and a mask of the tokens that each prompt has."""
     rows, state = prompts
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     longest = int(lengths.max())
@@ -186,7 +186,7 @@ def draw(
     seen: Bool[Tensor, "b v"],
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " b"]:
-    """The next token of each row; `seen` says which tokens are penalised."""
+    """Draw the next token of each row; `seen` is True for the tokens that are penalised."""
     logits = logits.float()
     if sampling.repetition_penalty != 1:
         penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
@@ -205,7 +205,7 @@ def draw(
 
 
 def nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
-    """Removes the unlikeliest tokens, as many as together stay within probability 1 - p."""
+    """Remove the least likely tokens, as many as together stay within probability 1 - p."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     removed[:, -1] = False
@@ -214,7 +214,7 @@ def nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout is for training only; a model in training stays so for whoever else uses it between two tokens."""
+    """Switch dropout off; between two tokens, a model in training is back in training for its other users."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False

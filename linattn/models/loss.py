@@ -1,4 +1,4 @@
-"""What a model learns from: how well it foretells the next token."""
+"""Next-token cross entropy."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ def next_token_loss(
     key_mask: Bool[Tensor, "b n"] | None = None,
     ignore_index: int = -100,
 ) -> Float[Tensor, ""]:
-    """The mean cross entropy of the next present token, over all tokens that have one; zero if none has.
+    """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 
     `logits` are those of `tokens[:, :-1]`, the last token has no next (or of all tokens: the last ones do not count).
     Masked tokens, and next tokens that are `ignore_index`, do not count either."""

@@ -1,4 +1,4 @@
-"""A model as a folder: config.json and model.safetensors, the format of our transformers class too. No pickle, ever."""
+"""A model is saved as a folder with config.json and model.safetensors, as our transformers class does. No pickle."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from linattn.models.config import LanguageModelConfig
+from linattn.version import __version__
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -23,7 +24,7 @@ PREFIX = "model."
 def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
-    """Both files are complete on the disk before either takes its name."""
+    """Write both files. They are complete on the disk before either takes its name."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -39,7 +40,7 @@ def write_model(
 def read_tensors(
     folder: str | os.PathLike[str], expected: Mapping[str, Shaped[Tensor, "..."]]
 ) -> dict[str, Shaped[Tensor, "..."]]:
-    """The weights of a saved model, which must have the names and shapes of those expected."""
+    """Return the weights of a saved model, which must have the expected names and shapes."""
     path = Path(folder) / WEIGHTS
     found = _read_tensors(path)
     _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, found, path)
@@ -48,7 +49,7 @@ def read_tensors(
 
 
 def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
-    """The configuration of a saved model, without its weights."""
+    """Return the configuration of a saved model without reading its weights."""
     path = Path(folder) / CONFIG
     fields = _read_json(path)
     if fields.get("model_type") != MODEL_TYPE:
@@ -63,8 +64,6 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
 
 
 def _config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
-    from linattn import __version__
-
     return {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -86,9 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_version(version: Any, path: Path) -> None:
-    """A model is read by the version that wrote it and by later ones."""
-    from linattn import __version__
-
+    """Raise ValueError unless this version wrote the model or is later than the one that did."""
     try:
         written, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
     except ValueError as error:
@@ -122,12 +119,12 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is not of this model" for name in found if name not in expected]
-    for name, like in expected.items():
-        tensor = found.get(name, like)
-        if tensor.shape != like.shape:
-            problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(like.shape)}")
-        elif tensor.is_floating_point() != like.is_floating_point():
-            problems.append(f"{name} is {tensor.dtype} and must be {like.dtype}")
+    for name, expected_tensor in expected.items():
+        tensor = found.get(name, expected_tensor)
+        if tensor.shape != expected_tensor.shape:
+            problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(expected_tensor.shape)}")
+        elif tensor.is_floating_point() != expected_tensor.is_floating_point():
+            problems.append(f"{name} is {tensor.dtype} and must be {expected_tensor.dtype}")
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{path} does not fit its configuration: {'; '.join(problems[:5])}{more}")
@@ -135,7 +132,7 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    """A name beside the path, so on the same disk; nothing of that name is left behind."""
+    """Yield a name beside the path, so on the same disk, and remove its file at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -25,3 +25,8 @@ def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be integers (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
     check_mask(tokens, key_mask, name="tokens")
+
+
+def out_of_range(what: str, indices: Tensor, size: int) -> ValueError:
+    """Return the error for a table of `size` rows that does not have all the indices."""
+    return ValueError(f"{what} must be in [0, {size}), but go from {int(indices.min())} to {int(indices.max())}")

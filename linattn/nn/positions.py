@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from linattn.nn.checks import out_of_range
+
 INIT_STD = 0.02
 
 
@@ -26,7 +28,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
-        return _rows(self.weight, positions)
+        return _rows(self.weight, positions, positions, self.max_length)
 
     def extra_repr(self) -> str:
         return f"{self.max_length}, {self.weight.shape[1]}"
@@ -79,18 +81,17 @@ class AxialPositions(nn.Module):
         for length, weight in zip(self.shape[:0:-1], list(self.weights)[:0:-1], strict=True):
             parts.append(weight[rest % length])
             rest = rest // length
-        return sum(parts, _rows(self.weights[0], rest, self.max_length))
+        return sum(parts, _rows(self.weights[0], rest, positions, self.max_length))
 
     def extra_repr(self) -> str:
         return f"{self.weights[0].shape[1]}, {self.shape}"
 
 
-def _rows(table: Tensor, positions: Tensor, max_length: int | None = None) -> Tensor:
+def _rows(table: Tensor, rows: Tensor, positions: Tensor, max_length: int) -> Tensor:
     try:
-        return nn.functional.embedding(positions, table)
+        return nn.functional.embedding(rows, table)
     except IndexError as error:
-        limit = len(table) if max_length is None else max_length
-        raise ValueError(f"positions must be in [0, {limit}): the sequence is longer than what was made") from error
+        raise out_of_range("positions", positions, max_length) from error
 
 
 def _check_lengths(lengths: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ TINY = (
     "16",
     "--depth",
     "1",
-    "--heads",
+    "--num-heads",
     "2",
     "--attention",
     "local+elu",

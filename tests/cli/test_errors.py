@@ -58,7 +58,7 @@ TRAIN = {
     "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),
     "missing tokenizer": (("text", "--tokenizer", "missing.json"), "there is no tokenizer missing.json"),
     "bad tokenizer": (("text", "--tokenizer", "bad.json"), "bad.json is no file of the tokenizers package"),
-    "heads": (("text", "--heads", "3"), "num_heads must divide dim, but they are 3 and 16"),
+    "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, but they are 3 and 16"),
     "attention": (("text", "--attention", "nonsense"), "nonsense"),
     "attention of layers": (("text", "--attention", "elu,elu,elu"), "attention names 3 layers, but depth is 1"),
     "dropout": (("text", "--dropout", "1.5"), "dropout"),
@@ -177,7 +177,7 @@ def test_bad_options_of_generate_are_told(run, capsys, name):
 
 
 def test_the_end_of_learned_positions_is_told(here, capsys):
-    assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--learned-positions", "--steps", "1"]) == 0
+    assert main(["train", "text", "--out", "run", *TINY, *SHORT, "--positions", "learned", "--steps", "1"]) == 0
     line = fails(capsys, "generate", "run", "--max-new-tokens", "100")
     assert "positions end at 32" in line
 

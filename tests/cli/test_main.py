@@ -63,7 +63,7 @@ def test_without_the_extra_it_helps_and_says_what_to_install(finished, text, tmp
     "arguments, expected",
     [
         (("trian",), "did you mean train?"),
-        (("train", "x", "--out", "y", "--learning-positions"), "did you mean --learned-positions?"),
+        (("train", "x", "--out", "y", "--num-head"), "did you mean --num-heads?"),
         (("train", "x", "--out", "y", "--batch-size=4"), "did you mean --batch?"),
         (("train", "x", "--out", "y", "--feed-forward", "gatd"), "did you mean gated?"),
         (("bench", "--workloads", "forwards"), "did you mean forward?"),

@@ -19,8 +19,8 @@ FOUR_STEPS = (*TINY, *SHORT, "--steps", "4")
 CONFIGURED = {
     "dim": ("24", 24),
     "depth": ("2", 2),
-    "heads": ("4", 4),
-    "key_heads": ("1", 1),
+    "num_heads": ("4", 4),
+    "num_key_heads": ("1", 1),
     "head_dim": ("4", 4),
     "key_dim": ("6", 6),
     "attention": ("softmax", "softmax"),
@@ -35,8 +35,6 @@ CONFIGURED = {
     "dropout": ("0.3", 0.3),
 }
 """Options of the model that are fields of its configuration, with a value."""
-
-RENAMED = {"heads": "num_heads", "key_heads": "num_key_heads"}
 
 TRAINING = {
     "steps": ("3",),
@@ -55,13 +53,13 @@ TRAINING = {
     "exclude": ("a.*",),
     "validation_part": ("0.5",),
     "validation_data": ("TEXT",),
-    "learned_positions": (),
-    "untied": (),
+    "positions": ("learned",),
     "dropout": ("0.3",),
 }
 """Options that change what is learned."""
 
 ELSEWHERE = {
+    "tie_embeddings": "test_the_untied_output_has_a_matrix_of_its_own",
     "checkpointing": "test_checkpointing_recomputes",
     "cpu": "test_a_gpu_is_left_alone",
     "fsdp": "test_distributed.py",
@@ -105,7 +103,7 @@ def test_options_of_the_model_reach_it(text, tmp_path, name):
     # a mixture's heads could not share one key head
     train(text, tmp_path / "run", "--attention", "elu", flag(name), *value, "--steps", "1")
     config = LanguageModel.load(tmp_path / "run").config
-    assert getattr(config, RENAMED.get(name, name)) == expected
+    assert getattr(config, name) == expected
 
 
 def test_each_layer_may_have_an_attention_of_its_own(text, tmp_path):
@@ -130,7 +128,7 @@ def test_data_for_validation_are_all_validation(text, tmp_path):
 
 
 def test_the_untied_output_has_a_matrix_of_its_own(text, tmp_path):
-    train(text, tmp_path / "run", "--untied")
+    train(text, tmp_path / "run", "--no-tie-embeddings")
     assert LanguageModel.load(tmp_path / "run").head is not None
 
 

@@ -103,7 +103,7 @@ def of_pair(model: PerformerEncDec) -> Iterator[Any]:
     yield model(tokens(), tokens())
     yield model(tokens(), tokens())
     # logits, if the encoder has a head
-    yield model.enc(tokens()) if model.enc.model.head is not None else None
+    yield model.enc(tokens()) if model.enc.gives_logits else None
     yield from of_generation(model.dec, context=model.enc(tokens()[:1], return_encodings=True).expand(8, -1, -1))
 
 

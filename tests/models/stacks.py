@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention.named import named_attention
-from linattn.models import EncoderDecoder, SequenceModel, TiedHead
+from linattn.models import EncoderDecoder, SequenceModel
 from linattn.nn import (
     AxialPositions,
     Branch,
@@ -64,13 +64,13 @@ def model(
     embedding, pairs = nn.Embedding(VOCABULARY, width), branches(attention, causal, cross, depth)
     stack = ReversibleSequence(pairs) if reversible else ResidualSequence(b for pair in pairs for b in pair)
     places = POSITIONS[positions]
-    heads: dict[str | None, Any] = {None: None, "own": nn.Linear(width, VOCABULARY), "tied": TiedHead(embedding)}
     return SequenceModel(
         embedding,
         stack if width == DIM else Projected(stack, width, DIM, out_dim=width),
         positions=None if places is None else places(),
         norm=nn.LayerNorm(width),
-        head=heads[head],
+        head=nn.Linear(width, VOCABULARY) if head == "own" else None,
+        tied=head == "tied",
     ).double()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from linattn import __version__
 from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError
+from linattn.version import __version__
 
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"

@@ -1,4 +1,4 @@
-"""linear-attention-transformer's automatic padding, which needs none any more."""
+"""linear-attention-transformer's automatic padding. Our models take any length without it."""
 
 from typing import final
 

@@ -5,28 +5,22 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from linattn.compat.autoregressive import AutoregressiveBase, Filter, present_rows, top_k, top_p
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
-from linattn.compat.performer_pytorch.autoregressive_wrapper import Filter, top_k, top_p
-from linattn.models.generation import Sampling, evaluating, generate
-from linattn.models.loss import next_token_loss
+from linattn.models.generation import Sampling, generate
 
 
 @final
-class AutoregressiveWrapper(nn.Module):
-    """The loss of the next token, and samples. Next tokens that are `ignore_index`, or masked, do not count.
+class AutoregressiveWrapper(AutoregressiveBase):
+    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
 
     A list of sequences of different lengths is padded with `pad_value`, which has no effect on the loss."""
 
     def __init__(self, net: LinearAttentionTransformerLM, ignore_index: int = -100, pad_value: int = 0):
-        super().__init__()
-        if not net.model.causal:
-            raise ValueError("only a causal model foretells the next token: make the net with causal=True")
-        self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
-        self.max_seq_len = net.max_seq_len
+        super().__init__(net, ignore_index, pad_value)
 
     def forward(
         self,
@@ -36,15 +30,13 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """The logits, or the mean cross entropy of each token but the first; a mask may then leave out the last one."""
+        """Return the logits, or the mean cross entropy of all tokens but the first. A mask may leave out the last."""
         if not isinstance(x, Tensor):
             x, input_mask = self._padded(x, input_mask)
-        if not return_loss:
-            return self.net(x, input_mask, context, context_mask)
-        if input_mask is not None and input_mask.shape[1] == x.shape[1] - 1:
-            input_mask = F.pad(input_mask, (0, 1), value=True)
-        logits = self.net(x[:, :-1], None if input_mask is None else input_mask[:, :-1], context, context_mask)
-        return next_token_loss(logits, x, key_mask=input_mask, ignore_index=self.ignore_index)
+        return self._logits_or_loss(x, input_mask, context, context_mask, return_loss=return_loss)
+
+    def _logits(self, x: Tensor, mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
+        return self.net(x, mask, context, context_mask)
 
     @torch.no_grad()
     def generate(
@@ -59,13 +51,11 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Int[Tensor, "*b k"]:
-        """`seq_len` new tokens of each row, fewer if all rows have ended; after its `eos_token` a row is `pad_value`.
+        """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
         Once a row has `max_seq_len` tokens, each next one sees the last `max_seq_len`, which are read again for it. A
-        temperature of 0 takes the likeliest token."""
-        tokens = torch.atleast_2d(start_tokens)
-        present = torch.ones_like(tokens, dtype=torch.bool) if input_mask is None else input_mask
-        rows = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
+        temperature of 0 takes the most likely token."""
+        rows = present_rows(start_tokens, input_mask)
         sampling = Sampling(temperature=temperature, filter=partial(filter_logits_fn, thres=filter_thres))
         new = self._sample(rows, seq_len, sampling, eos_token, self._begin(context, context_mask))
         longest = max(map(len, new), default=0)
@@ -75,7 +65,7 @@ class AutoregressiveWrapper(nn.Module):
     def _sample(
         self, rows: list[list[int]], count: int, sampling: Sampling, eos_token: int | None, state: Any
     ) -> list[list[int]]:
-        """All at once while positions last, then token by token."""
+        """Draw all tokens at once while there are positions, then token by token."""
         longest = self.net.max_length
         ended = [False] * len(rows)
         new: list[list[int]] = [[] for _ in rows]
@@ -90,12 +80,6 @@ class AutoregressiveWrapper(nn.Module):
                 ended[row] = over or tokens[-1:] == [eos_token]
             count -= step
         return new
-
-    def _begin(self, context: Tensor | None, context_mask: Tensor | None) -> Any:
-        if context is None:
-            return None
-        with evaluating(self.net):
-            return self.net.begin(context, context_mask=context_mask)
 
     def _padded(self, rows: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is not None:

@@ -1,10 +1,10 @@
-"""From the package's arguments to branches: what each layer of a `LinearAttentionTransformer` adds."""
+"""The layers of a `LinearAttentionTransformer`, built from the package's arguments."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import nn
 
 from linattn.attention.axial import AxialAttention
@@ -14,17 +14,9 @@ from linattn.attention.linformer import LearnedProjection, LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.rotary import RotaryAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.compat.layers import make_feed_forward, make_stack
 from linattn.feature_maps import EfficientFeatureMap
-from linattn.nn import (
-    Branch,
-    Chunked,
-    FeedForward,
-    GatedFeedForward,
-    MultiheadAttention,
-    ResidualSequence,
-    ReversibleSequence,
-    TokenShift,
-)
+from linattn.nn import Branch, MultiheadAttention, ResidualSequence, ReversibleSequence, TokenShift
 
 
 class LinformerSettings(NamedTuple):
@@ -42,7 +34,7 @@ class LinformerContextSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The arguments that a stack is made from, under the package's names."""
+    """The arguments that make a stack, under the package's names."""
 
     dim: int
     depth: int
@@ -73,13 +65,13 @@ class Layers:
 
     @property
     def local_heads(self) -> tuple[int, ...]:
-        """Of each layer."""
+        """The number of local heads of each layer."""
         heads = self.n_local_attn_heads
         return (heads,) * self.depth if isinstance(heads, int) else tuple(heads)
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """The channels of a head."""
         if self.dim_head is not None:
             return self.dim_head
         if self.dim % self.heads:
@@ -88,20 +80,23 @@ class Layers:
 
     @property
     def pad_to_multiple(self) -> int:
-        """What `Autopadder` pads to, as the original needs it."""
+        """The number whose multiples `Autopadder` pads to, as the original needs."""
         window = self.local_attn_window_size if any(self.local_heads) or self.attend_axially else 1
         return math.lcm(self.blindspot_size, window)
 
     def stack(self) -> ResidualSequence | ReversibleSequence:
-        """For each layer attention and feed-forward, then the same folded axially, then the same for the context."""
+        """Return the layers, each with a feed-forward: self attention, axial attention, attention to the context."""
+        feed_forward = partial(
+            make_feed_forward, self.dim, glu=self.ff_glu, dropout=self.ff_dropout, chunks=self.ff_chunks
+        )
         pairs = []
         for local_heads in self.local_heads:
-            pairs.append((self._shifted(self._self_attention(local_heads)), self._shifted(self._feed_forward())))
+            pairs.append((self._shifted(self._self_attention(local_heads)), self._shifted(feed_forward())))
             if self.attend_axially:
-                pairs.append((self._branch(self._axial_attention()), self._branch(self._feed_forward())))
+                pairs.append((self._branch(self._axial_attention()), self._branch(feed_forward())))
             if self.receives_context:
-                pairs.append((self._branch(self._cross_attention()), self._branch(self._feed_forward())))
-        return ReversibleSequence(pairs) if self.reversible else ResidualSequence(b for pair in pairs for b in pair)
+                pairs.append((self._branch(self._cross_attention()), self._branch(feed_forward())))
+        return make_stack(pairs, self.reversible, "mean")
 
     def _branch(self, module: nn.Module, shift: TokenShift | None = None) -> Branch:
         return Branch(module, norm=nn.LayerNorm(self.dim), shift=shift)
@@ -109,15 +104,6 @@ class Layers:
     def _shifted(self, module: nn.Module) -> Branch:
         offsets = (1, 0) if self.causal else (1, 0, -1)
         return self._branch(module, TokenShift(offsets) if self.shift_tokens else None)
-
-    def _feed_forward(self) -> nn.Module:
-        if self.ff_glu:
-            module = GatedFeedForward(
-                self.dim, 4 * self.dim, activation=F.gelu, bias=True, hidden_dropout=self.ff_dropout
-            )
-        else:
-            module = FeedForward(self.dim, 4 * self.dim, hidden_dropout=self.ff_dropout)
-        return module if self.ff_chunks == 1 else Chunked(module, self.ff_chunks)
 
     def _attention(self, inner: InnerAttention, channels: int, *, context: bool = False) -> MultiheadAttention:
         return MultiheadAttention(
@@ -132,7 +118,7 @@ class Layers:
         )
 
     def _self_attention(self, local_heads: int) -> MultiheadAttention:
-        """Local heads first."""
+        """Return the self attention of a layer, whose local heads come first."""
         parts = [(local_heads, self._local()), (self.heads - local_heads, self._global())]
         parts = [(count, part) for count, part in parts if count]
         return self._attention(parts[0][1] if len(parts) == 1 else SplitHeads(*parts), self.channels)
@@ -158,7 +144,7 @@ class Layers:
 
 
 def _efficient(causal: bool, blindspot: int = 1) -> LinearAttention:
-    """Causal, the output is normalised and not each feature: the package's formula."""
+    """Return the package's linear attention. The causal one normalises the output, the other one each key feature."""
     normalize = "output" if causal else "keys"
     return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize, blindspot=blindspot)
 

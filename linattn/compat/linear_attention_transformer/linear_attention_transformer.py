@@ -1,22 +1,21 @@
 """The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
 
 import math
-from typing import Any, final
+from typing import final
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.compat.linear_attention_transformer.layers import Layers, LinformerContextSettings, LinformerSettings
 from linattn.compat.linear_attention_transformer.options import MODEL_RULES
-from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer, check_context
-from linattn.compat.options import check_options
-from linattn.models.sequence_model import SequenceModel, SequenceModelState
+from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
+from linattn.compat.options import check_options, select
+from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import AxialPositions, LearnedPositions, Projected, SinusoidalPositions
 
 
 @final
-class LinearAttentionTransformerLM(nn.Module):
+class LinearAttentionTransformerLM(TokenModel):
     """Embeddings with positions, a `LinearAttentionTransformer`, a norm and the logits (`return_embeddings` leaves them
     out). If causal, `linattn.generate` takes it.
 
@@ -54,45 +53,25 @@ class LinearAttentionTransformerLM(nn.Module):
         shift_tokens: bool = False,
     ):
         check_options(LinearAttentionTransformerLM, MODEL_RULES, locals())
+        layers = Layers(**select(Layers, locals() | {"rotary": use_rotary_emb}))
         super().__init__()
-        self.max_seq_len = max_seq_len
-        layers = Layers(
-            dim=dim,
-            depth=depth,
-            max_seq_len=max_seq_len,
-            heads=heads,
-            dim_head=dim_head,
-            causal=causal,
-            ff_chunks=ff_chunks,
-            ff_glu=ff_glu,
-            ff_dropout=ff_dropout,
-            attn_layer_dropout=attn_layer_dropout,
-            attn_dropout=attn_dropout,
-            reversible=reversible,
-            blindspot_size=blindspot_size,
-            n_local_attn_heads=n_local_attn_heads,
-            local_attn_window_size=local_attn_window_size,
-            receives_context=receives_context,
-            attend_axially=attend_axially,
-            linformer_settings=linformer_settings,
-            context_linformer_settings=context_linformer_settings,
-            shift_tokens=shift_tokens,
-            rotary=use_rotary_emb,
-        )
+        self.max_seq_len, self.causal, self.tied = max_seq_len, causal, False
+        self.receives_context, self.pad_to_multiple = receives_context, layers.pad_to_multiple
         width = dim if emb_dim is None else emb_dim
         out = dim if return_embeddings else width
-        grid = (math.ceil(max_seq_len / local_attn_window_size), local_attn_window_size)
-        self.receives_context, self.pad_to_multiple = receives_context, layers.pad_to_multiple
+        self.embedding = nn.Embedding(num_tokens, width)
+        if use_rotary_emb:
+            self.positions = SinusoidalPositions(width)
+        else:
+            self.positions = _learned(width, max_seq_len, local_attn_window_size, axial=use_axial_pos_emb is not False)
+        self.dropout = nn.Identity()
         stack = layers.stack()
-        self.model = SequenceModel(
-            nn.Embedding(num_tokens, width),
-            stack if width == dim else Projected(stack, width, dim, out_dim=_other(out, dim)),
-            positions=SinusoidalPositions(width)
-            if use_rotary_emb
-            else _learned(width, max_seq_len, None if use_axial_pos_emb is False else grid),
-            norm=nn.LayerNorm(out),
-            head=None if return_embeddings else nn.Linear(width, num_tokens),
-        )
+        self.stack = stack if width == dim else Projected(stack, width, dim, out_dim=None if out == dim else out)
+        self.norm = nn.LayerNorm(out)
+        self.head = None if return_embeddings else nn.Linear(width, num_tokens)
+
+    def get_stack(self) -> nn.Module:
+        return self.stack
 
     def forward(
         self,
@@ -101,59 +80,28 @@ class LinearAttentionTransformerLM(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n o"]:
-        """The logits of each token, or its embedding. The masks say which tokens are present (True)."""
-        check_context(self.receives_context, context, context_mask)
-        return self.model(x, key_mask=input_mask, context=context, context_mask=context_mask)
-
-    def begin(
-        self, context: Float[Tensor, "b m d"], *, context_mask: Bool[Tensor, "b m"] | None = None
-    ) -> SequenceModelState:
-        """The state before the first token: the context is summed up here, once and for all."""
-        check_context(self.receives_context, context, context_mask)
-        return self.model.begin(context, context_mask=context_mask)
+        """Return the logits of each token, or its embedding. The masks are True where a token is present."""
+        y = self.hidden(x, key_mask=input_mask, context=context, context_mask=context_mask)
+        return self.logits(y) if self.gives_logits else y
 
     def extend(
         self,
         x: Int[Tensor, "b n"],
-        state: SequenceModelState | None = None,
+        state: TokenModelState | None = None,
         input_mask: Bool[Tensor, "b n"] | None = None,
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n o"], SequenceModelState]:
-        """The same for the next tokens of sequences whose past is summed up in `state`, which also has the context."""
-        check_context(self.receives_context, context, context_mask)
-        return self.model.extend(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
-
-    def extend_hidden(
-        self, tokens: Int[Tensor, "b n"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """What `logits` takes, for the next tokens."""
-        return self.model.extend_hidden(tokens, state, key_mask=key_mask)
-
-    def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]:
-        return self.model.logits(x)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """The longest sequence that there are positions for; sinusoids go on for ever."""
-        return self.model.max_length
+    ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
+        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
+        y, state = self.extend_hidden(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
+        return self.logits(y) if self.gives_logits else y, state
 
 
-def _other(out: int, dim: int) -> int | None:
-    return None if out == dim else out
-
-
-def _learned(width: int, longest: int, grid: tuple[int, ...] | None) -> AxialPositions | LearnedPositions:
+def _learned(width: int, longest: int, window: int, *, axial: bool) -> AxialPositions | LearnedPositions:
     # as large as the embeddings that they are added to
-    return LearnedPositions(longest, width, std=1.0) if grid is None else AxialPositions(width, grid, std=1.0)
+    if not axial:
+        return LearnedPositions(longest, width, std=1.0)
+    return AxialPositions(width, (math.ceil(longest / window), window), std=1.0)
 
 
 __all__ = [

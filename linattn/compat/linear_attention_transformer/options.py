@@ -1,4 +1,4 @@
-"""Which of linear-attention-transformer's options have no effect beside others."""
+"""Rules on the options of linear-attention-transformer that have no effect beside others."""
 
 from linattn.compat.options import Options, Rule
 
@@ -9,7 +9,7 @@ def _local_heads(options: Options) -> tuple[int, ...]:
 
 
 def has_window(options: Options) -> bool:
-    """Whether some attention is made with `local_attn_window_size`."""
+    """Return True if some attention is made with `local_attn_window_size`."""
     return any(_local_heads(options)) or options["attend_axially"]
 
 

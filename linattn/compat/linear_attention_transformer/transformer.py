@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from linattn.compat.linear_attention_transformer.layers import Layers, LinformerContextSettings, LinformerSettings
 from linattn.compat.linear_attention_transformer.options import STACK_RULES
-from linattn.compat.options import check_options
-from linattn.models.sequence_model import run_stack
+from linattn.compat.options import check_options, select
+from linattn.models.token_model import run_stack
 
 
 @final
@@ -44,30 +44,8 @@ class LinearAttentionTransformer(nn.Module):
         rotary: bool = False,
     ):
         check_options(LinearAttentionTransformer, STACK_RULES, locals())
+        layers = Layers(**select(Layers, locals()))
         super().__init__()
-        layers = Layers(
-            dim=dim,
-            depth=depth,
-            max_seq_len=max_seq_len,
-            heads=heads,
-            dim_head=dim_head,
-            causal=causal,
-            reversible=reversible,
-            ff_chunks=ff_chunks,
-            ff_glu=ff_glu,
-            ff_dropout=ff_dropout,
-            attn_layer_dropout=attn_layer_dropout,
-            attn_dropout=attn_dropout,
-            blindspot_size=blindspot_size,
-            n_local_attn_heads=n_local_attn_heads,
-            local_attn_window_size=local_attn_window_size,
-            receives_context=receives_context,
-            attend_axially=attend_axially,
-            linformer_settings=linformer_settings,
-            context_linformer_settings=context_linformer_settings,
-            shift_tokens=shift_tokens,
-            rotary=rotary,
-        )
         self.stack, self.causal, self.receives_context = layers.stack(), causal, receives_context
         self.pad_to_multiple = layers.pad_to_multiple
 
@@ -78,7 +56,7 @@ class LinearAttentionTransformer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """The masks say which tokens are present (True)."""
+        """Apply the layers. The masks are True where a token is present."""
         check_context(self.receives_context, context, context_mask)
         return run_stack(self.stack, self.causal, x, input_mask, context, context_mask)
 
@@ -90,7 +68,7 @@ class LinearAttentionTransformer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """The next tokens of sequences whose past is summed up in `state`; the context is needed the first time."""
+        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
         check_context(self.receives_context, context, context_mask)
         return self.stack.extend(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
 

@@ -6,15 +6,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention
+from linattn.compat.layers import make_feed_forward, make_stack
 from linattn.models.sequence_model import SequenceModel
-from linattn.nn import (
-    Branch,
-    FeedForward,
-    LearnedPositions,
-    MultiheadAttention,
-    ResidualSequence,
-    ReversibleSequence,
-)
+from linattn.nn import Branch, LearnedPositions, MultiheadAttention
 
 
 @final
@@ -55,7 +49,7 @@ class LinformerSelfAttention(nn.Module):
         *,
         key_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True): of the context if there is one, else of x."""
+        """Attend. `key_mask` is True where a token is present: of the context if there is one, else of x."""
         return self.attention(x, context, key_mask=key_mask)
 
 
@@ -80,17 +74,14 @@ class Linformer(nn.Module):
         pairs = []
         for _ in range(depth):
             layer = LinformerSelfAttention(dim, seq_len, k, heads, dim_head, one_kv_head, share_kv, dropout)
-            feed_forward = FeedForward(dim, 4 * dim, hidden_dropout=dropout)
-            pairs.append(tuple(Branch(part, norm=nn.LayerNorm(dim)) for part in (layer.attention, feed_forward)))
-        if reversible:
-            self.net = ReversibleSequence(pairs, reduce="sum")
-        else:
-            self.net = ResidualSequence(branch for pair in pairs for branch in pair)
+            parts = layer.attention, make_feed_forward(dim, dropout=dropout)
+            pairs.append(tuple(Branch(part, norm=nn.LayerNorm(dim)) for part in parts))
+        self.net = make_stack(pairs, reversible, "sum")
 
     def forward(
         self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True)."""
+        """Apply the layers. `key_mask` is True where a token is present."""
         return self.net(x, key_mask=key_mask)
 
 
@@ -123,5 +114,5 @@ class LinformerLM(nn.Module):
         )
 
     def forward(self, x: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n v"]:
-        """The logits of each token. `key_mask` says which tokens are present (True)."""
+        """Return the logits of each token. `key_mask` is True where a token is present."""
         return self.model(x, key_mask=key_mask)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LocalAttention, SplitHeads
 from linattn.attention.rotary import RotaryAttention
-from linattn.compat.options import check_options
+from linattn.compat.options import check_options, select
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
@@ -23,7 +23,7 @@ MakeFast = Callable[..., FastAttention]
 def mixed_heads(
     fast: MakeFast, heads: int, local_heads: int, *, window: int, causal: bool, rotary: bool
 ) -> InnerAttention:
-    """Fast heads first, then local ones: in buckets of `window` tokens, and always with rotary positions."""
+    """Return fast heads, then local ones, which have buckets of `window` tokens and always rotary positions."""
     if not 0 <= local_heads <= heads:
         raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local_heads}")
     parts: list[tuple[int, InnerAttention]] = []
@@ -38,7 +38,7 @@ def mixed_heads(
 class AttentionBase(nn.Module, ABC):
     """The constructor of the three attentions.
 
-    They draw their random features anew by themselves, after `feature_redraw_interval` training forwards. Rotary
+    They resample their random features by themselves, after `feature_redraw_interval` training forwards. Rotary
     positions of the fast heads are an option here, not an argument of `forward`, and count present tokens."""
 
     crosses: ClassVar[bool] = False
@@ -70,22 +70,13 @@ class AttentionBase(nn.Module, ABC):
         self.looks_at_places = local_heads > 0 or rotary_position_emb
         if self.crosses:
             self._check_cross_attention()
-        fast = partial(
-            FastAttention,
-            head_channels(dim, heads, dim_head),
-            nb_features,
-            ortho_scaling,
-            generalized_attention=generalized_attention,
-            kernel_fn=kernel_fn,
-            no_projection=no_projection,
-            softmax_epsilon=softmax_epsilon,
-            kernel_epsilon=kernel_epsilon,
-        )
+        channels = head_channels(dim, heads, dim_head)
+        fast = partial(FastAttention, channels, **select(FastAttention, locals()))
         self.attention = MultiheadAttention(
             dim,
             heads,
             mixed_heads(fast, heads, local_heads, window=local_window_size, causal=causal, rotary=rotary_position_emb),
-            head_dim=head_channels(dim, heads, dim_head),
+            head_dim=channels,
             context_dim=dim if self.crosses else None,
             bias=qkv_bias,
             out_bias=attn_out_bias,
@@ -113,7 +104,7 @@ class Attention(AttentionBase):
         mask: Bool[Tensor, "b n"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`mask` says which tokens of x are present (True), `context_mask` those of the context."""
+        """Attend. `mask` is True where a token of x is present, `context_mask` where one of the context is."""
         if context is None:
             if context_mask is not None:
                 raise ValueError("context_mask is of a context, but none was given")
@@ -127,13 +118,13 @@ class SelfAttention(AttentionBase):
     """Tokens attend to each other."""
 
     def forward(self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
-        """`mask` says which tokens are present (True); the others are as if they were not there."""
+        """Attend. `mask` is True where a token is present; the others are as if they were not there."""
         return self._attend(x, None, mask)
 
     def extend(
         self, x: Float[Tensor, "b n d"], state: Any = None, mask: Bool[Tensor, "b n"] | None = None
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """If causal: the next tokens of sequences whose past is summed up in `state` (None: no past)."""
+        """Return the outputs for the next tokens of sequences whose past is in `state`, and the new state."""
         return self.attention.extend(x, state, key_mask=mask)
 
 
@@ -149,12 +140,12 @@ class CrossAttention(AttentionBase):
         context: Float[Tensor, "b m d"],
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`context_mask` says which tokens of the context are present (True)."""
+        """Attend. `context_mask` is True where a token of the context is present."""
         return self._attend(x, context, context_mask)
 
 
 def head_channels(dim: int, heads: int, dim_head: int | None) -> int:
-    """None: dim / heads."""
+    """Return the channels of a head. None stands for dim / heads."""
     if dim_head is None and dim % heads:
         raise ValueError(f"heads must divide dim where dim_head is None, but they are {heads} and {dim}")
     return dim // heads if dim_head is None else dim_head

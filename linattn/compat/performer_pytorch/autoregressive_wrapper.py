@@ -1,43 +1,23 @@
 """performer-pytorch's way to train and to sample a causal model."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from linattn.compat.autoregressive import AutoregressiveBase, Filter, present_rows, top_k, top_p
 from linattn.compat.performer_pytorch.language_model import PerformerLM
-from linattn.models.generation import Sampling, evaluating, nucleus, stream
-from linattn.models.loss import next_token_loss
-
-Filter = Callable[..., Tensor]
-
-
-def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keeps the likeliest tokens, a share of 1 − thres of all, but at least one."""
-    k = max(1, round((1 - thres) * logits.shape[-1]))
-    values, indices = logits.topk(k)
-    return torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
-
-
-def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keeps the fewest tokens that reach the probability thres together."""
-    return nucleus(logits, thres)
+from linattn.models.generation import Sampling, stream
 
 
 @final
-class AutoregressiveWrapper(nn.Module):
-    """The loss of the next token, and samples. Next tokens that are `ignore_index`, or masked, do not count."""
+class AutoregressiveWrapper(AutoregressiveBase):
+    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count."""
 
     def __init__(self, net: PerformerLM, ignore_index: int = 0, pad_value: int = 0):
-        super().__init__()
-        if not net.model.causal:
-            raise ValueError("only a causal model foretells the next token: make the net with causal=True")
-        self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
-        self.max_seq_len = net.max_seq_len
+        super().__init__(net, ignore_index, pad_value)
 
     def forward(
         self,
@@ -47,14 +27,11 @@ class AutoregressiveWrapper(nn.Module):
         context_mask: Bool[Tensor, "b m"] | None = None,
         return_loss: bool = True,
     ) -> Float[Tensor, "..."]:
-        """The mean cross entropy of each token but the first; or the logits. A mask may leave out the last token."""
-        if mask is not None and mask.shape[1] == x.shape[1] - 1:
-            mask = F.pad(mask, (0, 1), value=True)
-        of_context = {"context": context, "context_mask": context_mask}
-        if not return_loss:
-            return self.net(x, mask=mask, **of_context)
-        logits = self.net(x[:, :-1], mask=None if mask is None else mask[:, :-1], **of_context)
-        return next_token_loss(logits, x, key_mask=mask, ignore_index=self.ignore_index)
+        """Return the mean cross entropy of all tokens but the first, or the logits. A mask may leave out the last."""
+        return self._logits_or_loss(x, mask, context, context_mask, return_loss=return_loss)
+
+    def _logits(self, x: Tensor, mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
+        return self.net(x, mask=mask, context=context, context_mask=context_mask)
 
     @torch.no_grad()
     def generate(
@@ -71,12 +48,10 @@ class AutoregressiveWrapper(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Int[Tensor, "*b k"]:
-        """`seq_len` new tokens of each row, fewer if all rows have ended; after its `eos_token` a row is `pad_value`.
+        """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
-        The penalty concerns each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the likeliest."""
-        tokens = torch.atleast_2d(start_tokens)
-        present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-        rows = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
+        The penalty is for each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the most likely."""
+        rows = present_rows(start_tokens, mask)
         penalty = _Penalty([list(row) for row in rows], repetition_penalty, repetition_penalty_ctx)
         keep = partial(filter_logits_fn, thres=filter_thres) if temperature > 0 else partial(top_k, thres=1.0)
         sampling = Sampling(temperature=temperature or 1.0, filter=lambda logits: keep(penalty(logits)))
@@ -94,15 +69,9 @@ class AutoregressiveWrapper(nn.Module):
         out = out.to(start_tokens).reshape(len(rows), -1)
         return out if start_tokens.ndim == 2 else out.squeeze(0)
 
-    def _begin(self, context: Tensor | None, context_mask: Tensor | None) -> Any:
-        if context is None:
-            return None
-        with evaluating(self.net):
-            return self.net.begin(context, context_mask=context_mask)
-
 
 class _Penalty:
-    """Makes each row's recent tokens unlikelier. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+    """Make each row's recent tokens less likely. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
 
     def __init__(self, rows: list[list[int]], theta: float, context: int):
         if theta <= 0 or context < 1:
@@ -123,3 +92,6 @@ class _Penalty:
         for marks, row in zip(recent, self.rows, strict=True):
             marks[row[-self.context :]] = True
         return torch.where(recent, torch.where(logits < 0, logits * self.theta, logits / self.theta), logits)
+
+
+__all__ = ["AutoregressiveWrapper", "top_k", "top_p"]

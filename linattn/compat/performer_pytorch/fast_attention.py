@@ -60,7 +60,7 @@ class FastAttention(InnerAttention):
 
     @property
     def projection_matrix(self) -> Float[Tensor, "f d"] | None:
-        """The random rows Ω, None without a projection."""
+        """The random rows Ω; None if there is no projection."""
         return next((part.rows for part in self.modules() if isinstance(part, RandomProjection)), None)
 
     @property
@@ -68,7 +68,7 @@ class FastAttention(InnerAttention):
         return self.dim_heads if self.projection_matrix is None else len(self.projection_matrix)
 
     def redraw_projection_matrix(self, device: torch.device | str | None = None) -> None:
-        """Draws new rows, in place. A `device` must be the one where they are: they are drawn on the CPU anyway, so
+        """Resample the rows in place. A `device` must be the one where they are: they are drawn on the CPU anyway, so
         that every device has the same."""
         rows = self.projection_matrix
         if device is not None and rows is not None and torch.device(device).type != rows.device.type:

@@ -24,7 +24,7 @@ def softmax_kernel(
     eps: float = 1e-4,
     device: Device = None,
 ) -> Float[Tensor, "*b n f"]:
-    """(exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself), on `device` (None: where data is).
+    """Return (exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself), on `device` (None: where data is).
 
     The maximum is the query's own, but one for all keys: features of keys that are padding, or that a causal query must
     not see, take part in it. `FastAttention` has no such maximum."""
@@ -45,20 +45,20 @@ def generalized_kernel(
     normalize_data: bool = True,
     device: Device = None,
 ) -> Float[Tensor, "*b n f"]:
-    """kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself); without a matrix kernel_fn(u) + epsilon."""
+    """Return kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself); Ω is 1 without a matrix."""
     data = data.to(device=device)
     return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
 
 
 def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "d d"]:
-    """A rotation or reflection, drawn uniformly."""
+    """Return a rotation or reflection, drawn uniformly."""
     return gaussian_orthogonal_random_matrix(cols, cols, scaling=1, device=device) / cols**0.5
 
 
 def gaussian_orthogonal_random_matrix(
     nb_rows: int, nb_columns: int, scaling: int = 0, device: Device = None
 ) -> Float[Tensor, "f d"]:
-    """Rows that are orthogonal by blocks, as long as Gaussian vectors (scaling 0) or √d (1); see `RandomProjection`."""
+    """Return rows that are orthogonal by blocks, as long as Gaussian vectors (scaling 0) or √d (1)."""
     return RandomProjection(nb_columns, nb_rows, scaling=scaling).rows.to(device=device)
 
 
@@ -86,8 +86,8 @@ def causal_linear_attention_noncuda(
     chunk_size: int = 128,
     eps: float = 0.0,
 ) -> Float[Tensor, "*b n dv"]:
-    """The same `chunk_size` tokens at a time, each piece going on from the state that the one before left: the
-    recurrent network that linear attention is. Memory beside the output is that of one piece."""
+    """Compute the same in pieces of `chunk_size` tokens, each from the state that the one before left: linear
+    attention as a recurrent network. Memory beside the output is that of one piece."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1, but is {chunk_size}")
     state, ys = _first_key(k, v, eps), []

@@ -2,21 +2,21 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.compat.options import check_options
+from linattn.compat.options import check_options, select
 from linattn.compat.performer_pytorch.options import POSITION_RULES, RULES, has_fast_heads
 from linattn.compat.performer_pytorch.performer import Performer
-from linattn.models.sequence_model import SequenceModel, SequenceModelState, TiedHead
+from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import AxialPositions, LearnedPositions, SinusoidalPositions
 
 
 @final
-class PerformerLM(nn.Module):
+class PerformerLM(TokenModel):
     """Embeddings with positions, a `Performer`, a norm and the logits. If causal, `linattn.generate` takes it.
 
     Positions are sinusoids, and rotary in every layer (the default); or of a grid, `axial_position_emb`, by default
@@ -62,62 +62,27 @@ class PerformerLM(nn.Module):
         kernel_epsilon: float = 1e-3,
     ):
         check_options(PerformerLM, (*RULES, *POSITION_RULES), locals())
+        arguments = dict(locals())
         # without fast heads they are sinusoids alone
-        rotary_heads = rotary_position_emb and has_fast_heads(locals())
+        arguments["rotary_position_emb"] = rotary_position_emb and has_fast_heads(arguments)
         super().__init__()
-        self.max_seq_len = max_seq_len
-        performer = Performer(
-            dim,
-            depth,
-            heads,
-            dim_head,
-            local_attn_heads,
-            local_window_size,
-            causal,
-            ff_mult,
-            nb_features,
-            feature_redraw_interval,
-            reversible,
-            ff_chunks,
-            generalized_attention,
-            kernel_fn,
-            use_scalenorm,
-            use_rezero,
-            ff_glu,
-            ff_dropout,
-            attn_dropout,
-            cross_attend,
-            no_projection,
-            auto_check_redraw,
-            qkv_bias,
-            attn_out_bias,
-            shift_tokens,
-            ortho_scaling=ortho_scaling,
-            rotary_position_emb=rotary_heads,
-            softmax_epsilon=softmax_epsilon,
-            kernel_epsilon=kernel_epsilon,
-        )
-        embedding = nn.Embedding(num_tokens, dim)
-        self.model = SequenceModel(
-            embedding,
-            _Stack(performer),
-            positions=_positions(dim, max_seq_len, rotary_position_emb, axial_position_emb, axial_position_shape),
-            dropout=emb_dropout,
-            norm=nn.LayerNorm(dim),
-            head=TiedHead(embedding) if tie_embed else nn.Linear(dim, num_tokens),
-        )
+        self.max_seq_len, self.causal, self.tied = max_seq_len, causal, tie_embed
+        self.embedding = nn.Embedding(num_tokens, dim)
+        self.positions = _positions(dim, max_seq_len, rotary_position_emb, axial_position_emb, axial_position_shape)
+        self.dropout = nn.Dropout(emb_dropout)
+        self.performer = Performer(**select(Performer, arguments))
+        self.norm = nn.LayerNorm(dim)
+        self.head = None if tie_embed else nn.Linear(dim, num_tokens)
 
-    @property
-    def performer(self) -> Performer:
-        assert isinstance(self.model.stack, _Stack)
-        return self.model.stack.performer
+    def get_stack(self) -> nn.Module:
+        return self.performer.net
 
     def check_redraw_projections(self) -> None:
-        """Counts a training step; after `feature_redraw_interval` of them random features are drawn anew."""
+        """Count a training step; after `feature_redraw_interval` of them the random features are resampled."""
         self.performer.check_redraw_projections()
 
     def fix_projection_matrices_(self) -> None:
-        """Random features stay as they are, for good."""
+        """Never resample the random features again."""
         self.performer.fix_projection_matrices_()
 
     def forward(
@@ -128,69 +93,25 @@ class PerformerLM(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n o"]:
-        """The logits of each token, or what they are made from. `mask` says which tokens are present (True)."""
+        """Return the logits of each token, or the vectors before them. `mask` is True where a token is present."""
         if x.shape[1] > self.max_seq_len:
             raise ValueError(f"made for at most {self.max_seq_len} tokens, max_seq_len, but there are {x.shape[1]}")
-        encodings = self.model.hidden(x, key_mask=mask, context=context, context_mask=context_mask)
-        return encodings if return_encodings else self.model.logits(encodings)
-
-    def begin(
-        self, context: Float[Tensor, "b m d"], *, context_mask: Bool[Tensor, "b m"] | None = None
-    ) -> SequenceModelState:
-        """The state before the first token: the context is summed up here, once and for all."""
-        return self.model.begin(context, context_mask=context_mask)
+        if self.performer.auto_check_redraw:
+            self.check_redraw_projections()
+        encodings = self.hidden(x, key_mask=mask, context=context, context_mask=context_mask)
+        return encodings if return_encodings else self.logits(encodings)
 
     def extend(
         self,
         x: Int[Tensor, "b n"],
-        state: SequenceModelState | None = None,
+        state: TokenModelState | None = None,
         mask: Bool[Tensor, "b n"] | None = None,
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n v"], SequenceModelState]:
-        """The logits of the next tokens of sequences whose past is summed up in `state`, which also has the context."""
-        return self.model.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
-
-    def extend_hidden(
-        self, tokens: Int[Tensor, "b n"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """What `logits` takes, for the next tokens."""
-        return self.model.extend_hidden(tokens, state, key_mask=key_mask)
-
-    def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]:
-        return self.model.logits(x)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """The longest sequence that can be generated: sinusoids go on for ever."""
-        return self.model.max_length
-
-
-@final
-class _Stack(nn.Module):
-    """A Performer as `SequenceModel` calls its stack."""
-
-    def __init__(self, performer: Performer):
-        super().__init__()
-        self.performer = performer
-
-    def forward(
-        self, x: Tensor, *, key_mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None
-    ) -> Tensor:
-        return self.performer(x, key_mask, context, context_mask)
-
-    def extend(
-        self, x: Tensor, state: Any, *, key_mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        return self.performer.extend(x, state, key_mask, context, context_mask)
+    ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
+        """Return the logits of the next tokens of sequences whose past and context are in `state`, and the new one."""
+        y, state = self.extend_hidden(x, state, key_mask=mask, context=context, context_mask=context_mask)
+        return self.logits(y), state
 
 
 def _positions(dim: int, length: int, rotary: bool, axial: bool, shape: tuple[int, ...] | None) -> nn.Module:

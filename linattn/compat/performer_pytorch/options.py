@@ -1,4 +1,4 @@
-"""Which of performer-pytorch's options have no effect beside others."""
+"""Rules on the options of performer-pytorch that have no effect beside others."""
 
 from linattn.compat.options import Options, Rule
 
@@ -13,7 +13,7 @@ def _local_heads(options: Options) -> tuple[int, ...]:
 
 
 def has_fast_heads(options: Options) -> bool:
-    """Whether some head attends to more than its window, among the tokens themselves."""
+    """Return True if some head of self attention attends to more than its window."""
     return any(count != options.get("heads") for count in _local_heads(options))
 
 

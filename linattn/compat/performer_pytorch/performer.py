@@ -5,26 +5,16 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.compat.options import check_options
+from linattn.compat.layers import make_feed_forward, make_stack
+from linattn.compat.options import check_options, select
 from linattn.compat.performer_pytorch.attention import head_channels, mixed_heads
 from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
-from linattn.nn import (
-    Branch,
-    Chunked,
-    FeedForward,
-    GatedFeedForward,
-    MultiheadAttention,
-    ResidualSequence,
-    ReversibleSequence,
-    ScaleNorm,
-    TokenShift,
-)
+from linattn.nn import Branch, MultiheadAttention, ScaleNorm, TokenShift
 
 
 @final
@@ -32,7 +22,7 @@ class Performer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times; with `cross_attend`, each followed by the
     same with attention to a context. Causal ones have `extend`.
 
-    Random features are drawn anew at the start of a training forward, each drawing serving `feature_redraw_interval` of
+    Random features are resampled at the start of a training forward, each sample serving `feature_redraw_interval` of
     them; with `auto_check_redraw=False` the training loop calls `check_redraw_projections` instead."""
 
     def __init__(
@@ -71,17 +61,7 @@ class Performer(nn.Module):
         check_options(Performer, (*RULES, ROTARY_RULE), locals())
         super().__init__()
         channels = head_channels(dim, heads, dim_head)
-        fast = partial(
-            FastAttention,
-            channels,
-            nb_features,
-            ortho_scaling,
-            generalized_attention=generalized_attention,
-            kernel_fn=kernel_fn,
-            no_projection=no_projection,
-            softmax_epsilon=softmax_epsilon,
-            kernel_epsilon=kernel_epsilon,
-        )
+        fast = partial(FastAttention, channels, **select(FastAttention, locals()))
         attention = partial(
             MultiheadAttention,
             dim,
@@ -91,9 +71,9 @@ class Performer(nn.Module):
             out_bias=attn_out_bias,
             dropout=attn_dropout,
         )
-        feed_forward = partial(_feed_forward, dim, ff_mult, glu=ff_glu, dropout=ff_dropout, chunks=ff_chunks)
+        feed_forward = partial(make_feed_forward, dim, ff_mult, glu=ff_glu, dropout=ff_dropout, chunks=ff_chunks)
         branch = partial(_branch, dim, scale=use_scalenorm, rezero=use_rezero)
-        shifted = partial(branch, shift=_offsets(causal) if shift_tokens else None)
+        shifted = partial(branch, shift=((0, 1) if causal else (-1, 0, 1)) if shift_tokens else None)
         pairs = []
         for local_heads in _per_layer(local_attn_heads, depth):
             inner = mixed_heads(
@@ -102,16 +82,16 @@ class Performer(nn.Module):
             pairs.append((shifted(attention(inner)), shifted(feed_forward())))
             if cross_attend:
                 pairs.append((branch(attention(fast(causal=False), context_dim=dim)), branch(feed_forward())))
-        self.net = _stack(pairs, reversible)
+        self.net = make_stack(pairs, reversible, "sum")
         self.causal, self.cross_attend, self.auto_check_redraw = causal, cross_attend, auto_check_redraw
         self.proj_updater = ProjectionUpdater(self.net, feature_redraw_interval)
 
     def check_redraw_projections(self) -> None:
-        """Counts a training step; after `feature_redraw_interval` of them random features are drawn anew."""
+        """Count a training step; after `feature_redraw_interval` of them the random features are resampled."""
         self.proj_updater.redraw_projections()
 
     def fix_projection_matrices_(self) -> None:
-        """Random features stay as they are, for good."""
+        """Never resample the random features again."""
         self.proj_updater.fix_projections_()
 
     def forward(
@@ -121,7 +101,7 @@ class Performer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """`mask` says which tokens are present (True), `context_mask` those of the context."""
+        """Apply the layers. `mask` is True where a token is present, `context_mask` where one of the context is."""
         self._check_context(context, context_mask)
         if self.auto_check_redraw:
             self.check_redraw_projections()
@@ -135,7 +115,7 @@ class Performer(nn.Module):
         context: Float[Tensor, "b m d"] | None = None,
         context_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """The next tokens of sequences whose past is summed up in `state`; the context is needed the first time."""
+        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
         self._check_context(context, context_mask)
         return self.net.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
 
@@ -149,25 +129,6 @@ class Performer(nn.Module):
 def _branch(dim: int, module: nn.Module, *, scale: bool, rezero: bool, shift: tuple[int, ...] | None = None) -> Branch:
     norm = None if rezero else ScaleNorm(dim) if scale else nn.LayerNorm(dim)
     return Branch(module, norm=norm, shift=None if shift is None else TokenShift(shift), rezero=rezero)
-
-
-def _offsets(causal: bool) -> tuple[int, ...]:
-    return (0, 1) if causal else (-1, 0, 1)
-
-
-def _feed_forward(dim: int, mult: int, *, glu: bool, dropout: float, chunks: int) -> nn.Module:
-    if glu:
-        module = GatedFeedForward(dim, mult * dim, activation=F.gelu, bias=True, hidden_dropout=dropout)
-    else:
-        module = FeedForward(dim, mult * dim, hidden_dropout=dropout)
-    return module if chunks == 1 else Chunked(module, chunks)
-
-
-def _stack(pairs: list[tuple[Branch, Branch]], reversible: bool) -> ResidualSequence | ReversibleSequence:
-    # the sum of both streams, as performer-pytorch's
-    if reversible:
-        return ReversibleSequence(pairs, reduce="sum")
-    return ResidualSequence(branch for pair in pairs for branch in pair)
 
 
 def _per_layer(local_heads: int | Sequence[int], depth: int) -> tuple[int, ...]:

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, Filter, top_k
+from linattn.compat.autoregressive import Filter, top_k
+from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.language_model import PerformerLM
 from linattn.models.generation import evaluating
-from linattn.models.sequence_model import TiedHead
 
 # what makes them an encoder and a decoder
 FIXED = {"enc_cross_attend": False, "dec_causal": True, "dec_cross_attend": True}
@@ -40,8 +40,7 @@ class PerformerEncDec(nn.Module):
         of_encoder, of_decoder = (both | options for options in _split(enc_and_dec | FIXED))
         gives_logits = of_encoder.pop("tie_embed", False)
         self.enc = PerformerLM(**of_encoder, tie_embed=True)
-        if not gives_logits:
-            self.enc.model.head = None
+        self.enc.tied = gives_logits
         decoder = PerformerLM(**of_decoder)
         if tie_token_embeds or tie_token_embed:
             self._tie(decoder)
@@ -55,7 +54,7 @@ class PerformerEncDec(nn.Module):
         dec_mask: Bool[Tensor, "b k"] | None = None,
         return_loss: bool = True,
     ) -> Float[Tensor, "..."]:
-        """The decoder's loss, or its logits. Masks say which tokens are present (True)."""
+        """Return the decoder's loss, or its logits. The masks are True where a token is present."""
         encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         return self.dec(seq_out, mask=dec_mask, context=encodings, context_mask=enc_mask, return_loss=return_loss)
 
@@ -74,8 +73,7 @@ class PerformerEncDec(nn.Module):
         enc_mask: Bool[Tensor, "b m"] | None = None,
         dec_mask: Bool[Tensor, "b n"] | None = None,
     ) -> Int[Tensor, "b k"]:
-        """As `AutoregressiveWrapper.generate`. The source is read once and summed up: a token costs the same whatever
-        its length."""
+        """Generate as `AutoregressiveWrapper.generate` does. The source is read only once."""
         with evaluating(self):
             encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         return self.dec.generate(
@@ -93,12 +91,12 @@ class PerformerEncDec(nn.Module):
         )
 
     def check_redraw_projections(self) -> None:
-        """Of both."""
+        """Count a training step of both."""
         self.enc.check_redraw_projections()
         self.dec.net.check_redraw_projections()
 
     def fix_projection_matrices_(self) -> None:
-        """Of both."""
+        """Never resample the random features of both again."""
         self.enc.fix_projection_matrices_()
         self.dec.net.fix_projection_matrices_()
 
@@ -106,9 +104,7 @@ class PerformerEncDec(nn.Module):
         sizes = self.enc.vocab_size, decoder.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
-        self.enc.model.embedding = decoder.model.embedding
-        if self.enc.model.head is not None:
-            self.enc.model.head = TiedHead(decoder.model.embedding)
+        self.enc.embedding = decoder.embedding
 
 
 def _check_fixed(options: dict[str, Any]) -> None:
@@ -121,7 +117,7 @@ def _check_fixed(options: dict[str, Any]) -> None:
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the encoder and those of the decoder. PerformerLM itself refuses the ones that it does not know."""
+    """Return the encoder's options and the decoder's. PerformerLM itself refuses the ones that it does not know."""
     parts: dict[str, dict[str, Any]] = {"enc_": {}, "dec_": {}}
     for name, value in options.items():
         if name[:4] not in parts:

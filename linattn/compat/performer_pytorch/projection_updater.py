@@ -1,4 +1,4 @@
-"""When random features are drawn anew: after so many training steps, alike on every rank, never in evaluation."""
+"""Resampling of random features: after a number of training steps, alike on every rank, never in evaluation."""
 
 from collections.abc import Sequence
 from typing import final
@@ -13,11 +13,11 @@ from linattn.feature_maps.random_projection import draw_rows
 
 @final
 class ProjectionUpdater(nn.Module):
-    """Draws the random features in `instance` anew; each drawing serves `feature_redraw_interval` training steps.
+    """Resamples the random features in `instance`; each sample serves `feature_redraw_interval` training steps.
 
     A step is a call of `redraw_projections` in training: `Performer` calls it at the start of each training forward.
     Evaluation does not count, nor does what a checkpoint runs again in the backward pass, which sees the features that
-    the forward saw if the backward comes before the next drawing. The next drawing follows from `seed` alone. So ranks
+    the forward saw if the backward comes before the next sample. The next sample follows from `seed` alone. So ranks
     that begin alike stay alike, without a broadcast, and a loaded model goes on as the saved one would have."""
 
     calls_since_last_redraw: Tensor
@@ -47,11 +47,11 @@ class ProjectionUpdater(nn.Module):
         return self._instance[0]
 
     def fix_projections_(self) -> None:
-        """The features stay as they are, for good: the decision is saved with the model."""
+        """Never resample again. This is saved with the model."""
         self.fixed.fill_(True)
 
     def redraw_projections(self) -> None:
-        """Counts a training step, and draws anew if the features have served their number of steps."""
+        """Count a training step, and resample if the features have served their number of steps."""
         if self.feature_redraw_interval is None or not (self.training and self.instance.training):
             return
         parts = [part for part in self.instance.modules() if isinstance(part, RandomProjection)]
@@ -75,7 +75,9 @@ def count_step(
     fixed: Bool[Tensor, ""],
     interval: int,
 ) -> None:
-    """A kind is 2 · scaling + orthogonal. In place: buffers stay where optimisers and graphs know them."""
+    """Count a step and resample if it is time, in place, as optimisers and graphs know the buffers.
+
+    A kind is 2 · scaling + orthogonal."""
     if _in_backward() or fixed:
         return
     if calls >= interval:
@@ -88,7 +90,7 @@ def count_step(
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread: forwards in it are a checkpoint's recomputations."""
+    """Return True if autograd runs a backward pass in this thread: forwards in it are a checkpoint's recomputations."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the packages that this library replaces, loaded by one function. docs/compat.md, "Old weights"."""
+"""`load` takes checkpoints of the packages that this library replaces. docs/compat.md, "Old weights"."""
 
 from linattn.compat.weights.loading import load
 

@@ -1,4 +1,4 @@
-"""What the packages of one family (linear-attention-transformer, performer-pytorch, linformer) call their layers."""
+"""The names of layers in linear-attention-transformer, performer-pytorch and linformer, which are of one family."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,8 @@ from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.compat.weights.moves import NUMBER, SAME, TRANSPOSED, Change, Move, axis, half, parameters
+from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, axis, half, parameters
+from linattn.models.token_model import TokenModel
 from linattn.nn import (
     AxialPositions,
     Branch,
@@ -24,8 +25,17 @@ from linattn.nn import (
 TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
+def language_model(model: TokenModel, head: str) -> Iterator[Move]:
+    """Move all that stands around the stack; `head` is their name of the output layer."""
+    yield from parameters("embedding", "token_emb", model.embedding)
+    yield from positions("positions", "pos_emb", model.positions)
+    yield from parameters("norm", "norm", model.norm)
+    if model.head is not None:
+        yield from parameters("head", head, model.head)
+
+
 def branches(stack: nn.Module) -> Iterator[tuple[str, str, Branch]]:
-    """Our name of each branch, and theirs: reversible stacks have other ones than sequential ones."""
+    """Yield each branch with our name and theirs: reversible stacks have other ones than sequential ones."""
     reversible = isinstance(stack, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
     assert isinstance(stack.branches, nn.ModuleList)
@@ -35,7 +45,7 @@ def branches(stack: nn.Module) -> Iterator[tuple[str, str, Branch]]:
 
 
 def around(ours: str, theirs: str, branch: Branch) -> Iterator[Move]:
-    """What a branch has beside its module."""
+    """Move the weights of a branch that are not in its module."""
     if branch.g is not None:
         yield Move(f"{ours}.g", f"{theirs}.g", SAME)
     if isinstance(branch.norm, ScaleNorm):
@@ -45,7 +55,7 @@ def around(ours: str, theirs: str, branch: Branch) -> Iterator[Move]:
 
 
 def inside(theirs: str, branch: Branch, wrappers: int = 0) -> str:
-    """Their name of the module: in as many wrappers as there are steps before it."""
+    """Return their name of the module, which has a wrapper for each step before it."""
     return theirs + ".fn" * (1 + (branch.shift is not None) + wrappers)
 
 
@@ -62,7 +72,7 @@ def feed_forward(ours: str, theirs: str, module: nn.Module) -> Iterator[Move]:
 def attention(
     ours: str, theirs: str, module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME
 ) -> Iterator[Move]:
-    """The projections; `columns` concerns the output's weight, not its bias."""
+    """Move the projections; `columns` concerns the output's weight, not its bias."""
     yield from parameters(f"{ours}.q_proj", f"{theirs}.to_q", module.q_proj, q)
     yield from parameters(f"{ours}.k_proj", f"{theirs}.to_k", module.k_proj, k)
     # the same object where keys are values
@@ -74,7 +84,7 @@ def attention(
 
 
 def linformer(ours: str, theirs: str, module: MultiheadAttention) -> Iterator[Move]:
-    """Attention with what projects the sequence."""
+    """Move attention and the projections of the sequence."""
     assert isinstance(module.inner, LinformerAttention)
     yield from attention(ours, theirs, module)
     yield Move(f"{ours}.inner.key_projection.weight", f"{theirs}.proj_k", TRANSPOSED)
@@ -83,7 +93,7 @@ def linformer(ours: str, theirs: str, module: MultiheadAttention) -> Iterator[Mo
 
 
 def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
-    """How many heads attend in which way."""
+    """Return the inner attentions, each with its number of heads."""
     inner = module.inner.inner if isinstance(module.inner, AxialAttention) else module.inner
     if isinstance(inner, SplitHeads):
         return list(zip(inner.heads, map(_inner, inner.parts), strict=True))
@@ -91,7 +101,7 @@ def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
 
 
 def positions(ours: str, theirs: str, module: nn.Module | None) -> Iterator[Move]:
-    """Sinusoids have no weights."""
+    """Move the positions. Sinusoids have no weights."""
     if isinstance(module, LearnedPositions):
         yield Move(f"{ours}.weight", f"{theirs}.emb.weight", SAME)
     if isinstance(module, AxialPositions):

@@ -1,4 +1,4 @@
-"""From a checkpoint of another package to a model of ours: all of it, or nothing and the names of what does not fit."""
+"""Loads all of a checkpoint into a model of ours, or nothing and names what does not fit."""
 
 import re
 import warnings
@@ -9,18 +9,20 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from linattn.compat.weights import fast_transformers, linear_attention_transformer, linformer, performer_pytorch
-from linattn.compat.weights.moves import Move
-from linattn.compat.weights.recipe import Recipe
+from linattn.compat.fast_transformers import weights as fast_transformers
+from linattn.compat.linear_attention_transformer import weights as linear_attention_transformer
+from linattn.compat.linformer import weights as linformer
+from linattn.compat.performer_pytorch import weights as performer_pytorch
+from linattn.compat.weights.conversion import Conversion, Move
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = Mapping[str, Tensor]
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    **linear_attention_transformer.RECIPES,
-    **performer_pytorch.RECIPES,
-    **linformer.RECIPES,
-    **fast_transformers.RECIPES,
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    **linear_attention_transformer.CONVERSIONS,
+    **performer_pytorch.CONVERSIONS,
+    **linformer.CONVERSIONS,
+    **fast_transformers.CONVERSIONS,
 }
 
 # what training puts around a model, and so before each name: DistributedDataParallel, torch.compile, and the packages'
@@ -37,22 +39,22 @@ def load(
     *,
     aligned_rotary: bool = False,
 ) -> Model:
-    """A model of `constructor`, one of linattn.compat, with the weights that the original of that name had.
+    """Return a model of `constructor`, one of linattn.compat, with the weights of the original of that name.
 
     `config` has the arguments that were given to the original. The model is in evaluation, in the weights' dtype.
     A `ValueError` names every tensor that is not used, missing, of another shape, or would stay new here.
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
     before 1.7.2: since then queries there are turned by one window too many, which is folded into their weights."""
-    recipe = _recipe(constructor)
-    model = recipe.build(config)
-    theirs = _names(state_dict, recipe.roots)
-    moves = list(recipe.moves(model, aligned_rotary))
-    _check(constructor, recipe, moves, model.state_dict(), theirs)
+    conversion = _conversion(constructor)
+    model = conversion.build(config)
+    theirs = _names(state_dict, conversion.roots)
+    moves = list(conversion.moves(model, aligned_rotary))
+    _check(constructor, conversion, moves, model.state_dict(), theirs)
     floating = [theirs[move.theirs].dtype for move in moves if move.theirs and theirs[move.theirs].is_floating_point()]
     model = model.to(reduce(torch.promote_types, floating, floating[0]) if floating else None)
     _copy(moves, model.state_dict(keep_vars=True), theirs)
-    for difference in recipe.differences(model):
+    for difference in conversion.differences(model):
         warnings.warn(f"{constructor.__name__}: {difference}", stacklevel=2)
     return cast(Model, model.eval())
 
@@ -64,18 +66,18 @@ def _copy(moves: Iterable[Move], ours: Tensors, theirs: Tensors) -> None:
         target.copy_(move.change.apply(target if move.theirs is None else theirs[move.theirs]))
 
 
-def _recipe(constructor: type[nn.Module]) -> Recipe:
-    if constructor not in RECIPES:
-        known = ", ".join(kind.__name__ for kind in RECIPES)
+def _conversion(constructor: type[nn.Module]) -> Conversion:
+    if constructor not in CONVERSIONS:
+        known = ", ".join(kind.__name__ for kind in CONVERSIONS)
         raise ValueError(
             f"old weights load into {known} of linattn.compat, but {constructor.__name__} came; what is in a wrapper "
             "is loaded alone, and wrapped again"
         )
-    return RECIPES[constructor]
+    return CONVERSIONS[constructor]
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
-    """Without the names of wrappers, and as the newest version calls them."""
+    """Return the tensors without the names of wrappers, as the newest version calls them."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):
@@ -86,15 +88,15 @@ def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
     return theirs
 
 
-def _check(constructor: type, recipe: Recipe, moves: list[Move], ours: Tensors, theirs: Tensors) -> None:
+def _check(constructor: type, conversion: Conversion, moves: list[Move], ours: Tensors, theirs: Tensors) -> None:
     taken = {move.theirs for move in moves if move.theirs is not None}
     filled = {move.ours for move in moves}
     assert filled <= set(ours), filled - set(ours)
     faults = {
         "missing": sorted(taken - set(theirs)),
-        "not used": [name for name in theirs if name not in taken and not _matches(name, recipe.left_out)],
+        "not used": [name for name in theirs if name not in taken and not _matches(name, conversion.left_out)],
         "of another shape": [fault for move in moves for fault in _misshapen(move, ours, theirs)],
-        "new here": [name for name in ours if name not in filled and not _matches(name, recipe.new)],
+        "new here": [name for name in ours if name not in filled and not _matches(name, conversion.new)],
     }
     if any(faults.values()):
         lines = [f"\n  {fault}: {', '.join(names)}" for fault, names in faults.items() if names]

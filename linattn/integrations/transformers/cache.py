@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from linattn.attention.base import map_state
-from linattn.models import LanguageModelState
+from linattn.models import TokenModelState
 
 
 class StateLayer(CacheLayerMixin):
@@ -74,13 +74,13 @@ class LinattnCache(Cache):
     def __init__(self, num_layers: int):
         super().__init__(layers=[StateLayer() for _ in range(num_layers)])
 
-    def get_state(self) -> LanguageModelState | None:
+    def get_state(self) -> TokenModelState | None:
         """Return the state for `LanguageModel.extend`, or None if there is no past."""
         if not self.get_seq_length():
             return None
-        return LanguageModelState(tuple(layer.state for layer in self.layers), self.layers[0].position)
+        return TokenModelState(tuple(layer.state for layer in self.layers), self.layers[0].position)
 
-    def put_state(self, state: LanguageModelState, num_tokens: int) -> None:
+    def put_state(self, state: TokenModelState, num_tokens: int) -> None:
         """Store the state after `num_tokens` more tokens."""
-        for layer, block in zip(self.layers, state.blocks, strict=True):
+        for layer, block in zip(self.layers, state.stack, strict=True):
             layer.put(block, state.position, num_tokens)

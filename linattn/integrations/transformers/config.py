@@ -6,9 +6,9 @@ from typing import Any, ClassVar, no_type_check
 
 from transformers import PreTrainedConfig
 
-from linattn import __version__
 from linattn.models import LanguageModelConfig
 from linattn.models.storage import MODEL_TYPE, check_version
+from linattn.version import __version__
 
 
 # jaxtyping's hook for tests takes this for a plain dataclass, whose constructor takes only these fields

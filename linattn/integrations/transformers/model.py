@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
-from linattn.models import Block, LanguageModel, LanguageModelState
+from linattn.models import Block, LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
 
 IGNORED = -100
@@ -97,7 +97,7 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return None if the matrix of the embeddings makes the logits."""
-        return self.model.head
+        return cast(nn.Linear | None, self.model.head)
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.model.head = new_embeddings
@@ -142,10 +142,10 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
             if cache is None:
                 x = self._checkpointed(layer, partial(block, key_mask=key_mask), x)
             else:
-                x, block_state = block.extend(x, None if state is None else state.blocks[layer], key_mask=key_mask)
+                x, block_state = block.extend(x, None if state is None else state.stack[layer], key_mask=key_mask)
                 states.append(block_state)
         if cache is not None:
-            cache.put_state(LanguageModelState(tuple(states), position), tokens.shape[1])
+            cache.put_state(TokenModelState(tuple(states), position), tokens.shape[1])
         return x
 
     def _embed(self, tokens: Tensor, position: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

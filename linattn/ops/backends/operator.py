@@ -217,7 +217,9 @@ class _Differentiable(Function):
 
     @staticmethod
     def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return form.forward(form.make(*tensors, *options[:-1]), options[-1])
+        results = form.forward(form.make(*tensors, *options[:-1]), options[-1])
+        # what is saved may be an input itself, of which autograd wants a view
+        return tuple(x.view_as(x) if any(x is given for given in tensors) else x for x in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

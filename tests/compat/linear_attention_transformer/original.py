@@ -28,7 +28,7 @@ def take_transformer(theirs: nn.Module, ours: LinearAttentionTransformer) -> nn.
 
 @torch.no_grad()
 def take_language_model(theirs: nn.Module, ours: LinearAttentionTransformerLM) -> nn.Module:
-    model, theirs = ours.model, theirs.double()
+    model, theirs = ours, theirs.double()
     theirs.token_emb.weight.copy_(model.embedding.weight)
     if model.positions is not None:
         weights = list(theirs.pos_emb.parameters())

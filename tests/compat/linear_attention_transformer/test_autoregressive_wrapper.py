@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from linattn import generate
 from linattn.compat.linear_attention_transformer import AutoregressiveWrapper, LinearAttentionTransformerLM
 from linattn.compat.linear_attention_transformer.autoregressive_wrapper import top_k, top_p
-from linattn.models import EncoderDecoder
 
 README = {"blindspot_size": 4, "n_local_attn_heads": 2, "reversible": True, "shift_tokens": True, "ff_glu": True}
 
@@ -173,5 +172,6 @@ def test_the_librarys_own_functions_take_the_models():
     new = AutoregressiveWrapper(net).generate(prompts, 4, temperature=0)
     assert generate(net, prompts, max_new_tokens=4) == new.tolist()
     encoder = lm(causal=False, return_embeddings=True)
-    both = EncoderDecoder(encoder.model, lm(receives_context=True).model)
-    assert len(both.generate(some_tokens(9), prompts, max_new_tokens=4)[0]) == 4
+    decoder = lm(receives_context=True)
+    state = decoder.begin(encoder(some_tokens(9)))
+    assert len(generate(decoder, prompts, max_new_tokens=4, state=state)[0]) == 4

@@ -94,7 +94,7 @@ def test_depth_is_the_number_of_layers():
 
 def test_emb_dim_and_num_tokens_are_the_embeddings():
     model = lm(emb_dim=6)
-    assert model.model.embedding.weight.shape == (11, 6) and model.model.head.weight.shape == (11, 6)
+    assert model.embedding.weight.shape == (11, 6) and model.head.weight.shape == (11, 6)
     assert model(some_tokens()).shape == (2, 40, 11)
 
 
@@ -220,7 +220,7 @@ def test_max_seq_len_is_where_positions_end(options, longest):
     model(some_tokens(longest))
     with pytest.raises(ValueError, match=f"positions end at {longest}"):
         model(some_tokens(longest + 1))
-    tables = [tuple(table.shape) for table in model.model.positions.parameters()]
+    tables = [tuple(table.shape) for table in model.positions.parameters()]
     assert tables == ([(50, 16)] if options else [(8, 16), (8, 16)])
 
 

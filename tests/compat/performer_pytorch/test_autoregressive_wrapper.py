@@ -214,8 +214,8 @@ class TestEncDec:
     def test_embeddings_may_be_tied(self, name):
         """The second name is their readme's, which has no effect there."""
         model = pair(**{name: True}, dec_tie_embed=True)
-        assert model.enc.model.embedding is model.dec.net.model.embedding
-        assert pair().enc.model.embedding is not pair().dec.net.model.embedding
+        assert model.enc.embedding is model.dec.net.embedding
+        assert pair().enc.embedding is not pair().dec.net.embedding
         model(tokens(13), tokens(9)).backward()
         with pytest.raises(ValueError, match="as many tokens"):
             pair(**{name: True}, enc_num_tokens=5)
@@ -240,7 +240,7 @@ class TestEncDec:
     def test_an_encoder_with_tied_embeddings_gives_logits(self, tied):
         """As theirs does: x Eᵀ, with the decoder's E if the two share it."""
         model, source = pair(enc_tie_embed=True, tie_token_embeds=tied), tokens(13)
-        embedding = (model.dec.net if tied else model.enc).model.embedding
+        embedding = (model.dec.net if tied else model.enc).embedding
         assert_close(model.enc(source), model.enc(source, return_encodings=True) @ embedding.weight.T)
         assert list(model.state_dict()) == list(pair(tie_token_embeds=tied).state_dict())
 

@@ -41,16 +41,16 @@ def context(options: dict[str, Any]) -> dict[str, Tensor]:
 @torch.no_grad()
 def theirs(ours: PerformerLM, options: dict[str, Any]) -> torch.nn.Module:
     there = original.PerformerLM(**SIZE | options).double().eval()
-    there.token_emb.load_state_dict(ours.model.embedding.state_dict())
-    there.norm.load_state_dict(ours.model.norm.state_dict())
-    positions = ours.model.positions
+    there.token_emb.load_state_dict(ours.embedding.state_dict())
+    there.norm.load_state_dict(ours.norm.state_dict())
+    positions = ours.positions
     if isinstance(positions, LearnedPositions):
         there.pos_emb.emb.weight.copy_(positions.weight)
     if isinstance(positions, AxialPositions):
         for table, weight in zip(there.pos_emb.weights, positions.weights, strict=True):
             table.copy_(weight.view_as(table))
     if there.to_out is not None:
-        take_linear(there.to_out, ours.model.head)
+        take_linear(there.to_out, ours.head)
     rotary = isinstance(positions, SinusoidalPositions)
     take_performer(there.performer, ours.performer, rotary)
     return there
@@ -63,7 +63,7 @@ def test_their_logits(name, n):
     model, x, given = make(**options), tokens(n), context(options)
     there = theirs(model, options)
     # their sinusoids are float32
-    tolerance = 1e-4 if isinstance(model.model.positions, SinusoidalPositions) else 1e-9
+    tolerance = 1e-4 if isinstance(model.positions, SinusoidalPositions) else 1e-9
     close = {"rtol": tolerance, "atol": tolerance}
     assert_close(model(x, **given), there(x, **given), **close)
     encodings = there(x, return_encodings=True, **given)
@@ -144,7 +144,7 @@ class TestOptions:
 
     def test_axial_positions_are_64_wide_unless_said_otherwise(self):
         model = make(max_seq_len=130, rotary_position_emb=False, axial_position_emb=True)
-        assert model.model.positions.shape == (3, 64)
+        assert model.positions.shape == (3, 64)
         assert model(torch.zeros(1, 130, dtype=torch.long)).shape == (1, 130, 19)
 
     def test_tied_embeddings_are_one_weight(self):

@@ -12,7 +12,7 @@ from linattn.compat.fast_transformers import TransformerEncoder
 from linattn.compat.linear_attention_transformer import Autopadder, LinearAttentionTransformerLM
 from linattn.compat.linformer import Linformer, LinformerLM
 from linattn.compat.performer_pytorch import Performer, PerformerLM
-from linattn.compat.weights.loading import RECIPES
+from linattn.compat.weights.loading import CONVERSIONS
 
 ENCODER = {"n_layers": 1, "n_heads": 2, "query_dimensions": 3, "value_dimensions": 4, "feed_forward_dimensions": 5}
 LANGUAGE_MODEL = {"num_tokens": 5, "dim": 8, "depth": 1, "max_seq_len": 16, "heads": 2, "dim_head": 4}
@@ -22,10 +22,10 @@ PERFORMER = {"dim": 8, "depth": 1, "heads": 2, "dim_head": 4, "nb_features": 6}
 
 def checkpoint(constructor: type[nn.Module], config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """What fits: theirs, by the names and shapes that the table expects."""
-    recipe = RECIPES[constructor]
-    model = recipe.build(config)
+    conversion = CONVERSIONS[constructor]
+    model = conversion.build(config)
     ours = model.state_dict()
-    shapes = {move.theirs: move.change.shape(ours[move.ours].shape) for move in recipe.moves(model, False)}
+    shapes = {move.theirs: move.change.shape(ours[move.ours].shape) for move in conversion.moves(model, False)}
     return {name: torch.randn([*shape]).to(dtype) for name, shape in shapes.items() if name is not None}
 
 
@@ -70,10 +70,10 @@ class TestRefused:
     def test_weights_that_would_stay_new(self):
         """An axis of positions that no table has, say: everything of ours has its line in the tables, so by force."""
         kind = TransformerEncoder
-        recipe = RECIPES[kind]
-        fewer = recipe._replace(moves=lambda model, aligned: [*recipe.moves(model, aligned)][:-1])
+        conversion = CONVERSIONS[kind]
+        fewer = conversion._replace(moves=lambda model, aligned: [*conversion.moves(model, aligned)][:-1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(RECIPES, kind, fewer)
+            patch.setitem(CONVERSIONS, kind, fewer)
             with pytest.raises(ValueError, match=r"not used: norm\.bias\n  new here: norm\.bias"):
                 weights.load(kind, ENCODER, checkpoint(kind, ENCODER) | {"norm.bias": torch.ones(8)})
 

@@ -163,7 +163,7 @@ def test_encoder_and_decoder(tied, no_projection):
     source, target = torch.randint(1, 19, (2, 30)), torch.randint(1, 19, (2, 20))
     theirs = old.dec.net(target, context=old.enc(source, return_encodings=True))
     assert_close(new(source, target, return_loss=False), theirs, rtol=1e-10, atol=1e-10)
-    assert (new.enc.model.embedding is new.dec.net.model.embedding) == ("tie_token_embeds" in tied)
+    assert (new.enc.embedding is new.dec.net.embedding) == ("tie_token_embeds" in tied)
 
 
 def test_in_its_wrapper():

@@ -23,8 +23,16 @@ from linattn.compat.performer_pytorch import (
 from linattn.compat.performer_pytorch.options import POSITION_RULES, RULES
 from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
 from linattn.compat.weights import layers
-from linattn.compat.weights.moves import SAME, Move, channels, halves, heads, pairs_as_halves, parameters, turned
-from linattn.compat.weights.recipe import Recipe
+from linattn.compat.weights.conversion import (
+    SAME,
+    Conversion,
+    Move,
+    channels,
+    halves,
+    heads,
+    pairs_as_halves,
+    rotated_by,
+)
 from linattn.feature_maps import RandomProjection
 from linattn.nn import MultiheadAttention
 
@@ -59,15 +67,9 @@ def _encoder_and_decoder(model: PerformerEncDec, aligned: bool) -> Iterator[Move
 
 
 def _language_model(model: PerformerLM, aligned: bool) -> Iterator[Move]:
-    whole = model.model
-    yield from parameters("model.embedding", "token_emb", whole.embedding)
-    yield from layers.positions("model.positions", "pos_emb", whole.positions)
+    yield from layers.language_model(model, "to_out")
     for move in _performer(model.performer, aligned):
-        yield move._replace(ours=f"model.stack.performer.{move.ours}", theirs=f"performer.{move.theirs}")
-    assert whole.norm is not None
-    yield from parameters("model.norm", "norm", whole.norm)
-    if whole.head is not None:
-        yield from parameters("model.head", "to_out", whole.head)
+        yield move._replace(ours=f"performer.{move.ours}", theirs=f"performer.{move.theirs}")
 
 
 def _performer(model: Performer, aligned: bool) -> Iterator[Move]:
@@ -91,7 +93,7 @@ def _fast_attention(model: FastAttention, aligned: bool) -> Iterator[Move]:
 
 
 def _attention(ours: str, theirs: str, module: MultiheadAttention, aligned: bool) -> Iterator[Move]:
-    """`theirs` has its dot, as a layer alone has no name."""
+    """Move the weights of an attention. `theirs` ends with a dot, unless it is empty: a layer alone has no name."""
     parts, d = layers.parts(module), module.head_dim
     q = heads([(count, _queries(part, aligned)) for count, part in parts], d)
     k = heads([(count, _keys(part)) for count, part in parts], d)
@@ -114,11 +116,11 @@ def _keys(part: InnerAttention) -> Callable[[Tensor], Tensor]:
 
 
 def _queries(part: InnerAttention, aligned: bool) -> Callable[[Tensor], Tensor]:
-    """From local-attention 1.7.2 on, queries of heads that look both ways have the angles of a window later: those that
-    learned so ask for it here by their weights."""
+    """Return what happens to queries. Since local-attention 1.7.2 those of heads that look both ways have the angles of
+    a window later; weights that learned so are rotated here."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention) and not inner.causal and not aligned:
-        return partial(turned, places=inner.window.size)
+        return partial(rotated_by, places=inner.window.size)
     return _keys(part)
 
 
@@ -134,25 +136,27 @@ def _differences(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _recipe(kind: type[nn.Module], moves: Callable[..., Any], *roots: str, rules: tuple[Rule, ...] = RULES) -> Recipe:
-    return Recipe(lambda config: kind(**effective(kind, rules, config)), moves, roots, LEFT_OUT, NEW, _differences)
+def _conversion(
+    kind: type[nn.Module], moves: Callable[..., Any], *roots: str, rules: tuple[Rule, ...] = RULES
+) -> Conversion:
+    return Conversion(lambda config: kind(**effective(kind, rules, config)), moves, roots, LEFT_OUT, NEW, _differences)
 
 
-def _layer_recipe(kind: type[Attend]) -> Recipe:
-    recipe = _recipe(kind, _layer, "to_q.")
+def _layer_conversion(kind: type[Attend]) -> Conversion:
+    conversion = _conversion(kind, _layer, "to_q.")
     # a layer alone does not count its calls there
-    return recipe._replace(new=(r"proj_updater\..*",))
+    return conversion._replace(new=(r"proj_updater\..*",))
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    PerformerLM: _recipe(PerformerLM, _language_model, "token_emb.", rules=LM_RULES),
-    Performer: _recipe(Performer, _performer, "net.layers.", "net.blocks."),
-    PerformerEncDec: _recipe(PerformerEncDec, _encoder_and_decoder, "enc.")._replace(
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    PerformerLM: _conversion(PerformerLM, _language_model, "token_emb.", rules=LM_RULES),
+    Performer: _conversion(Performer, _performer, "net.layers.", "net.blocks."),
+    PerformerEncDec: _conversion(PerformerEncDec, _encoder_and_decoder, "enc.")._replace(
         build=lambda config: PerformerEncDec(**_of_encoder_and_decoder(config)),
         left_out=(r"enc\.to_out\..*", r"(enc|dec\.net)\.(layer_)?pos_emb\.emb", *LEFT_OUT),
     ),
-    FastAttention: _recipe(FastAttention, _fast_attention, "projection_matrix")._replace(
+    FastAttention: _conversion(FastAttention, _fast_attention, "projection_matrix")._replace(
         left_out=("projection_matrix",)
     ),
-    **{kind: _layer_recipe(kind) for kind in (Attention, SelfAttention, CrossAttention)},
+    **{kind: _layer_conversion(kind) for kind in (Attention, SelfAttention, CrossAttention)},
 }

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from linattn.compat.fast_transformers import RULES, TransformerDecoder, TransformerEncoder
+from linattn.compat.fast_transformers.models import RULES, TransformerDecoder, TransformerEncoder
 from linattn.compat.options import effective
-from linattn.compat.weights.moves import TRANSPOSED, Move, parameters
-from linattn.compat.weights.recipe import Recipe
+from linattn.compat.weights.conversion import TRANSPOSED, Conversion, Move, parameters
 from linattn.feature_maps import RandomProjection
 from linattn.nn import Branch
 
@@ -22,7 +21,7 @@ FEED_FORWARD = {"up_proj": "linear1", "down_proj": "linear2"}
 
 
 def _moves(model: TransformerEncoder | TransformerDecoder, attentions: tuple[str, ...]) -> Iterator[Move]:
-    """A layer is an attention for each name, then a feed-forward."""
+    """Move all weights. A layer has an attention for each name, then a feed-forward."""
     size = len(attentions) + 1
     stack = model.layers
     for index, (branch, norm) in enumerate(zip(stack.branches, stack.norms, strict=True)):
@@ -46,13 +45,13 @@ def _omega(ours: str, theirs: str, module: nn.Module) -> Iterator[Move]:
             yield Move(f"{ours}.{name}.rows", f"{theirs}.inner_attention.feature_map.omega", TRANSPOSED)
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    TransformerEncoder: Recipe(
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    TransformerEncoder: Conversion(
         lambda config: TransformerEncoder(**effective(TransformerEncoder, RULES, config)),
         lambda model, _: _moves(model, ("attention",)),
         roots=("layers.",),
     ),
-    TransformerDecoder: Recipe(
+    TransformerDecoder: Conversion(
         lambda config: TransformerDecoder(**effective(TransformerDecoder, RULES, config)),
         lambda model, _: _moves(model, ("self_attention", "cross_attention")),
         roots=("layers.",),

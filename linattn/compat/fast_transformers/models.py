@@ -1,5 +1,5 @@
-"""The encoder and decoder of fast-transformers, by the arguments of its builders, so that models from it live on where
-it cannot be built. Katharopoulos et al., https://arxiv.org/abs/2006.16236"""
+"""The encoder and decoder of fast-transformers, with the arguments of its builders, for machines where it cannot be
+built. Katharopoulos et al., https://arxiv.org/abs/2006.16236"""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from linattn.attention.linear import LinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.compat.options import Rule, check_options
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
-from linattn.models.sequence_model import run_stack
+from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
 from linattn.nn.post_norm import PostNormSequence
 
@@ -61,7 +61,7 @@ RULES = (
 
 @final
 class TransformerEncoder(nn.Module):
-    """What `TransformerEncoderBuilder` builds from the same arguments, and `RecurrentEncoderBuilder` too: causal ones
+    """The model that `TransformerEncoderBuilder` and `RecurrentEncoderBuilder` build. Causal ones have
     `extend`. norm(x + attention(x)), then norm(x + feed_forward(x)), `n_layers` times, and a last norm.
 
     `feature_map` takes the channels of a query; of fast-transformers' own, `elu` and `Favor` are
@@ -98,20 +98,20 @@ class TransformerEncoder(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n d"]:
-        """`key_mask` says which tokens are present (True): what `LengthMask` said, anywhere."""
+        """Apply the layers. `key_mask` is True where a token is present; it replaces `LengthMask`."""
         return _normed(self.norm, run_stack(self.layers, self.causal, x, key_mask, None, None))
 
     def extend(
         self, x: Float[Tensor, "b n d"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """The next tokens, any number of them, of sequences whose past is summed up in `state`."""
+        """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state."""
         y, state = self.layers.extend(x, state, key_mask=key_mask)
         return _normed(self.norm, y), state
 
 
 @final
 class TransformerDecoder(nn.Module):
-    """What `TransformerDecoderBuilder` and `RecurrentDecoderBuilder` build from the same arguments: self attention,
+    """The model that `TransformerDecoderBuilder` and `RecurrentDecoderBuilder` build: self attention,
     attention to a memory of `cross_model_dimensions` channels, feed-forward, each followed by a norm."""
 
     def __init__(
@@ -165,7 +165,7 @@ class TransformerDecoder(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
         memory_mask: Bool[Tensor, "b m"] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """The masks say which tokens are present (True), of x and of the memory."""
+        """Apply the layers. The masks are True where a token of x or of the memory is present."""
         return _normed(self.norm, run_stack(self.layers, self.causal, x, key_mask, memory, memory_mask))
 
     def extend(
@@ -177,7 +177,7 @@ class TransformerDecoder(nn.Module):
         key_mask: Bool[Tensor, "b n"] | None = None,
         memory_mask: Bool[Tensor, "b m"] | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Any]:
-        """The next tokens; the memory is summed up the first time, and needed only then."""
+        """Return what `forward` does, for the next tokens, and the new state. Only the first call needs the memory."""
         y, state = self.layers.extend(x, state, key_mask=key_mask, context=memory, context_mask=memory_mask)
         return _normed(self.norm, y), state
 

@@ -21,18 +21,18 @@ from linattn.compat.linear_attention_transformer import (
 from linattn.compat.linear_attention_transformer.options import MODEL_RULES, STACK_RULES
 from linattn.compat.options import effective
 from linattn.compat.weights import layers
-from linattn.compat.weights.moves import (
+from linattn.compat.weights.conversion import (
     ONES,
     SAME,
     ZEROS,
     Change,
+    Conversion,
     Move,
     columns,
     heads,
     pairs_as_halves,
     parameters,
 )
-from linattn.compat.weights.recipe import Recipe
 from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention, Projected
 
 # accepted there, and without effect
@@ -40,7 +40,7 @@ IGNORED = ("bucket_size", "pkm_num_keys", "pkm_layers")
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What their constructor made of its arguments."""
+    """Return our arguments for theirs, as their constructor understood them."""
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
     arguments = {name: value for name, value in config.items() if name not in IGNORED}
@@ -65,7 +65,7 @@ def _build_language_model(config: Mapping[str, Any]) -> LinearAttentionTransform
 
 
 def _turn_linear_heads(module: MultiheadAttention) -> None:
-    """The weights have learned with rotary positions in the linear heads, where our constructor has none."""
+    """Add rotary positions to the linear heads: the weights have learned with them, but our constructor has none."""
     if isinstance(module.inner, SplitHeads):
         module.inner = SplitHeads(*((count, _with_rotary(part)) for count, part in layers.parts(module)))
     else:
@@ -77,20 +77,14 @@ def _with_rotary(inner: InnerAttention) -> InnerAttention:
 
 
 def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Iterator[Move]:
-    whole = model.model
-    yield from parameters("model.embedding", "token_emb", whole.embedding)
-    yield from layers.positions("model.positions", "pos_emb", whole.positions)
-    if isinstance(whole.stack, Projected):
-        yield from parameters("model.stack.in_proj", "transformer.project_in", whole.stack.in_proj)
-        if whole.stack.out_proj is not None:
-            yield from parameters("model.stack.out_proj", "transformer.project_out", whole.stack.out_proj)
-        yield from _stack("model.stack.stack", "transformer.fn.layers", whole.stack.stack)
+    yield from layers.language_model(model, "out")
+    if isinstance(model.stack, Projected):
+        yield from parameters("stack.in_proj", "transformer.project_in", model.stack.in_proj)
+        if model.stack.out_proj is not None:
+            yield from parameters("stack.out_proj", "transformer.project_out", model.stack.out_proj)
+        yield from _stack("stack.stack", "transformer.fn.layers", model.stack.stack)
     else:
-        yield from _stack("model.stack", "transformer.layers", whole.stack)
-    assert whole.norm is not None
-    yield from parameters("model.norm", "norm", whole.norm)
-    if whole.head is not None:
-        yield from parameters("model.head", "out", whole.head)
+        yield from _stack("stack", "transformer.layers", model.stack)
 
 
 def _transformer(model: LinearAttentionTransformer, _: bool) -> Iterator[Move]:
@@ -116,7 +110,7 @@ def _stack(ours: str, theirs: str, stack: nn.Module) -> Iterator[Move]:
 
 
 def _feed_forward(ours: str, theirs: str, branch: Branch, main: bool) -> Iterator[Move]:
-    """After self attention theirs is never gated, whatever `ff_glu` is: a gate that is always one."""
+    """Move a feed-forward. After self attention theirs is never gated, whatever `ff_glu` is: our gate is always one."""
     module = branch.module
     if isinstance(module, Chunked):
         ours, module = f"{ours}.module", module.module
@@ -144,7 +138,7 @@ def _order(part: InnerAttention) -> Callable[[Tensor], Tensor]:
 
 
 def _factor(part: InnerAttention, head_dim: int) -> float:
-    """Their linear heads multiply outputs by d^-½, unless a causal denominator has the same factor."""
+    """Return d^-½ for the heads whose outputs they multiply by it: linear ones that are not causal."""
     part = part.inner if isinstance(part, RotaryAttention) else part
     return head_dim**-0.5 if isinstance(part, LinearAttention) and not part.causal else 1.0
 
@@ -153,16 +147,16 @@ def _unless_one(factors: Tensor) -> Change:
     return SAME if (factors == 1).all() else columns(factors)
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    LinearAttentionTransformerLM: Recipe(
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    LinearAttentionTransformerLM: Conversion(
         _build_language_model, _language_model, roots=("token_emb.",), left_out=layers.TABLES
     ),
-    LinearAttentionTransformer: Recipe(
+    LinearAttentionTransformer: Conversion(
         lambda config: LinearAttentionTransformer(
             **effective(LinearAttentionTransformer, STACK_RULES, _arguments(config))
         ),
         _transformer,
         roots=("layers.layers.", "layers.blocks."),
     ),
-    ImageLinearAttention: Recipe(lambda config: ImageLinearAttention(**config), _image, roots=("to_q.",)),
+    ImageLinearAttention: Conversion(lambda config: ImageLinearAttention(**config), _image, roots=("to_q.",)),
 }

@@ -6,8 +6,7 @@ from torch import nn
 
 from linattn.compat.linformer import Linformer, LinformerLM, LinformerSelfAttention
 from linattn.compat.weights import layers
-from linattn.compat.weights.moves import SAME, Move, parameters
-from linattn.compat.weights.recipe import Recipe
+from linattn.compat.weights.conversion import SAME, Conversion, Move, parameters
 from linattn.nn import MultiheadAttention
 
 
@@ -40,8 +39,8 @@ def _stack(ours: str, theirs: str, stack: nn.Module) -> Iterator[Move]:
             yield from layers.feed_forward(f"{mine}.module", inside, branch.module)
 
 
-RECIPES: dict[type[nn.Module], Recipe] = {
-    LinformerLM: Recipe(lambda config: LinformerLM(**config), _language_model, roots=("token_emb.",)),
-    Linformer: Recipe(lambda config: Linformer(**config), _linformer, roots=("net.layers.", "net.blocks.")),
-    LinformerSelfAttention: Recipe(lambda config: LinformerSelfAttention(**config), _layer, roots=("to_q.",)),
+CONVERSIONS: dict[type[nn.Module], Conversion] = {
+    LinformerLM: Conversion(lambda config: LinformerLM(**config), _language_model, roots=("token_emb.",)),
+    Linformer: Conversion(lambda config: Linformer(**config), _linformer, roots=("net.layers.", "net.blocks.")),
+    LinformerSelfAttention: Conversion(lambda config: LinformerSelfAttention(**config), _layer, roots=("to_q.",)),
 }

@@ -1,7 +1,7 @@
-"""How one tensor of ours comes from one of theirs: its old name, its old shape, and what becomes of it."""
+"""How a model of ours gets the weights of another package: where each tensor comes from, and what becomes of it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,18 +11,34 @@ from linattn.ops.rotary import rotate
 
 
 class Change(NamedTuple):
-    """`shape` is that of theirs, from that of ours."""
+    """A function of a tensor. `shape` takes the shape of ours and returns that of theirs."""
 
     shape: Callable[[torch.Size], Sequence[int]]
     apply: Callable[[Tensor], Tensor]
 
 
 class Move(NamedTuple):
-    """Ours is what `change` makes of theirs, or, where they have nothing, of ours itself: a constant."""
+    """The tensor `ours` is `change.apply(theirs)`; if `theirs` is None, it is a constant, made from its own shape."""
 
     ours: str
     theirs: str | None
     change: Change
+
+
+class Conversion(NamedTuple):
+    """The weights of one constructor.
+
+    `build` takes the original's arguments. `moves` takes our model, and whether rotary angles of performer-pytorch's
+    local heads were aligned. Their names begin with one of `roots`. Of theirs, names that match `left_out` are no
+    weights; of ours, those that match `new` have no counterpart there. `differences` yields a warning for each output
+    that is not the original's."""
+
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    moves: Callable[[Any, bool], Iterable[Move]]
+    roots: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    differences: Callable[[Any], Iterable[str]] = lambda model: ()
 
 
 SAME = Change(tuple, lambda x: x)
@@ -34,12 +50,12 @@ NUMBER = Change(lambda shape: (1, *shape), lambda x: x.squeeze(0))
 
 
 def half(which: int) -> Change:
-    """Of the first dimension."""
+    """Take one half of the first dimension: 0 or 1."""
     return Change(lambda shape: (2 * shape[0], *shape[1:]), lambda x: x.chunk(2)[which])
 
 
 def axis(which: int, of: int) -> Change:
-    """A row for each place on one axis of a grid: theirs spreads over the whole grid."""
+    """Turn a table that is spread over a grid into one row for each place on one axis."""
     ones = [1] * of
 
     def shape(ours: torch.Size) -> Sequence[int]:
@@ -53,12 +69,12 @@ def columns(factor: Float[Tensor, " d"]) -> Change:
 
 
 def channels(order: Sequence[int]) -> Change:
-    """The last dimension in another order."""
+    """Put the last dimension into another order."""
     return Change(tuple, lambda x: x[..., list(order)])
 
 
 def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int) -> Change:
-    """The rows of so many heads each become what a function makes of them, (h, d, …)."""
+    """Apply to the rows of each group of heads, (h, d, …), a function of its own."""
 
     def apply(x: Tensor) -> Tensor:
         pieces = x.unflatten(0, (-1, head_dim)).split([count for count, _ in parts])
@@ -68,7 +84,7 @@ def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int
 
 
 def halves(head_dim: int) -> list[int]:
-    """Their rotary pairs are neighbouring channels, ours the two halves: where each of our channels is in theirs."""
+    """Return where each of our channels is in theirs: their rotary pairs are neighbours, ours are the two halves."""
     return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
 
@@ -76,14 +92,14 @@ def pairs_as_halves(x: Float[Tensor, "h d *i"]) -> Float[Tensor, "h d *i"]:
     return x[:, halves(x.shape[1])]
 
 
-def turned(x: Float[Tensor, "h d *i"], places: int) -> Float[Tensor, "h d *i"]:
-    """The rows whose products are rotated by so many places."""
+def rotated_by(x: Float[Tensor, "h d *i"], places: int) -> Float[Tensor, "h d *i"]:
+    """Rotate the rows so that their products are rotated by so many places."""
     flat = x.double().flatten(2).mT if x.ndim > 2 else x.double().unsqueeze(1)
     positions = torch.full((flat.shape[1],), places, device=x.device)
     return rotate(flat, positions).mT.reshape(x.shape).to(x.dtype)
 
 
 def parameters(ours: str, theirs: str, module: nn.Module, change: Change = SAME) -> Iterator[Move]:
-    """All of a module, under the names that both have."""
+    """Move all parameters of a module, whose names there are the same."""
     for name, _ in module.named_parameters():
         yield Move(f"{ours}.{name}", f"{theirs}.{name}", change)

@@ -1,0 +1,157 @@
+"""The base of all models of tokens: embeddings with positions, a stack of layers, a norm and the logits."""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linattn.attention.checks import for_batch
+from linattn.nn import MultiheadAttention
+from linattn.nn.attention import count_positions
+from linattn.nn.checks import check_indices, out_of_range
+from linattn.ops.compaction import compact, pack, unpack
+from linattn.ops.state import check_part, checked_kind
+
+
+class TokenModelState(NamedTuple):
+    """The past of a batch of sequences: the stack's state, and the number of tokens if the model has positions."""
+
+    stack: Any
+    position: Int[Tensor, " b"] | None
+
+
+class TokenModel(nn.Module, ABC):
+    """head(norm(stack(embedding(tokens) + positions))). Subclasses define how they are called.
+
+    If `tied`, the logits are E x with the embedding's own matrix E; without that and without a head, there are none.
+    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
+    stack is `causal`, `linattn.generate` takes the model."""
+
+    embedding: nn.Embedding
+    positions: nn.Module | None
+    dropout: nn.Module
+    norm: nn.Module
+    head: nn.Module | None
+    tied: bool
+    causal: bool
+
+    @abstractmethod
+    def get_stack(self) -> Any:
+        """Return the layers, which have the `forward` and `extend` of a `ResidualSequence`."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.num_embeddings
+
+    @property
+    def max_length(self) -> int | None:
+        """The length of the longest sequence that there are positions for, None if there is no limit."""
+        return None if self.positions is None else cast(int | None, self.positions.max_length)
+
+    @property
+    def gives_logits(self) -> bool:
+        return self.tied or self.head is not None
+
+    def hidden(
+        self,
+        tokens: Int[Tensor, "b n"],
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        context: Float[Tensor, "b m c"] | None = None,
+        context_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        """Return the vectors that `logits` takes."""
+        x, _ = self.embed(tokens, key_mask=key_mask)
+        self._check_context(context, context_mask)
+        return self.norm(run_stack(self.get_stack(), self.causal, x, key_mask, context, context_mask))
+
+    def begin(
+        self, context: Float[Tensor, "b m c"], *, context_mask: Bool[Tensor, "b m"] | None = None
+    ) -> TokenModelState:
+        """Return the state before the first token. It sums up the context, which is not needed again."""
+        none = torch.zeros(len(context), 0, dtype=torch.long, device=context.device)
+        return self.extend_hidden(none, context=context, context_mask=context_mask)[1]
+
+    def extend_hidden(
+        self,
+        tokens: Int[Tensor, "b n"],
+        state: TokenModelState | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+        context: Float[Tensor, "b m c"] | None = None,
+        context_mask: Bool[Tensor, "b m"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], TokenModelState]:
+        """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state.
+
+        A context is needed only where there is no state."""
+        self._check_context(context, context_mask)
+        if state is not None:
+            state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
+            check_part("position", state.position, None if self.positions is None else torch.int64)
+        x, position = self.embed(tokens, state and state.position, key_mask=key_mask)
+        call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
+        x, stack = self.get_stack().extend(x, state and state.stack, **call)
+        return self.norm(x), TokenModelState(stack, position)
+
+    def embed(
+        self,
+        tokens: Int[Tensor, "b n"],
+        position: Int[Tensor, " b"] | None = None,
+        *,
+        key_mask: Bool[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], Int[Tensor, " b"] | None]:
+        """Return the input of the stack, and the position to go on from (None if the model has no positions)."""
+        check_indices(tokens, key_mask)
+        n, longest = tokens.shape[1], self.max_length
+        if longest is not None and key_mask is None and n > longest:
+            raise ValueError(f"the model's positions end at {longest}, but there are {n} tokens")
+        if key_mask is not None:
+            # a masked place may hold anything, also a number that is no token
+            tokens = tokens.masked_fill(~key_mask, 0)
+        try:
+            x = self.embedding(tokens)
+        except IndexError as error:
+            raise out_of_range("tokens", tokens, self.vocab_size) from error
+        if self.positions is not None:
+            places, position = count_positions(x, position, key_mask)
+            x = x + self.positions(places).to(x.dtype)
+        return self.dropout(x), position
+
+    def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]:
+        if self.tied:
+            return F.linear(x, self.embedding.weight)
+        if self.head is None:
+            raise ValueError("this model has no head: it gives embeddings, no logits")
+        return self.head(x)
+
+    def _check_context(self, context: Tensor | None, context_mask: Tensor | None) -> None:
+        if context is None and context_mask is not None:
+            raise ValueError("context_mask is of a context, but none was given")
+        if context is not None and not any(
+            isinstance(part, MultiheadAttention) and part.is_cross_attention for part in self.modules()
+        ):
+            raise ValueError("a context was given, but nothing attends to it: the model has no cross attention")
+
+
+def run_stack(
+    stack: Any,
+    causal: bool,
+    x: Float[Tensor, "b n d"],
+    key_mask: Bool[Tensor, "b n"] | None,
+    context: Float[Tensor, "b m c"] | None,
+    context_mask: Bool[Tensor, "b m"] | None,
+) -> Float[Tensor, "b n o"]:
+    """Apply the stack. If it is causal, first move the present tokens to the left: padding on the right is future,
+    so that no layer needs a mask."""
+    call = {"context": context, "context_mask": context_mask}
+    if key_mask is None or not causal:
+        return stack(x, key_mask=key_mask, **call)
+    where = compact(key_mask)
+    return unpack(stack(pack(x, where), key_mask=None, **call), where, key_mask)
