@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.ops.backends import loopless
+from linattn.ops.backends import dense, loopless
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
@@ -22,7 +22,8 @@ def running_scale(
 
     With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start.
     Without a log_decay, sums are relative to a multiple of 24 instead, at most 14 above m, so that a decay is rare: it
-    comes where m passes such a multiple. A decay of None is known to be zero everywhere.
+    comes where m passes such a multiple. A decay of None is known to be zero everywhere; short sequences have one always,
+    because the backend depends on it, in which no later key may have a part.
 
     Before the first key (log_scale −inf), scale and decay are zero. No gradient passes through m: any would give the
     same outputs."""
@@ -47,7 +48,8 @@ def running_scale(
         decay = decay - decay.detach().clamp(min=0)
     decay = decay.masked_fill(none[..., :-1], 0)
     # a copy, because a view would keep the whole sequence alive in a state of constant size
-    return shown[..., 1:], None if log_decay is None and _all_zero(decay) else decay, m[..., -1:].clone()
+    needless = log_decay is None and not 1 < decay.shape[-1] <= dense.LONGEST and _all_zero(decay)
+    return shown[..., 1:], None if needless else decay, m[..., -1:].clone()
 
 
 def _running_max(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from linattn.cli.main import main, make_parser
 from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
 from linattn.cli.run_folder import open_run, read_log
 from linattn.cli.trainer import training_arguments
-from linattn.models import LanguageModel
+from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
 
 FOUR_STEPS = (*TINY, *SHORT, "--steps", "4")
@@ -73,6 +73,12 @@ ELSEWHERE = {
 
 def test_every_option_is_tested():
     assert {each.name for each in dataclasses.fields(TrainOptions)} == {*CONFIGURED, *TRAINING, *ELSEWHERE}
+
+
+def test_every_field_of_the_models_configuration_is_an_option():
+    """Under its own name; the vocabulary is the data's, and the longest length the context."""
+    fields = {each.name for each in dataclasses.fields(LanguageModelConfig)} - {"vocab_size", "max_length"}
+    assert fields <= {each.name for each in dataclasses.fields(TrainOptions)}
 
 
 def train(text: Path, run: Path, *options: str) -> bytes:

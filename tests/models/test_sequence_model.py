@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from linattn import generate, map_state
 from linattn.models import SequenceModel
+from tests.models.causal import small_model
 from tests.models.stacks import DIM, LONGEST, VOCABULARY, model, some_tokens
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -170,3 +171,18 @@ def test_what_is_not_causal_cannot_be_extended():
 def test_without_a_head_there_are_no_logits():
     with pytest.raises(ValueError, match="no head"):
         generate(model(head=None), some_tokens(1, 3), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("lm", [model(), small_model()], ids=lambda lm: type(lm).__name__)
+def test_a_context_that_nothing_attends_to_is_refused(lm):
+    tokens, context = some_tokens(2, 3), torch.randn(2, 4, DIM, dtype=torch.float64)
+    for call in (lm.hidden, lm.extend_hidden):
+        with pytest.raises(ValueError, match="nothing attends to it"):
+            call(tokens, context=context)
+        with pytest.raises(ValueError, match="none was given"):
+            call(tokens, context_mask=torch.ones(2, 4, dtype=torch.bool))
+
+
+def test_a_tied_model_has_no_other_head():
+    with pytest.raises(ValueError, match="another head was given"):
+        SequenceModel(torch.nn.Embedding(3, 2), torch.nn.Identity(), head=torch.nn.Linear(2, 3), tied=True)

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.ops import causal_linear_attention
+from linattn.ops.backends import dense
 from linattn.ops.scale import running_scale
 
 
@@ -64,7 +65,15 @@ def test_nothing_decays_where_scales_are_moderate() -> None:
     assert running_scale(s)[1] is None
     assert running_scale(s + 90)[1] is None
     assert running_scale(s, None, torch.full((3, 1), -100.0))[1] is not None
-    assert running_scale(torch.full((3, 5), -torch.inf))[1] is None
+    assert running_scale(torch.full((3, 200), -torch.inf))[1] is None
+    assert running_scale(s[:, :1])[1] is None
+
+
+def test_short_sequences_have_a_decay_always() -> None:
+    """Whether there is one chooses the backend: no later key may have a part in that."""
+    for n in (2, dense.LONGEST):
+        decay = running_scale(torch.randn(3, n))[1]
+        assert decay is not None and not decay.any()
 
 
 def test_under_vmap_scales_are_the_same() -> None:
