@@ -22,8 +22,8 @@ def running_scale(
 
     With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start.
     Without a log_decay, sums are relative to a multiple of 24 instead, at most 14 above m, so that a decay is rare: it
-    comes where m passes such a multiple. A decay of None is known to be zero everywhere; short sequences have one always,
-    because the backend depends on it, in which no later key may have a part.
+    comes where m passes such a multiple. A decay of None is known to be zero everywhere. Short sequences always have
+    one: the backend depends on it, and no later key may choose that.
 
     Before the first key (log_scale −inf), scale and decay are zero. No gradient passes through m: any would give the
     same outputs."""
