@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from linattn.ops import flex
 from linattn.ops.backends import loopless
+from linattn.ops.backends.base import is_exporting
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
 from linattn.ops.softmax import fused_softmax
 from linattn.ops.state import check_part
@@ -118,7 +119,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
-    if past is None and torch.compiler.is_exporting():
+    if past is None and is_exporting():
         return in_equal_blocks(q, k, v, window, real)
     if past is None and flex.unsupported(q, v) is None:
         return flex.flex_window(q, k, v, window=window, real=real)

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.ops.backends import dense, loopless
+from linattn.ops.backends.base import is_exporting
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
@@ -53,7 +54,7 @@ def running_scale(
 
 
 def _running_max(x: Tensor) -> Tensor:
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return x.cummax(-1).values
     start = x[..., :1]
     return torch.cat([start, torch.maximum(start, loopless.running_max(x[..., 1:]))], -1)

@@ -107,7 +107,7 @@ def test_what_is_exported_for_one_length_only_says_so(name: str, inner: nn.Modul
     inputs = [x.float() for x in heads(70)]
     assert_close(export(inner, tuple(inputs)).module()(*inputs), inner(*inputs))
     with pytest.raises(NotImplementedError, match=f"{name} can be exported for one length only"):
-        export(inner, tuple(inputs), dynamic_shapes=[{2: LENGTH}] * 3)
+        torch.export.export(inner, tuple(inputs), dynamic_shapes=[{2: LENGTH}] * 3)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -69,6 +69,12 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` is True in torch.compile
+    too, but not its flag."""
+    return torch.compiler._is_exporting_flag
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
     device = x.device.type
@@ -76,5 +82,5 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     if device == "meta" or not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)):
         return nullcontext()
     # an exported graph may be called where autocast is on
-    wanted = torch.is_autocast_enabled(device) or torch.compiler.is_exporting()
+    wanted = torch.is_autocast_enabled(device) or is_exporting()
     return torch.autocast(device, enabled=False) if wanted else nullcontext()

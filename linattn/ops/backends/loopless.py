@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.backends.base import CausalCall, accumulator, divide
+from linattn.ops.backends.base import CausalCall, accumulator, divide, is_exporting
 from linattn.ops.backends.operator import Backend
 from linattn.ops.backends.reference import decay_between, of_present_tokens, present, visible
 from linattn.ops.elementwise import ELEMENTWISE
@@ -18,7 +18,7 @@ CHUNK = 64
 
 def check_exported_length(n: int, what: str) -> None:
     """Raise NotImplementedError while exporting for any length what has a loop of as many blocks as the length asks."""
-    if torch.compiler.is_exporting() and isinstance(n, torch.SymInt):
+    if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
-from linattn.ops.backends.base import without_autocast
+from linattn.ops.backends.base import is_exporting, without_autocast
 from linattn.ops.names import unknown_name
 
 Tensors = tuple[Tensor | None, ...]
@@ -130,7 +130,7 @@ class Form:
 
 def cannot_export(call: Any) -> str | None:
     """Why a form made of loops does not run a call."""
-    return "has loops, which an exported graph would unroll" if torch.compiler.is_exporting() else None
+    return "has loops, which an exported graph would unroll" if is_exporting() else None
 
 
 def in_transform() -> bool:
