@@ -49,7 +49,8 @@ def running_scale(
         decay = decay - decay.detach().clamp(min=0)
     decay = decay.masked_fill(none[..., :-1], 0)
     # a copy, because a view would keep the whole sequence alive in a state of constant size
-    needless = log_decay is None and not 1 < decay.shape[-1] <= dense.LONGEST and _all_zero(decay)
+    # the length is asked for last, because it would be a condition of a graph
+    needless = log_decay is None and _all_zero(decay) and not 1 < decay.shape[-1] <= dense.LONGEST
     return shown[..., 1:], None if needless else decay, m[..., -1:].clone()
 
 
