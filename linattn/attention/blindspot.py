@@ -65,7 +65,7 @@ def attend_in_ragged_blocks(
 
 
 def _ragged(state: LinearState | RaggedState | None, tokens: _Tokens, size: int) -> RaggedState:
-    """Of a state whose rows have the same number of tokens, or of none."""
+    """Make a ragged state of one whose rows have the same number of tokens, or of none."""
     if isinstance(state, RaggedState):
         return state
     k, v = tokens.k[..., :0, :], tokens.v[..., :0, :]
@@ -103,7 +103,7 @@ def _step(tokens: _Tokens, state: RaggedState, size: int, normalize: str | None)
 
 
 def _in_order(outputs: list[Tensor], first: Tensor, n: int, size: int) -> Tensor:
-    """From the steps' outputs to those of the tokens: the first step began with `first` tokens in the open block."""
+    """Order the steps' outputs by token; the first step began with `first` tokens in the open block."""
     width = outputs[0].shape[-2]
     index = torch.arange(n, device=first.device) + first.unsqueeze(-1)
     begun = torch.where(index < size, first.unsqueeze(-1), 0)

@@ -74,7 +74,7 @@ class FeatureMap(nn.Module, ABC):
     """Maps queries and keys to features, whose inner products are the similarities. A map defines `query` and `key`."""
 
     normalize: str | None = "output"
-    """How the operator normalises with this map, unless the user says otherwise."""
+    """The operator's normalisation with this map, unless the user gives another."""
 
     @abstractmethod
     def query(self, x: Float[Tensor, "*b n d"]) -> Features: ...

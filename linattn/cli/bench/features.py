@@ -35,7 +35,7 @@ from linattn.nn import MultiheadAttention
 WORKLOAD, UNIFORM = "feature maps", "uniform attention"
 CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
 # of linattn train
-SMALL = "--attention softmax --dim 128 --depth 2 --heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
+SMALL = "--attention softmax --dim 128 --depth 2 --num-heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
 BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 COUNTS, DRAWS = (16, 32, 64, 128, 256, 512, 1024), 3
 FIXED = ("elu", "efficient", "taylor", "taylor2")

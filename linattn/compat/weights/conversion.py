@@ -1,4 +1,4 @@
-"""How a model of ours gets the weights of another package: where each tensor comes from, and what becomes of it."""
+"""Conversions of other packages' weights into a model of ours: where each tensor comes from, and what becomes of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

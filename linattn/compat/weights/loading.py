@@ -89,12 +89,12 @@ def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
 
 
 def _check(constructor: type, conversion: Conversion, moves: list[Move], ours: Tensors, theirs: Tensors) -> None:
-    taken = {move.theirs for move in moves if move.theirs is not None}
+    used = {move.theirs for move in moves if move.theirs is not None}
     filled = {move.ours for move in moves}
     assert filled <= set(ours), filled - set(ours)
     faults = {
-        "missing": sorted(taken - set(theirs)),
-        "not used": [name for name in theirs if name not in taken and not _matches(name, conversion.left_out)],
+        "missing": sorted(used - set(theirs)),
+        "not used": [name for name in theirs if name not in used and not _matches(name, conversion.left_out)],
         "of another shape": [fault for move in moves for fault in _misshapen(move, ours, theirs)],
         "new here": [name for name in ours if name not in filled and not _matches(name, conversion.new)],
     }

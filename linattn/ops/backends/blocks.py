@@ -11,7 +11,7 @@ from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.memory import Workspace
 from linattn.ops.elementwise import ELEMENTWISE
 
-# half of A is thrown away, so short chunks save products; their states, one a chunk, cost memory traffic
+# half of A is thrown away, so short chunks save products; their states, one per chunk, cost memory traffic
 SHORTEST, LONGEST = 16, 64
 # a block's keys or values are a megabyte in float32; blocks of fewer tokens would save a state too often
 BLOCK, SEGMENT = 2**18, 256
@@ -27,7 +27,7 @@ class Decay(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a block is: some of the first dimension, and the tokens from `start` to `stop`, in chunks of `chunk`.
+    """The place of a block: some of the first dimension, and the tokens from `start` to `stop`, in chunks of `chunk`.
     `shared` are the leading dimensions of queries that share a key and so a state."""
 
     rows: slice
@@ -74,7 +74,7 @@ def chunk_length(call: CausalCall) -> int:
 
 
 def sizes(call: CausalCall) -> tuple[int, int, int]:
-    """Of a block: rows of the first dimension and tokens; and of its chunks."""
+    """Return (rows of the first dimension per block, tokens per block, tokens per chunk)."""
     *others, n, _ = call.q.shape[1:]
     rows = max(call.q.shape[0], call.S.shape[0])
     chunk, heads = chunk_length(call), max(1, math.prod(others))
@@ -84,7 +84,7 @@ def sizes(call: CausalCall) -> tuple[int, int, int]:
 
 
 def number_of_blocks(call: CausalCall) -> int:
-    """That a row's tokens are cut into; of a symbolic length too, as a compiler has it."""
+    """Return the number of blocks per sequence. Works with a symbolic length."""
     n, (_, length, chunk) = call.q.shape[-2], sizes(call)
     return -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
 
@@ -118,19 +118,19 @@ def queries_last(x: Tensor, tile: Tile) -> Tensor:
     return x.movedim([1 + i for i in tile.shared], [i - len(tile.shared) - 2 for i in range(len(tile.shared))])
 
 
-def of_keys(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
+def of_keys(x: Tensor, tile: Tile, work: Workspace, name: str) -> Tensor:
     """(cb C d)"""
-    return room.copy(name, chunks(x, tile)).flatten(0, -3)
+    return work.copy(name, chunks(x, tile)).flatten(0, -3)
 
 
-def of_queries(x: Tensor, tile: Tile, room: Workspace, name: str) -> Tensor:
+def of_queries(x: Tensor, tile: Tile, work: Workspace, name: str) -> Tensor:
     """(cb gC d)"""
-    x = room.copy(name, queries_last(chunks(x, tile), tile))
+    x = work.copy(name, queries_last(chunks(x, tile), tile))
     return x.flatten(0, -3 - len(tile.shared)).flatten(1, -2)
 
 
 def spread_keys(call: CausalCall) -> CausalCall:
-    """What belongs to keys, with all leading dimensions of the states, without a copy."""
+    """Expand what belongs to keys to all leading dimensions of the states, without a copy."""
 
     def spread(x: Tensor) -> Tensor:
         return x.expand(*call.S.shape[:-2], *x.shape[-2:])
@@ -140,7 +140,7 @@ def spread_keys(call: CausalCall) -> CausalCall:
 
 
 def decay_weights(log_decay: Tensor, visible: Tensor, chunks: int) -> Decay:
-    """Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
+    """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     fresh = log_decay == -torch.inf
     total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
@@ -153,11 +153,11 @@ def decay_weights(log_decay: Tensor, visible: Tensor, chunks: int) -> Decay:
     return Decay(inside, since.unsqueeze(-1), until.unsqueeze(-1), whole)
 
 
-def load(call: CausalCall, tile: Tile, room: Workspace) -> Block:
-    """Of a call that was spread."""
+def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
+    """Copy one block of a call, which went through `spread_keys`, into the cache and apply φ."""
     phi, nonnegative = ELEMENTWISE[call.feature_map].overwrite, ELEMENTWISE[call.feature_map].nonnegative
-    q, k = (phi(x, room.scratch(x)) for x in (of_queries(call.q, tile, room, "q"), of_keys(call.k, tile, room, "k")))
-    v = of_keys(call.v, tile, room, "v")
+    q, k = (phi(x, work.scratch(x)) for x in (of_queries(call.q, tile, work, "q"), of_keys(call.k, tile, work, "k")))
+    v = of_keys(call.v, tile, work, "v")
     visible, decay, missing = None, None, None
     if call.key_mask is not None:
         missing = ~chunks(call.key_mask, tile).flatten(0, -3)

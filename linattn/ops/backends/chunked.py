@@ -39,7 +39,7 @@ class Ends(NamedTuple):
     z: Tensor
 
     def before(self) -> tuple[Tensor, Tensor]:
-        """Those that enter each chunk, (cb f dv) and (cb 1 f)."""
+        """Return the states that enter each chunk, (cb f dv) and (cb 1 f)."""
         return self.S[:-1].flatten(0, 1), self.z[:-1].flatten(0, 1).unsqueeze(1)
 
     def after(self) -> tuple[Tensor, Tensor]:
@@ -74,23 +74,23 @@ def _until(x: Tensor, block: Block) -> Tensor:
     return x if block.decay is None else x * block.decay.until.squeeze(1)
 
 
-def _dot(x: Tensor, y: Tensor, room: Workspace) -> Tensor:
-    """Of rows: as a product it would take half a matrix product's time."""
-    return torch.mul(x, y, out=room.scratch(x)).sum(-1, keepdim=True)
+def _dot(x: Tensor, y: Tensor, work: Workspace) -> Tensor:
+    """Return x·y per row. As a matrix product it would take half the time of a full one."""
+    return torch.mul(x, y, out=work.scratch(x)).sum(-1, keepdim=True)
 
 
 def _ends(
-    state: tuple[Tensor, Tensor], block: Block, first: int, room: Workspace, names: tuple[str, str] = ("S", "z")
+    state: tuple[Tensor, Tensor], block: Block, first: int, work: Workspace, names: tuple[str, str] = ("S", "z")
 ) -> Ends:
     """Room for the states at the ends of all chunks, that at the first or the last of them given."""
-    ends = Ends(*(room(name, block.chunks + 1, *x.shape) for name, x in zip(names, state, strict=True)))
+    ends = Ends(*(work(name, block.chunks + 1, *x.shape) for name, x in zip(names, state, strict=True)))
     for x, given in zip(ends, state, strict=True):
         x[first] = given
     return ends
 
 
 def _accumulate(ends: Ends, block: Block, *, reverse: bool = False) -> None:
-    """From each chunk's own sums, the state at its one end, given that at the other end of the block; in place."""
+    """Scan over chunks in place: S_{c+1} = a_c S_c + ΔS_c. Runs backwards for gradients."""
     whole = None if block.decay is None else block.decay.whole.unbind(0)
     for x, weights in ((ends.S, whole), (ends.z, whole and [a.squeeze(-1) for a in whole])):
         states = x.unbind(0)
@@ -99,9 +99,9 @@ def _accumulate(ends: Ends, block: Block, *, reverse: bool = False) -> None:
             following.add_(done) if weights is None else following.addcmul_(done, weights[i])
 
 
-def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends:
-    """From the state, (b f dv) and (b f), that enters the block."""
-    ends, k = _ends(state, block, 0, room), _until(block.k, block)
+def _states(block: Block, state: tuple[Tensor, Tensor], work: Workspace) -> Ends:
+    """Return the states at the ends of all chunks, from the state that enters the block, (b f dv) and (b f)."""
+    ends, k = _ends(state, block, 0, work), _until(block.k, block)
     S, z = ends.after()
     S.baddbmm_(k.mT, block.v, beta=0)
     z.copy_(k.sum(1, keepdim=True))
@@ -109,8 +109,8 @@ def _states(block: Block, state: tuple[Tensor, Tensor], room: Workspace) -> Ends
     return ends
 
 
-def _denominator(A: Tensor | None, q_in: Tensor, z_in: Tensor, block: Block, room: Workspace) -> Tensor:
-    total = _dot(q_in, z_in, room)
+def _denominator(A: Tensor | None, q_in: Tensor, z_in: Tensor, block: Block, work: Workspace) -> Tensor:
+    total = _dot(q_in, z_in, work)
     if A is not None:
         total = A.sum(-1, keepdim=True).add_(total)
     return infinite_if_none(total, nonnegative=block.nonnegative)
@@ -126,23 +126,23 @@ def _over_key_sums(x: Tensor, total: Tensor, block: Block) -> Tensor:
     return divide(_per_group(x, block), total.unsqueeze(1)).flatten(1, 2)
 
 
-def _product(a: Tensor, b: Tensor, room: Workspace, name: str) -> Tensor:
-    return room(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
+def _product(a: Tensor, b: Tensor, work: Workspace, name: str) -> Tensor:
+    return work(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
 
 
-def _similarities(q: Tensor, block: Block, room: Workspace) -> Tensor | None:
+def _similarities(q: Tensor, block: Block, work: Workspace) -> Tensor | None:
     """A = q kᵀ ∘ D; None where no query sees a key of its own chunk."""
-    return None if block.blind else _weigh(_product(q, block.k.mT, room, "A"), block)
+    return None if block.blind else _weigh(_product(q, block.k.mT, work, "A"), block)
 
 
-def _outputs(block: Block, ends: Ends, normalize: str | None, room: Workspace) -> Tensor:
+def _outputs(block: Block, ends: Ends, normalize: str | None, work: Workspace) -> Tensor:
     """(cb gC dv)"""
     (S_in, z_in), q = ends.before(), block.q
     if normalize == "keys":
         q = _over_key_sums(q, _key_sums(block, z_in), block)
-    A, q_in = _similarities(q, block, room), _since(q, block)
-    y = _product(q_in, S_in, room, "y") if A is None else _product(A, block.v, room, "y").baddbmm_(q_in, S_in)
-    return y.div_(_denominator(A, q_in, z_in, block, room)) if normalize == "output" else y
+    A, q_in = _similarities(q, block, work), _since(q, block)
+    y = _product(q_in, S_in, work, "y") if A is None else _product(A, block.v, work, "y").baddbmm_(q_in, S_in)
+    return y.div_(_denominator(A, q_in, z_in, block, work)) if normalize == "output" else y
 
 
 def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -156,15 +156,15 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
     S_end, z_end = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
     saved = _room_for_states(call, save)
-    spread, room = spread_keys(call), Workspace(call.S)
+    spread, work = spread_keys(call), Workspace(call.S)
     for rows, tiles in plan:
         state = _state_of(call.S, call.z, rows)
         for i, tile in enumerate(tiles):
             if save:
                 _save(state, (saved[0][i], saved[1][i]), rows)
-            block = load(spread, tile, room)
-            ends = _states(block, state, room)
-            write(y, tile, _outputs(block, ends, call.normalize, room))
+            block = load(spread, tile, work)
+            ends = _states(block, state, work)
+            write(y, tile, _outputs(block, ends, call.normalize, work))
             state = ends.S[-1], ends.z[-1]
         _save(state, (S_end, z_end), rows)
     return y, S_end, z_end, saved[0], saved[1]
@@ -191,7 +191,7 @@ class Gradients(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the gradients of keys take from those of queries."""
+    """Tensors that the gradients of keys need and those of queries computed."""
 
     dN: Tensor  # gradient of the numerator, (cb gC dv)
     G: Tensor | None  # gradient of q kᵀ, (cb gC C); None where no query sees a key of its own chunk
@@ -204,7 +204,7 @@ class Shared(NamedTuple):
 
 
 def _to_queries(
-    call: CausalCall, tile: Tile, block: Block, ends: Ends, dy: Tensor, into: Gradients, room: Workspace
+    call: CausalCall, tile: Tile, block: Block, ends: Ends, dy: Tensor, into: Gradients, work: Workspace
 ) -> Shared:
     """Writes their gradients. With y = N / d, dN = dy / d and dd = −dN·y = −dN·N / d."""
     (S_in, z_in), normalize = ends.before(), call.normalize
@@ -212,24 +212,24 @@ def _to_queries(
     if normalize == "keys":
         total = _key_sums(block, z_in)
         q = _over_key_sums(q, total, block)
-    A, q_in = _similarities(q, block, room), _since(q, block)
-    dN, d = of_queries(dy, tile, room, "y"), None
+    A, q_in = _similarities(q, block, work), _since(q, block)
+    dN, d = of_queries(dy, tile, work, "y"), None
     if normalize == "output":
-        d = _denominator(A, q_in, z_in, block, room)
+        d = _denominator(A, q_in, z_in, block, work)
         dN.div_(d)
-    dq, G = _product(dN, S_in.mT, room, "dq"), None if A is None else _product(dN, block.v.mT, room, "G")
+    dq, G = _product(dN, S_in.mT, work, "dq"), None if A is None else _product(dN, block.v.mT, work, "G")
     if d is not None:
         # dN·N from the products at hand: y itself was rounded
-        dd = _dot(q_in, dq, room)
+        dd = _dot(q_in, dq, work)
         if A is not None and G is not None:
-            dd.add_(_dot(A, G, room))
+            dd.add_(_dot(A, G, work))
         dd.div_(d).neg_()
         dq.addcmul_(dd, z_in)
         if G is not None:
             G.add_(dd)
-        dz = torch.mul(q_in, dd, out=room.scratch(q_in)).sum(1, keepdim=True)
+        dz = torch.mul(q_in, dd, out=work.scratch(q_in)).sum(1, keepdim=True)
     if block.decay is not None:
-        crossing = _crossing(A, G, _dot(q_in, dq, room), block)
+        crossing = _crossing(A, G, _dot(q_in, dq, work), block)
     dq = _since(dq, block)
     if G is not None:
         dq.baddbmm_(_weigh(G, block), k)
@@ -240,8 +240,8 @@ def _to_queries(
         dq = _over_key_sums(dq, total, block)
         if crossing is not None:
             D = None if block.blind else _weights(block)
-            crossing += _crossing(D, dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), room), block)
-    write(into.q, tile, _through_map(dq, block.q, call, room))
+            crossing += _crossing(D, dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), work), block)
+    write(into.q, tile, _through_map(dq, block.q, call, work))
     return Shared(dN, G, A, q, q_in, dz, dtotal, crossing)
 
 
@@ -266,20 +266,20 @@ def _to_keys(
     entering: tuple[Tensor, Tensor],
     dstate: tuple[Tensor, Tensor],
     into: Gradients,
-    room: Workspace,
+    work: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """Writes the gradients of keys, values and decays; returns that of the state before the block, from that of the
     state after it. `entering` are the states before each chunk."""
-    k, v, ends = block.k, block.v, _ends(dstate, block, -1, room, ("dS", "dz"))
+    k, v, ends = block.k, block.v, _ends(dstate, block, -1, work, ("dS", "dz"))
     dS, dz = ends.before()
     dS.baddbmm_(past.q_in.mT, past.dN, beta=0)
     dz.zero_() if past.dz is None else dz.copy_(past.dz)
     _accumulate(ends, block, reverse=True)
     dS, dz = ends.after()
-    dv, dk = _product(_until(k, block), dS, room, "dv"), _product(_until(v, block), dS.mT, room, "dk")
+    dv, dk = _product(_until(k, block), dS, work, "dv"), _product(_until(v, block), dS.mT, work, "dk")
     dk.add_(_until(dz, block))
     if into.log_decay is not None and past.crossing is not None and block.decay is not None:
-        later = _dot(k, dk, room)
+        later = _dot(k, dk, work)
         over = block.decay.whole.flatten(0, 1) * sum(
             (x * dx).sum((1, 2), keepdim=True) for x, dx in zip(entering, (dS, dz), strict=True)
         )
@@ -291,7 +291,7 @@ def _to_keys(
     write_keys(into.v, tile, dv, block, call)
     if past.dtotal is not None and not block.blind:
         dk.baddbmm_(_weights(block).mT, past.dtotal)
-    write_keys(into.k, tile, _through_map(dk, k, call, room), block, call)
+    write_keys(into.k, tile, _through_map(dk, k, call, work), block, call)
     return ends.S[0].clone(), ends.z[0].clone()
 
 
@@ -308,14 +308,14 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
     dS_start, dz_start = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
     of_decay = None if call.log_decay is None else call.S.new_empty(*call.log_decay.shape, 1)
-    spread, into, room = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
+    spread, into, work = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
     for rows, tiles in plan:
         dstate = _state_of(dS_end, dz_end, rows)
         for i, tile in reversed(list(enumerate(tiles))):
-            block = load(spread, tile, room)
-            ends = _states(block, _state_of(saved_S[i], saved_z[i], rows), room)
-            past = _to_queries(call, tile, block, ends, dy, into, room)
-            dstate = _to_keys(call, tile, block, past, ends.before(), dstate, into, room)
+            block = load(spread, tile, work)
+            ends = _states(block, _state_of(saved_S[i], saved_z[i], rows), work)
+            past = _to_queries(call, tile, block, ends, dy, into, work)
+            dstate = _to_keys(call, tile, block, past, ends.before(), dstate, into, work)
         _save(dstate, (dS_start, dz_start), rows)
     if call.log_decay is not None and of_decay is not None:
         # a decay of −inf has no gradient: it begins a new sequence
@@ -323,10 +323,10 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     return dq, dk, dv, dS_start, dz_start, of_decay, None
 
 
-def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, room: Workspace) -> Tensor:
+def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, work: Workspace) -> Tensor:
     """The chain rule: from the gradient of φ(x) that of x, in place."""
     derivative = ELEMENTWISE[call.feature_map].derivative
-    return gradient if derivative is None else gradient.mul_(derivative(features, room.scratch(features)))
+    return gradient if derivative is None else gradient.mul_(derivative(features, work.scratch(features)))
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:

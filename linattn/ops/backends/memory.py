@@ -14,23 +14,23 @@ _PAGE, _MADV_HUGEPAGE = 4096, 14
 
 
 class Workspace:
-    """Rooms by name, in the dtype and on the device of `like`, that are used again and again, so that they stay in the
-    cache: whoever takes one knows that its last content is no longer needed."""
+    """Scratch tensors by name, in the dtype and on the device of x, that stay in the cache because they are used again.
+    Taking a name invalidates what it held."""
 
-    def __init__(self, like: Tensor):
-        self._like = like
-        self._rooms: dict[str, Tensor] = {}
+    def __init__(self, x: Tensor):
+        self._x = x
+        self._buffers: dict[str, Tensor] = {}
         self._views: dict[tuple[str | int, ...], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._like.new_empty(shape)
+            return self._x.new_empty(shape)
         view = self._views.get((name, *shape))
         if view is None:
-            room, size = self._rooms.get(name), math.prod(shape)
-            if room is None or room.numel() < size:
-                room = self._rooms[name] = self._like.new_empty(size)
-            view = self._views[name, *shape] = room[:size].view(shape)
+            buffer, size = self._buffers.get(name), math.prod(shape)
+            if buffer is None or buffer.numel() < size:
+                buffer = self._buffers[name] = self._x.new_empty(size)
+            view = self._views[name, *shape] = buffer[:size].view(shape)
         return view
 
     def copy(self, name: str, x: Tensor) -> Tensor:

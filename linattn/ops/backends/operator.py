@@ -1,4 +1,4 @@
-"""What follows from an operator's record: which backend runs a call, gradients of any order, vmap, graphs and exports.
+"""Operators from their records: dispatch to backends, gradients of any order, vmap, one node per graph, and exports.
 
 A call is a NamedTuple of tensors, then options. Its operator names the backends in order of preference, the definition
 last: torch differentiates that one, twice if need be, and so it serves the second derivatives of all others."""
@@ -63,7 +63,7 @@ class Operator:
         raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
 
     def explain(self, call: Any) -> str:
-        """What `backend=None` does with the call, and what each of the others would do: a line per backend."""
+        """Say in a line per backend whether it runs the call, could if it were named, or why it cannot."""
         reasons = {b.name: b.unsupported(call) for b in self.backends}
         chosen = next(name for name, reason in reasons.items() if reason is None)
         can = {name: "runs this call" if name == chosen else "can run it, when named" for name in reasons}
@@ -129,7 +129,7 @@ class Form:
 
 
 def cannot_export(call: Any) -> str | None:
-    """Why a form made of loops does not run a call."""
+    """Refuse, on behalf of a form made of loops, to run while an export is traced."""
     return "has loops, which an exported graph would unroll" if is_exporting() else None
 
 

@@ -22,14 +22,14 @@ def _segments(x: Tensor) -> list[tuple[int, int]]:
     return [(start, min(length, n - start)) for start in range(0, n, length)]
 
 
-def _features(x: Tensor, start: int, length: int, feature_map: str, room: Workspace) -> Tensor:
-    x = room.copy("features", x.narrow(-2, start, length))
-    return ELEMENTWISE[feature_map].overwrite(x, room.scratch(x))
+def _features(x: Tensor, start: int, length: int, feature_map: str, work: Workspace) -> Tensor:
+    x = work.copy("features", x.narrow(-2, start, length))
+    return ELEMENTWISE[feature_map].overwrite(x, work.scratch(x))
 
 
-def _through_map(gradient: Tensor, features: Tensor, feature_map: str, room: Workspace) -> Tensor:
+def _through_map(gradient: Tensor, features: Tensor, feature_map: str, work: Workspace) -> Tensor:
     derivative = ELEMENTWISE[feature_map].derivative
-    return gradient if derivative is None else gradient * derivative(features, room.scratch(features))
+    return gradient if derivative is None else gradient * derivative(features, work.scratch(features))
 
 
 def _present(x: Tensor, key_mask: Tensor | None, start: int, length: int) -> Tensor:
@@ -45,9 +45,9 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
     k, v, key_mask, feature_map = call
     dtype, lead = accumulator(k.dtype), _lead(call)
     S, z = (k.new_zeros(*lead, k.shape[-1], width, dtype=dtype) for width in (v.shape[-1], 1))
-    room = Workspace(S)
+    work = Workspace(S)
     for start, length in _segments(k):
-        features = _present(_features(k, start, length, feature_map, room), key_mask, start, length)
+        features = _present(_features(k, start, length, feature_map, work), key_mask, start, length)
         S += features.mT @ _present(v.narrow(-2, start, length).to(dtype), key_mask, start, length)
         z += features.sum(-2).unsqueeze(-1)
     return S, z.squeeze(-1)
@@ -56,12 +56,12 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
 def sum_keys_gradient(call: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
     (k, v, key_mask, feature_map), (dS, dz) = call, grads
     assert dS is not None and dz is not None
-    dk, dv, room = empty_like(k, k.shape), empty_like(v, v.shape), Workspace(dS)
+    dk, dv, work = empty_like(k, k.shape), empty_like(v, v.shape), Workspace(dS)
     for start, length in _segments(k):
-        features = _present(_features(k, start, length, feature_map, room), key_mask, start, length)
+        features = _present(_features(k, start, length, feature_map, work), key_mask, start, length)
         values = v.narrow(-2, start, length).to(dS.dtype)
         of_k = _present((values @ dS.mT).add_(dz.unsqueeze(-2)), key_mask, start, length)
-        of_k, of_v = _through_map(of_k, features, feature_map, room), features @ dS
+        of_k, of_v = _through_map(of_k, features, feature_map, work), features @ dS
         for x, of_x in ((dk, of_k), (dv, of_v)):
             part = x.narrow(-2, start, length)
             part.copy_(of_x.sum_to_size(*part.shape))
@@ -78,9 +78,9 @@ def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
     if normalize == "keys":
         S = divide(S, z.unsqueeze(-1))
     lead = torch.broadcast_shapes(q.shape[:-2], S.shape[:-2])
-    y, room = empty_like(q.new_empty(0, dtype=dtype), (*lead, q.shape[-2], S.shape[-1])), Workspace(S)
+    y, work = empty_like(q.new_empty(0, dtype=dtype), (*lead, q.shape[-2], S.shape[-1])), Workspace(S)
     for start, length in _segments(q):
-        features = _features(q, start, length, feature_map, room)
+        features = _features(q, start, length, feature_map, work)
         part = features @ S
         if normalize == "output":
             part.div_(_denominator(features, z))
@@ -92,9 +92,9 @@ def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
     (q, S, z, normalize, feature_map, _), (dy,) = call, grads
     assert dy is not None
     T, total = (divide(S, z.unsqueeze(-1)) if normalize == "keys" else S), z.unsqueeze(-1)
-    dq, dT, dtotal, room = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(total), Workspace(S)
+    dq, dT, dtotal, work = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(total), Workspace(S)
     for start, length in _segments(q):
-        features, x = _features(q, start, length, feature_map, room), q.narrow(-2, start, length)
+        features, x = _features(q, start, length, feature_map, work), q.narrow(-2, start, length)
         dy_part = dy.narrow(-2, start, length).to(T.dtype)
         if normalize == "output":
             # y = N / d: dN = dy / d and dd = −dN·N / d, as y itself was rounded
@@ -108,7 +108,7 @@ def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
             part = dy_part @ T.mT
         dT += (features.mT @ dy_part).sum_to_size(*T.shape)
         part = part.sum_to_size(*x.shape)
-        dq.narrow(-2, start, length).copy_(_through_map(part, features, feature_map, room))
+        dq.narrow(-2, start, length).copy_(_through_map(part, features, feature_map, work))
     if normalize == "keys":
         return dq, divide(dT, total), -divide(dT * T, total).sum(-1)
     return dq, dT, dtotal.squeeze(-1)

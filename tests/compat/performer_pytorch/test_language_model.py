@@ -149,7 +149,7 @@ class TestOptions:
 
     def test_tied_embeddings_are_one_weight(self):
         assert not any("head" in name for name, _ in make(tie_embed=True).named_parameters())
-        assert "model.head.weight" in dict(make().named_parameters())
+        assert "head.weight" in dict(make().named_parameters())
 
     def test_chunks_change_nothing(self):
         chunked, whole = make(ff_chunks=3), make()

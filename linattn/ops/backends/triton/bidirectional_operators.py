@@ -16,7 +16,7 @@ from linattn.ops.backends.triton.launch import (
     launch,
     with_denominators,
 )
-from linattn.ops.backends.triton.layout import like, readable, readable_scalars
+from linattn.ops.backends.triton.layout import empty_like_tokens, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums as key_sums_kernel
 from linattn.ops.backends.triton.split_kernels import query_sums as query_sums_kernel
@@ -31,19 +31,19 @@ def _align(x: Tensor, ndim: int) -> Tensor:
     return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
 
 
-def _constants(x: Tensor, dv: int, taken: Arguments) -> dict[str, Any]:
-    return {"PRECISION": PRECISION[x.dtype], "F": x.shape[-1], "DV": dv, "UNIT": taken.unit}
+def _constants(x: Tensor, dv: int, args: Arguments) -> dict[str, Any]:
+    return {"PRECISION": PRECISION[x.dtype], "F": x.shape[-1], "DV": dv, "UNIT": args.unit}
 
 
-def _cut(n: int, tiles: Tiles, taken: Arguments, device: torch.device) -> tuple[int, int, list[object]]:
+def _cut(n: int, tiles: Tiles, args: Arguments, device: torch.device) -> tuple[int, int, list[object]]:
     """The splits of each row, and what kernels are told of them."""
-    rows = taken.rows
+    rows = args.rows
     length, splits = split(n, rows.number * tiles.parts, tiles.C, device)
     return rows.number * splits, splits, [n, length, splits, rows.size1, rows.size2]
 
 
 def _add_up(parts: Splits, lead: torch.Size, splits: int, dv: int) -> tuple[Tensor, Tensor]:
-    """From the splits' sums to those of the rows."""
+    """Add the splits' sums up to those of the rows."""
     sums = parts.parts.view(*lead, splits, -1).sum(-2)
     halves = sums.split([parts.features * dv, parts.features], -1)
     S, z = (x.clone(memory_format=torch.contiguous_format) for x in halves)
@@ -70,13 +70,13 @@ def sum_keys(given: SumCall, save: bool) -> tuple[Tensor, ...]:
         S, z = empty_sums(given, save)
         return S.zero_(), z.zero_()
     tiles = over_values(*call.shape)
-    taken = arguments(call.lead, [call.k, call.v], call.key_mask, None, None)
-    programs, splits, numbers = _cut(call.m, tiles, taken, k.device)
-    parts = Splits.room(programs, call.f, call.dv, k)
+    args = arguments(call.lead, [call.k, call.v], call.key_mask, None, None)
+    programs, splits, numbers = _cut(call.m, tiles, args, k.device)
+    parts = Splits.empty(programs, call.f, call.dv, k)
     launch(
         key_sums_kernel, (programs, tiles.parts),
-        [*taken.wide, taken.key_mask, taken.log_decay, *parts.S_and_z, parts.whole, *parts.units, *numbers],
-        tiles, PHI=MAPS[feature_map][0], MASKED=key_mask is not None, DECAYED=False, **_constants(k, call.dv, taken),
+        [*args.wide, args.key_mask, args.log_decay, *parts.S_and_z, parts.whole, *parts.units, *numbers],
+        tiles, PHI=MAPS[feature_map][0], MASKED=key_mask is not None, DECAYED=False, **_constants(k, call.dv, args),
     )  # fmt: skip
     return _add_up(parts, call.lead, splits, call.dv)
 
@@ -94,19 +94,19 @@ def sum_keys_gradient(given: SumCall, saved: Tensors, grads: Tensors) -> Tensors
     call = _Keys(k, v, key_mask)
     dS, dz = dS.contiguous(), dz.contiguous()
     dk, dv = (
-        like(mine, x.shape[-1]) if x.shape[:-2] == call.lead
+        empty_like_tokens(mine, x.shape[-1]) if x.shape[:-2] == call.lead
         else x.new_empty(*call.lead, *x.shape[-2:], dtype=torch.float32)
         for x, mine in ((k, call.k), (v, call.v))
     )  # fmt: skip
-    taken = arguments(call.lead, [call.k, call.v, dk, dv], call.key_mask, None, dz)
+    args = arguments(call.lead, [call.k, call.v, dk, dv], call.key_mask, None, dz)
     phi, derivative = MAPS[feature_map]
     for tiles, keys, values in over_both(*call.shape) if call.m else ():
-        programs, _, numbers = _cut(call.m, tiles, taken, k.device)
+        programs, _, numbers = _cut(call.m, tiles, args, k.device)
         launch(
             kernels.key_sums_gradient, (programs, tiles.parts),
-            [*taken.wide, taken.key_mask, dS, dz, taken.state, *numbers],
+            [*args.wide, args.key_mask, dS, dz, args.state, *numbers],
             tiles, PHI=phi, DERIVATIVE=derivative, KEYS=keys, VALUES=values, MASKED=key_mask is not None,
-            **_constants(k, call.dv, taken),
+            **_constants(k, call.dv, args),
         )  # fmt: skip
     return _summed(dk, k), _summed(dv, v), None
 
@@ -116,7 +116,7 @@ def _summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _gradient_shape(x: Tensor, lead: torch.Size) -> Tensor:
-    return like(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
+    return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
 
 
 def empty_sums_gradient(call: SumCall) -> Tensors:
@@ -139,28 +139,29 @@ class _Queries:
 
 
 def _means(call: ReadCall) -> Tensor:
-    """What queries are multiplied with."""
+    """Return the sums that queries are multiplied with."""
     return divide(call.S, call.z.unsqueeze(-1)) if call.normalize == "keys" else call.S
 
 
 def read(given: ReadCall, save: bool) -> tuple[Tensor, ...]:
     q, _, z, normalize, feature_map, dtype = given
     call = _Queries(q, _means(given), z)
-    y = like(call.q, call.dv)
-    tiles, taken = over_values(*call.shape), arguments(call.lead, [call.q, y], None, None, call.z)
-    programs, _, numbers = _cut(call.n, tiles, taken, q.device)
+    y = empty_like_tokens(call.q, call.dv)
+    tiles, args = over_values(*call.shape), arguments(call.lead, [call.q, y], None, None, call.z)
+    programs, _, numbers = _cut(call.n, tiles, args, q.device)
     if call.n:
         launch(
             kernels.ask, (programs, tiles.parts),
-            [*taken.wide, call.S, call.z, taken.state, *numbers],
-            tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalize == "output", **_constants(q, call.dv, taken),
+            [*args.wide, call.S, call.z, args.state, *numbers],
+            tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalize == "output", **_constants(q, call.dv, args),
         )  # fmt: skip
     return (y.to(dtype),)
 
 
 def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
     lead = _lead(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
-    return (like(readable(call.q.expand(*lead, *call.q.shape[-2:]), lead), call.S.shape[-1]).to(call.dtype),)
+    q = readable(call.q.expand(*lead, *call.q.shape[-2:]), lead)
+    return (empty_like_tokens(q, call.S.shape[-1]).to(call.dtype),)
 
 
 def read_gradient(given: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
@@ -177,31 +178,31 @@ def _read_gradient(given: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Ten
     normalized = normalize == "output"
     assert dy is not None
     call = _Queries(q, S, z)
-    dy, dq = readable(dy.to(q.dtype), call.lead), like(call.q, call.f)
+    dy, dq = readable(dy.to(q.dtype), call.lead), empty_like_tokens(call.q, call.f)
     if call.n == 0:
         return _summed(dq, q), torch.zeros_like(S), torch.zeros_like(z)
-    taken, tiles = arguments(call.lead, [call.q, dy, dq], None, None, call.z), over_queries(*call.shape)
-    programs, _, numbers = _cut(call.n, tiles, taken, q.device)
+    args, tiles = arguments(call.lead, [call.q, dy, dq], None, None, call.z), over_queries(*call.shape)
+    programs, _, numbers = _cut(call.n, tiles, args, q.device)
     phi, derivative = MAPS[feature_map]
 
     def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
         launch(
             kernels.ask_gradient, (programs, tiles.parts),
-            [*taken.wide, call.S, call.z, taken.state, *denominators, *numbers],
+            [*args.wide, call.S, call.z, args.state, *denominators, *numbers],
             tiles, PHI=phi, DERIVATIVE=derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=normalized,
-            **_constants(q, call.dv, taken),
+            **_constants(q, call.dv, args),
         )  # fmt: skip
 
-    denominators = with_denominators(run, call.q, (taken.rows.number, tiles.parts, call.n), normalized)
+    denominators = with_denominators(run, call.q, (args.rows.number, tiles.parts, call.n), normalized)
     tiles = over_values(*call.shape)
-    programs, splits, numbers = _cut(call.n, tiles, taken, q.device)
-    parts = Splits.room(programs, call.f, call.dv, q)
-    of_q, of_dy, _ = taken.wide
+    programs, splits, numbers = _cut(call.n, tiles, args, q.device)
+    parts = Splits.empty(programs, call.f, call.dv, q)
+    of_q, of_dy, _ = args.wide
     launch(
         query_sums_kernel, (programs, tiles.parts),
-        [of_q, of_dy, taken.key_mask, taken.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
+        [of_q, of_dy, args.key_mask, args.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
          *numbers],
-        tiles, PHI=phi, NORMALIZED=normalized, MASKED=False, DECAYED=False, **_constants(q, call.dv, taken),
+        tiles, PHI=phi, NORMALIZED=normalized, MASKED=False, DECAYED=False, **_constants(q, call.dv, args),
     )  # fmt: skip
     if not normalized:
         parts.S_and_z[1].zero_()

@@ -88,7 +88,7 @@ def query_gradient(
         G = tl.where(visible, product(dy_i, tl.trans(v_j), PRECISION), 0.0)
         centred = S_i
         if NORMALIZED:
-            # dq stays the same when a constant is taken off all values: then what is rounded is small
+            # dq stays the same when a constant is args off all values: then what is rounded is small
             mean = mean_value(S_i, z_i)
             of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
             G -= of_mean[:, None]
@@ -142,7 +142,7 @@ def key_gradients(
     NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first, with dS and dz, the gradients of the state after the chunk:
+    """Run from the last chunk to the first, with dS and dz, the gradients of the state after the chunk:
 
         dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS
         dS ← a dS + (r φ(q))ᵀ dy                       dz ← a dz − (r φ(q))ᵀ δ

@@ -18,7 +18,7 @@ from linattn.ops.backends.triton.launch import (
     launch,
     with_denominators,
 )
-from linattn.ops.backends.triton.layout import like, readable, readable_scalars
+from linattn.ops.backends.triton.layout import empty_like_tokens, readable, readable_scalars
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
 from linattn.ops.backends.triton.step_kernel import step as step_kernel
@@ -50,60 +50,60 @@ class _Call:
         self.shape = (self.f, self.dv, self.dtype, self.device)
 
     def arguments(self, *outputs: Tensor) -> Arguments:
-        """Of q, k, v and these others."""
+        """Make kernel arguments of q, k, v and these others."""
         wide = [self.q, self.k, self.v, *outputs]
         return arguments(self.lead, wide, self.key_mask, self.log_decay, self.z)
 
-    def constants(self, taken: Arguments) -> dict[str, Any]:
+    def constants(self, args: Arguments) -> dict[str, Any]:
         return {
             "PHI": self.phi, "MASKED": self.key_mask is not None, "DECAYED": self.log_decay is not None,
-            "PRECISION": PRECISION[self.dtype], "F": self.f, "DV": self.dv, "UNIT": taken.unit,
+            "PRECISION": PRECISION[self.dtype], "F": self.f, "DV": self.dv, "UNIT": args.unit,
         }  # fmt: skip
 
     def scalars(self, *lead: int, wanted: bool = True) -> Tensor:
         """Room for one number for each token, in float32."""
         return self.q.new_empty((*lead, self.n) if wanted else (0,), dtype=torch.float32)
 
-    def states(self, taken: Arguments, tiles: Tiles) -> tuple[list[object], int, int]:
-        """Where each program finds the state before its split, and the splits' length and number."""
-        rows = taken.rows
+    def states(self, args: Arguments, tiles: Tiles) -> tuple[list[object], int, int]:
+        """Return where each program finds the state before its split, and the splits' length and number."""
+        rows = args.rows
         length, splits = split(self.n, rows.number * tiles.parts, tiles.C, self.device)
         if splits == 1:
-            return [self.S, self.z, *taken.state, 0, self.f * self.dv, self.f], length, splits
-        parts = Splits.room(rows.number * splits, self.f, self.dv, self.q)
+            return [self.S, self.z, *args.state, 0, self.f * self.dv, self.f], length, splits
+        parts = Splits.empty(rows.number * splits, self.f, self.dv, self.q)
         by_values = over_values(*self.shape)
-        _, k, v, *_ = taken.wide
+        _, k, v, *_ = args.wide
         launch(
             key_sums, (rows.number * splits, by_values.parts),
-            [k, v, taken.key_mask, taken.log_decay, *parts.S_and_z, parts.whole, *parts.units,
+            [k, v, args.key_mask, args.log_decay, *parts.S_and_z, parts.whole, *parts.units,
              self.n, length, splits, rows.size1, rows.size2],
-            by_values, **self.constants(taken),
+            by_values, **self.constants(args),
         )  # fmt: skip
-        host.enter_splits(parts, splits, self.S, self.z, taken, reverse=False, shared=True)
-        return _split_states(parts, taken, splits), length, splits
+        host.enter_splits(parts, splits, self.S, self.z, args, reverse=False, shared=True)
+        return _split_states(parts, args, splits), length, splits
 
 
-def _split_states(parts: Splits, taken: Arguments, splits: int) -> list[object]:
-    inner = taken.rows.size2 * splits
-    return [*parts.S_and_z, taken.rows.size1 * inner, inner, splits, 1, *parts.units]
+def _split_states(parts: Splits, args: Arguments, splits: int) -> list[object]:
+    inner = args.rows.size2 * splits
+    return [*parts.S_and_z, args.rows.size1 * inner, inner, splits, 1, *parts.units]
 
 
 def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if given.q.shape[-2] == 1:
         return _step(given)
     call = _Call(given)
-    y = like(call.q, call.dv)
+    y = empty_like_tokens(call.q, call.dv)
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
     if call.n == 0:
         return y, call.S.clone(), call.z.clone()
-    taken, tiles = call.arguments(y), over_values(*call.shape)
-    states, length, splits = call.states(taken, tiles)
-    rows = taken.rows
+    args, tiles = call.arguments(y), over_values(*call.shape)
+    states, length, splits = call.states(args, tiles)
+    rows = args.rows
     launch(
         kernels.forward, (rows.number * splits, tiles.parts),
-        [*taken.wide, taken.key_mask, taken.log_decay, states, S_end, z_end, taken.state,
+        [*args.wide, args.key_mask, args.log_decay, states, S_end, z_end, args.state,
          call.n, length, splits, rows.size1, rows.size2],
-        tiles, NORMALIZED=call.normalized, **call.constants(taken),
+        tiles, NORMALIZED=call.normalized, **call.constants(args),
     )  # fmt: skip
     return y, S_end, z_end
 
@@ -111,14 +111,14 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     q, _, v, S, z, *_ = call
     one = q.shape[-2] == 1
-    y = v.new_empty(*q.shape[:-1], v.shape[-1]) if one else like(readable(q, q.shape[:-2]), v.shape[-1])
+    y = v.new_empty(*q.shape[:-1], v.shape[-1]) if one else empty_like_tokens(readable(q, q.shape[:-2]), v.shape[-1])
     return y, torch.empty_like(S.contiguous()), torch.empty_like(z.contiguous())
 
 
-def _room(x: Tensor, lead: torch.Size, shared: bool) -> Tensor:
+def _empty_gradient(x: Tensor, lead: torch.Size, shared: bool) -> Tensor:
     """For the gradient of x in every row."""
     if not shared:
-        return like(x, x.shape[-1])
+        return empty_like_tokens(x, x.shape[-1])
     return x.new_empty(*lead, *x.shape[-2:], dtype=torch.float32)
 
 
@@ -158,19 +158,19 @@ def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
 
 def _query_gradient(call: _Call, dy: Tensor) -> tuple[Tensor, Denominators, Tensor]:
     """dq, the denominators, and the sums over pairs with earlier keys."""
-    dq, tiles = like(call.q, call.f), over_queries(*call.shape)
-    taken = call.arguments(dy, dq)
-    states, length, splits = call.states(taken, tiles)
-    rows = taken.rows
+    dq, tiles = empty_like_tokens(call.q, call.f), over_queries(*call.shape)
+    args = call.arguments(dy, dq)
+    states, length, splits = call.states(args, tiles)
+    rows = args.rows
     crossing = call.scalars(rows.number, tiles.parts, wanted=call.log_decay is not None)
 
     def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
         launch(
             gradient_kernels.query_gradient, (rows.number * splits, tiles.parts),
-            [*taken.wide, taken.key_mask, taken.log_decay, states, *denominators, crossing,
+            [*args.wide, args.key_mask, args.log_decay, states, *denominators, crossing,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=call.normalized,
-            **call.constants(taken),
+            **call.constants(args),
         )  # fmt: skip
 
     return dq, with_denominators(run, call.q, (rows.number, tiles.parts, call.n), call.normalized), crossing
@@ -180,41 +180,41 @@ def _key_gradients(
     call: _Call, dy: Tensor, dS_end: Tensor, dz_end: Tensor, denominators: Denominators
 ) -> tuple[Tensor, ...]:
     """dk, dv, dS, dz in every row, and the sums over pairs with later queries."""
-    dk, dv = _room(call.k, call.lead, call.k_is_shared), _room(call.v, call.lead, call.v_is_shared)
+    dk, dv = _empty_gradient(call.k, call.lead, call.k_is_shared), _empty_gradient(call.v, call.lead, call.v_is_shared)
     dS, dz = (x.new_empty(*call.lead, *x.shape[len(call.lead) :]) for x in (call.S, call.z))
-    taken = call.arguments(dy, dk, dv)
-    rows, launches = taken.rows, over_both(*call.shape)
+    args = call.arguments(dy, dk, dv)
+    rows, launches = args.rows, over_both(*call.shape)
     length, splits = split(call.n, rows.number * launches[0][0].parts, launches[0][0].C, call.device)
-    states: list[object] = [dS_end, dz_end, *taken.state, 0, call.f * call.dv, call.f]
+    states: list[object] = [dS_end, dz_end, *args.state, 0, call.f * call.dv, call.f]
     if splits > 1:
-        parts = _entering_gradients(call, taken, dS_end, dz_end, denominators, length, splits)
-        states = _split_states(parts, taken, splits)
+        parts = _entering_gradients(call, args, dS_end, dz_end, denominators, length, splits)
+        states = _split_states(parts, args, splits)
     crossing = call.scalars(rows.number, launches[0][0].parts, wanted=call.log_decay is not None)
     for tiles, keys, values in launches:
         launch(
             gradient_kernels.key_gradients, (rows.number * splits, tiles.parts),
-            [*taken.wide, taken.key_mask, taken.log_decay, states, taken.state, *denominators, crossing, dS, dz,
+            [*args.wide, args.key_mask, args.log_decay, states, args.state, *denominators, crossing, dS, dz,
              call.n, length, splits, rows.size1, rows.size2],
             tiles, DERIVATIVE=call.derivative, KEYS=keys, VALUES=values, NORMALIZED=call.normalized,
-            **call.constants(taken),
+            **call.constants(args),
         )  # fmt: skip
     return dk, dv, dS, dz, crossing
 
 
 def _entering_gradients(
-    call: _Call, taken: Arguments, dS_end: Tensor, dz_end: Tensor, denominators: Denominators, length: int, splits: int
+    call: _Call, args: Arguments, dS_end: Tensor, dz_end: Tensor, denominators: Denominators, length: int, splits: int
 ) -> Splits:
     """The gradients of the states after each split."""
-    rows, tiles = taken.rows, over_values(*call.shape)
-    parts = Splits.room(rows.number * splits, call.f, call.dv, call.q)
-    q, _, _, dy, *_ = taken.wide
+    rows, tiles = args.rows, over_values(*call.shape)
+    parts = Splits.empty(rows.number * splits, call.f, call.dv, call.q)
+    q, _, _, dy, *_ = args.wide
     launch(
         query_sums, (rows.number * splits, tiles.parts),
-        [q, dy, taken.key_mask, taken.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
+        [q, dy, args.key_mask, args.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
          call.n, length, splits, rows.size1, rows.size2],
-        tiles, NORMALIZED=call.normalized, **call.constants(taken),
+        tiles, NORMALIZED=call.normalized, **call.constants(args),
     )  # fmt: skip
-    host.enter_splits(parts, splits, dS_end, dz_end, taken, reverse=True, shared=False)
+    host.enter_splits(parts, splits, dS_end, dz_end, args, reverse=True, shared=False)
     return parts
 
 
@@ -222,27 +222,27 @@ def empty_gradient(call: CausalCall) -> Tensors:
     q, k, v, S, z, log_decay, *_ = call
     lead = q.shape[:-2]
 
-    def room(x: Tensor) -> Tensor:
+    def work(x: Tensor) -> Tensor:
         alone = x.shape[:-2] == lead and x.shape[-2] > 0
-        return like(readable(x, lead), x.shape[-1]) if alone else x.new_empty(x.shape)
+        return empty_like_tokens(readable(x, lead), x.shape[-1]) if alone else x.new_empty(x.shape)
 
     dlog_decay = None if log_decay is None else log_decay.new_empty(log_decay.shape)
-    return room(q), room(k), room(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay, None
+    return work(q), work(k), work(v), S.new_empty(S.shape), z.new_empty(z.shape), dlog_decay, None
 
 
 def _step(given: CausalCall) -> tuple[Tensor, ...]:
     call = _Call(given)
     y = call.v.new_empty(*call.lead, 1, call.dv)
     S_end, z_end = torch.empty_like(call.S), torch.empty_like(call.z)
-    taken, tiles = call.arguments(), step_tiles(call.f, call.dv)
-    rows = taken.rows
+    args, tiles = call.arguments(), step_tiles(call.f, call.dv)
+    rows = args.rows
     if rows.number:
-        q, k, v = (x[:4] for x in taken.wide)
+        q, k, v = (x[:4] for x in args.wide)
         with torch.cuda.device_of(call.q):
             step_kernel[rows.number, tiles.parts](
-                *q, *k, *v, y, *taken.key_mask[:4], *taken.log_decay[:4], call.S, call.z, S_end, z_end, *taken.state,
+                *q, *k, *v, y, *args.key_mask[:4], *args.log_decay[:4], call.S, call.z, S_end, z_end, *args.state,
                 rows.size1, rows.size2, PHI=call.phi, NORMALIZED=call.normalized, MASKED=call.key_mask is not None,
-                DECAYED=call.log_decay is not None, F=call.f, DV=call.dv, BF=tiles.BF, BV=tiles.BV, UNIT=taken.unit,
+                DECAYED=call.log_decay is not None, F=call.f, DV=call.dv, BF=tiles.BF, BV=tiles.BV, UNIT=args.unit,
                 num_warps=tiles.num_warps,
             )  # fmt: skip
     return y, S_end, z_end

@@ -1,4 +1,4 @@
-"""From tensors to launches: what every operator here does before and after its kernels."""
+"""Launches from tensors: what every operator here does before and after its kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
 def arguments(
     lead: Sequence[int], wide: Sequence[Tensor], key_mask: Tensor | None, log_decay: Tensor | None, z: Tensor | None
 ) -> Arguments:
-    """Of tensors that `layout.readable` has made readable; z (…, f) is contiguous."""
+    """Make kernel arguments of tensors that `layout.readable` has made readable; z (…, f) is contiguous."""
     rows = unfold(lead, [*wide, key_mask, log_decay, z])
     width = unit(wide, rows)
     *_, of_mask, of_decay, of_state = rows.strides
@@ -94,9 +94,9 @@ class Splits(NamedTuple):
     features: int
 
     @staticmethod
-    def room(count: int, f: int, dv: int, like: Tensor) -> "Splits":
-        parts = like.new_empty(count, f * dv + f, dtype=torch.float32)
-        return Splits(parts, like.new_empty(count, dtype=torch.float32), f)
+    def empty(count: int, f: int, dv: int, x: Tensor) -> "Splits":
+        parts = x.new_empty(count, f * dv + f, dtype=torch.float32)
+        return Splits(parts, x.new_empty(count, dtype=torch.float32), f)
 
     @property
     def S_and_z(self) -> list[Tensor]:
@@ -109,14 +109,14 @@ class Splits(NamedTuple):
 
 
 def enter_splits(
-    splits: Splits, number: int, S: Tensor, z: Tensor, taken: Arguments, *, reverse: bool, shared: bool
+    splits: Splits, number: int, S: Tensor, z: Tensor, args: Arguments, *, reverse: bool, shared: bool
 ) -> None:
-    """From each split's own sums to the states that enter it, in place."""
+    """Turn each split's own sums into the states that enter it, in place."""
     width = splits.parts.shape[1]
-    rows, state = taken.rows, width - splits.features
+    rows, state = args.rows, width - splits.features
     grid = (rows.number, -(-width // _ENTER))
     with torch.cuda.device_of(S):
         enter[grid](
-            splits.parts, splits.whole, S, z, *taken.state, number, rows.size1, rows.size2,
+            splits.parts, splits.whole, S, z, *args.state, number, rows.size1, rows.size2,
             REVERSE=reverse, SHARED=shared, STATE=state, WIDTH=width, B=_ENTER,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, as kernels take it: three leading dimensions, strides in units, channels side by side.
+"""The memory layout that kernels take: three leading dimensions, strides in units, channels side by side.
 
 The rows of a call are all its leading dimensions together. A tensor that is broadcast over some of them has strides of
 zero there, so grouped queries and heads that were transposed are read in place."""
@@ -47,7 +47,7 @@ def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
 
 
 def many(lead: Sequence[int]) -> bool:
-    """Whether there are more leading dimensions than kernels take, so that inputs are copied to lie in one."""
+    """Return whether there are more leading dimensions than kernels take, so that inputs are copied to lie in one."""
     return sum(size != 1 for size in lead) > _DIMENSIONS
 
 
@@ -66,11 +66,11 @@ def readable(x: Tensor, lead: Sequence[int]) -> Tensor:
 
 
 def readable_scalars(x: Tensor | None, lead: Sequence[int]) -> Tensor | None:
-    """Of a mask or a decay (…, n)."""
+    """Make kernel arguments of a mask or a decay (…, n)."""
     return x if x is None or not many(lead) else x.expand(*lead, x.shape[-1]).contiguous()
 
 
-def like(x: Tensor, channels: int) -> Tensor:
+def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
     """Room for so many channels of each token of x, in the order in which those of x lie if there are as many."""
     if channels == x.shape[-1] and x.stride(-1) == 1 and not many(x.shape[:-2]):
         return torch.empty_like(x)

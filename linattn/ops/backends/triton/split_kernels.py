@@ -63,7 +63,7 @@ def query_sums(
     PHI: tl.constexpr, NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """What a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
+    """Sum what a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     places, features = tl.arange(0, C), tl.arange(0, BF)
     values = tl.program_id(1) * BV + tl.arange(0, BV)

@@ -1,4 +1,4 @@
-"""What the kernels can run, told from shapes, dtypes and devices; and why not."""
+"""Checks of what the kernels can run, told from shapes, dtypes and devices; and why not."""
 
 import importlib.util
 import os
@@ -44,7 +44,7 @@ def read_unsupported(call: ReadCall) -> str | None:
 
 
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
-    """Why no kernel takes these tensors."""
+    """Return why no kernel takes these tensors, or None."""
     if not x.is_cuda and not (_INTERPRETED and x.device.type == "cpu"):
         return f"needs CUDA tensors, but they are on {x.device.type}"
     if torch.compiler.is_compiling() and in_transform():

@@ -1,4 +1,4 @@
-"""What all kernels are made of: where a row begins, tiles of tokens, what tensor cores multiply, decays of a chunk.
+"""Parts of all kernels: where a row begins, tiles of tokens, what tensor cores multiply, decays of a chunk.
 
 A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time."""
 
@@ -15,14 +15,14 @@ _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
 
 @triton.jit
 def offset(row, size1, size2, x0, x1, x2):
-    """Of a row, in a tensor whose three leading dimensions have the strides x0, x1 and x2."""
+    """Return the place of a row, in a tensor whose three leading dimensions have the strides x0, x1 and x2."""
     outer, middle, inner = row // (size1 * size2), row // size2 % size1, row % size2
     return outer.to(tl.int64) * x0 + middle.to(tl.int64) * x1 + inner.to(tl.int64) * x2
 
 
 @triton.jit
 def owns(row, size1, size2, x0, x1, x2):
-    """Whether the row is the first of those that share a place in the tensor with these strides."""
+    """Return whether the row is the first of those that share a place in the tensor with these strides."""
     outer, middle, inner = row // (size1 * size2), row // size2 % size1, row % size2
     return ((x0 != 0) | (outer == 0)) & ((x1 != 0) | (middle == 0)) & ((x2 != 0) | (inner == 0))
 
@@ -37,7 +37,7 @@ def _nearest_bfloat16(x):
 
 @triton.jit
 def cast(x, TYPE: tl.constexpr):
-    """From float32 to what a tensor holds."""
+    """Convert float32 to what a tensor holds."""
     if _INTERPRETED and tl.bfloat16 == TYPE:
         x = _nearest_bfloat16(x)
     return x.to(TYPE)
@@ -78,7 +78,7 @@ def rounded(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """Of rounded tiles, summed in float32."""
+    """Multiply rounded tiles, summed in float32."""
     if PRECISION == "bf16":
         return tl.dot(a, b)
     else:
@@ -138,7 +138,7 @@ def load_queries(
 def load_decay(log_decay, step, start, inside, C: tl.constexpr):
     """Weights of a chunk: (C,) since it began and until it ends, and that of it all; and (C,) for `between`.
 
-    Sums of logarithms in float64, so that differences of long sums stay exact; −inf begins anew, and is counted."""
+    Sums of logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     places = log_decay + tl.cast(start, tl.int64) * step + tl.arange(0, C) * step
     logs = tl.load(places, mask=inside, other=0).to(tl.float32)
     fresh = logs == float("-inf")

@@ -1,4 +1,4 @@
-"""Which tiles, warps and splits a call gets, by rule from its shapes and its device: nothing is tried out at run time.
+"""Tiles, warps and splits of a call, by rule from its shapes and its device: nothing is tried out at run time.
 
 The numbers are from what the compiler says of registers and shared memory (docs/gpu.md), not yet from times."""
 
@@ -47,7 +47,7 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Rule:
 
 
 def shared_memory(device: torch.device) -> int:
-    """What a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others."""
+    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others."""
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.triton.layout import like, many, readable, shared_in_turns, unfold, unit
+from linattn.ops.backends.triton.layout import empty_like_tokens, many, readable, shared_in_turns, unfold, unit
 
 
 def places(x: Tensor, lead: tuple[int, ...]) -> list[int]:
@@ -58,8 +58,8 @@ def test_only_what_cannot_be_read_is_copied() -> None:
 
 def test_outputs_lie_as_queries_do() -> None:
     q = torch.randn(2, 7, 3, 8).transpose(1, 2)
-    assert like(q, 8).stride() == q.stride()
-    assert like(q, 5).is_contiguous()
+    assert empty_like_tokens(q, 8).stride() == q.stride()
+    assert empty_like_tokens(q, 5).is_contiguous()
 
 
 @pytest.mark.parametrize(
