@@ -97,7 +97,8 @@ class Form:
         _refuse_forward_mode(tensors)
         if save or torch._C._are_functorch_transforms_active():
             return _Differentiable.apply(self, (*call[self.tensors :], save), *tensors)[: self.outputs]
-        return self.forward(call, save)[: self.outputs]
+        with without_autocast(call[0]):
+            return self.backend.forward(call, save)[: self.outputs]
 
     def _traced(self, call: Any, save: bool) -> tuple[Tensor, ...]:
         """A compiler would unroll every loop over blocks, so a graph holds the operation whole, except where a function
