@@ -8,8 +8,9 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALLED := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
-# a process for each core, up to four, as each loads torch; a file's tests stay together, for the runs that they share
-PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile
+# a process for each core, up to four, as each loads torch; a file's tests stay together, for the runs that they share,
+# and files keep their order, so that the longest, of few tests, do not come last
+PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint types laws compiled clean
 

@@ -332,9 +332,9 @@ def test_leading_dimensions_broadcast(backend: str) -> None:
 @every_normalization
 def test_gradcheck(backend: str, normalize: str | None) -> None:
     n = 1 if backend == "recurrent" else 5
-    state = [torch.randn(2, 3, 4, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)]
-    inputs = [torch.randn(2, n, d, dtype=torch.float64) for d in (3, 3, 4)]
-    log_decay = torch.randn(2, n, dtype=torch.float64)
+    state = [torch.randn(1, 3, 2, dtype=torch.float64), torch.rand(1, 3, dtype=torch.float64)]
+    inputs = [torch.randn(1, n, d, dtype=torch.float64) for d in (3, 3, 2)]
+    log_decay = torch.randn(1, n, dtype=torch.float64)
 
     def call(q: Tensor, k: Tensor, v: Tensor, w: Tensor, S: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         options = {"log_decay": -w.exp(), "normalize": normalize, "feature_map": "elu_plus_one"}

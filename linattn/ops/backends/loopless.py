@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.backends.base import CausalCall, accumulator, divide, is_exporting
-from linattn.ops.backends.operator import Backend
+from linattn.ops.backends.operator import Backend, exactly
 from linattn.ops.backends.reference import decay_between, of_present_tokens, present, visible
 from linattn.ops.elementwise import ELEMENTWISE
 
@@ -88,4 +88,4 @@ def _states(start: Tensor, sums: Tensor, log_decay: Tensor | None) -> Tensor:
     return (weights @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
 
 
-BACKEND = Backend("loopless", lambda call: None, forward)
+BACKEND = Backend("loopless", lambda call: None, exactly(forward))

@@ -71,9 +71,15 @@ class Operator:
 
 
 def _run_plain(backend: Backend) -> Callable[[Any], tuple[Tensor, ...]]:
-    def run(call: Any) -> tuple[Tensor, ...]:
+    return lambda call: backend.forward(call, False)
+
+
+def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
+    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
+
+    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):
-            return backend.forward(call, False)
+            return forward(call, save)
 
     return run
 
