@@ -12,7 +12,7 @@ from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.backends.reference import present
 from linattn.ops.elementwise import ELEMENTWISE
 
-# tokens, and numbers of A: a megabyte in float32. Chunks are faster beyond (benchmarks/limits.py --only short)
+# tokens, and numbers of A: a megabyte in float32. Beyond, chunks took less time
 LONGEST, LARGEST = 128, 2**18
 
 

@@ -91,7 +91,6 @@ class Form:
         self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
         self.make, fields = operator.call, get_type_hints(operator.call)
         self.tensors = sum(_SCHEMA[kind].startswith("Tensor") for kind in fields.values())
-        self.options = len(fields) - self.tensors
         schema = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in fields.items())
         self.whole, self.whole_gradient = _define(self, f"{operator.name}_{backend.name}", schema)
 
