@@ -46,14 +46,14 @@ class InnerAttention(nn.Module, ABC):
         *,
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Any:
-        """Return what `ask` needs to know about the keys and values, for example about an encoder's output.
+        """Return what `read` needs to know about the keys and values, for example about an encoder's output.
 
-        `ask(q, summarize(k, v))` is `forward(q, k, v)`. This class keeps the keys and values themselves; attentions
+        `read(q, summarize(k, v))` is `forward(q, k, v)`. This class keeps the keys and values themselves; attentions
         with a smaller summary override both methods."""
         self.check_not_causal()
         return KeysAndValues(k, v, None if key_mask is None else key_mask.expand(k.shape[0], -1, -1))
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
         """Attend from any number of queries to summarized keys and values."""
         summary = checked_kind(summary, KeysAndValues)
         return self(q, summary.k, summary.v, key_mask=summary.key_mask)

@@ -90,7 +90,7 @@ def _slice(tokens: _Tokens, start: Tensor, count: Tensor, width: int) -> _Tokens
 
 
 def _step(tokens: _Tokens, state: RaggedState, size: int, normalize: str | None) -> tuple[Tensor, RaggedState]:
-    """Queries ask the whole blocks; keys join the open one, and with it the whole ones where it is full."""
+    """Queries read the whole blocks; keys join the open one, and with it the whole ones where it is full."""
     q, k, v, log_decay, count = tokens
     hidden = torch.zeros_like(k)
     y, seen = causal_linear_attention(q, hidden, v, state.seen, log_decay=log_decay, normalize=normalize)

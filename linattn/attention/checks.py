@@ -25,8 +25,7 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     sizes = key_mask.shape
     if len(sizes) != 3 or sizes[0] not in (1, b) or sizes[1] not in (1, hk) or sizes[2] != m:
         raise ValueError(
-            f"key_mask must be {(b, hk, m)}, as the keys, or have a 1 for the batch or the heads, "
-            f"but is {tuple(sizes)}"
+            f"key_mask must be {(b, hk, m)}, as the keys, or have a 1 for the batch or the heads, but is {tuple(sizes)}"
         )
 
 

@@ -13,7 +13,7 @@ from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries
-from linattn.ops.linear import ask, causal_linear_attention, summarize
+from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
 
@@ -61,7 +61,7 @@ class FlooredFavorAttention(InnerAttention):
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
         q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+        return self.read(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
 
     def summarize(
         self,
@@ -78,10 +78,10 @@ class FlooredFavorAttention(InnerAttention):
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
         return FlooredFavorState(sums, keys.values.sum(-2), largest)
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
         summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
-        y = ask(features, summary.features, normalize=None)
+        y = read(features, summary.features, normalize=None)
         largest = _finite(summary.largest)
         return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 

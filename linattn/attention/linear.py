@@ -18,7 +18,7 @@ from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import finite_queries, pack_heads, without
-from linattn.ops.linear import ask, causal_linear_attention, summarize
+from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_blindspot, check_part, checked_kind
@@ -71,7 +71,7 @@ class LinearAttention(InnerAttention):
         if self.causal:
             return self.extend(q, k, v, key_mask=key_mask)[0]
         q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.ask(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+        return self.read(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
 
     def summarize(
         self,
@@ -94,10 +94,10 @@ class LinearAttention(InnerAttention):
         sums = summarize(keys.relative_to(top), v.unsqueeze(2), key_mask=key_mask, feature_map=keys.function)
         return LinearAttentionState(sums, top)
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
         queries = self._per_group(self.feature_map.query(q), sums.z.shape[1])
-        y = ask(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
+        y = read(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
         return self._rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(

@@ -122,7 +122,7 @@ class LinformerAttention(InnerAttention):
         key_mask: Bool[Tensor, "#b #hk m"] | None = None,
     ) -> Float[Tensor, "b h n dv"]:
         q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.ask(q, self.summarize(k, v, key_mask=key_mask))
+        return self.read(q, self.summarize(k, v, key_mask=key_mask))
 
     def summarize(
         self,
@@ -142,7 +142,7 @@ class LinformerAttention(InnerAttention):
             raise ValueError(f"keys are projected to {k.shape[-2]} and values to {v.shape[-2]}: the two must agree")
         return KeysAndValues(k, v, present_values if present is None else present)
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: KeysAndValues) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Float[Tensor, "b h n d"], summary: KeysAndValues) -> Float[Tensor, "b h n dv"]:
         summary = checked_kind(summary, KeysAndValues)
         q, k, v, _ = checked_heads(q, summary.k, summary.v, summary.key_mask)
         return softmax_attention(q, k, v, key_mask=summary.key_mask)

@@ -74,9 +74,9 @@ class SplitHeads(InnerAttention):
         pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
         pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
-        return torch.cat([cast(InnerAttention, part).ask(piece, kept) for part, piece, kept in pieces], 1)
+        return torch.cat([cast(InnerAttention, part).read(piece, kept) for part, piece, kept in pieces], 1)
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
         """Return queries, keys, values and masks, each as a tuple over the parts."""
@@ -91,8 +91,7 @@ class SplitHeads(InnerAttention):
         total, hk = sum(self.heads), k.shape[1]
         if any(count * hk % total for count in self.heads):
             raise ValueError(
-                f"key heads must split in the same proportion as the query heads, {self.heads}, "
-                f"but there are {hk}"
+                f"key heads must split in the same proportion as the query heads, {self.heads}, but there are {hk}"
             )
         key_heads = [count * hk // total for count in self.heads]
         if key_mask is None or key_mask.shape[1] == 1:

@@ -96,16 +96,16 @@ class MultiheadAttention(nn.Module):
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: Bool[Tensor, "b m"] | None = None) -> Any:
-        """Return what `ask` needs of the context in cross attention; for linear attention, the sums over its tokens."""
+        """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
         self._check_cross_attention()
         check_tokens(context, self.source_dim, key_mask, name="context")
         return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
 
-    def ask(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
+    def read(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
         """Return the output of `forward` for any number of queries, given the summary of the context."""
         self._check_cross_attention()
         check_tokens(x, self.dim)
-        return self._merge(x, self.inner.ask(self._queries(x), summary))
+        return self._merge(x, self.inner.read(self._queries(x), summary))
 
     def extend(
         self,

@@ -80,7 +80,7 @@ class Branch(nn.Module):
         module = cast(Any, self.module)
         if self.is_cross_attention:
             kept = module.summarize(_required(context), key_mask=context_mask) if kept is None else kept
-            y = module.ask(x, kept)
+            y = module.read(x, kept)
         elif hasattr(module, "extend"):
             y, kept = module.extend(x, kept, key_mask=key_mask)
         else:

@@ -2,17 +2,17 @@
 
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.explain import explain_backend
-from linattn.ops.linear import ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops.linear import causal_linear_attention, linear_attention, read, summarize
 from linattn.ops.packing import packed_log_decay
 from linattn.ops.state import LinearState
 
 __all__ = [
     "ELEMENTWISE",
     "LinearState",
-    "ask",
     "causal_linear_attention",
     "explain_backend",
     "linear_attention",
     "packed_log_decay",
+    "read",
     "summarize",
 ]

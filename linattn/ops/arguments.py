@@ -21,9 +21,7 @@ def shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def checked(
-    q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in the dtype that torch promotes them to, as an autocast region may mix dtypes."""
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise ValueError(f"q, k and v must be (..., n, d), but are {shape(q)}, {shape(k)} and {shape(v)}")

@@ -9,9 +9,7 @@ from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.state import LinearState
 
 
-def run_in_blocks(
-    call: CausalCall, state: LinearState | None, backend: str | None
-) -> tuple[Tensor, LinearState]:
+def run_in_blocks(call: CausalCall, state: LinearState | None, backend: str | None) -> tuple[Tensor, LinearState]:
     """Finish the open block, process whole blocks in one call, then open the next block."""
     n, size, length = call.q.shape[-2], call.blindspot, 0
     check_exported_length(n, "attention with a blindspot")

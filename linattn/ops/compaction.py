@@ -100,9 +100,7 @@ def pack_heads(
     key_mask = key_mask.expand(k.shape[0], -1, -1)
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
-    return PackedHeads(
-        pack(q, queries), pack(k, where), pack(v, where), real(where), where.total, queries, query_mask
-    )
+    return PackedHeads(pack(q, queries), pack(k, where), pack(v, where), real(where), where.total, queries, query_mask)
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:

@@ -64,7 +64,7 @@ def linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Attend from each query to all keys: `ask` of the sums of `summarize`. Queries and keys may differ in number.
+    """Attend from each query to all keys: `read` of the sums of `summarize`. Queries and keys may differ in number.
 
     Options and errors are those of `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
     q, k, v = checked(q, k, v, normalize, feature_map)
@@ -88,7 +88,7 @@ def summarize(
     return LinearState(S, z)
 
 
-def ask(
+def read(
     q: Float[Tensor, "*#b n d"],
     state: LinearState,
     /,

@@ -66,9 +66,7 @@ def extend_softmax(
     past, n = state.k.shape[2:3], q.shape[-2]
     check_part("k", state.k, k.dtype, k.shape[1], *past, k.shape[3])
     check_part("v", state.v, v.dtype, v.shape[1], *past, v.shape[3])
-    state = SoftmaxState(
-        torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), _present_after(state, key_mask, n)
-    )
+    state = SoftmaxState(torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), _present_after(state, key_mask, n))
     if n == 1 and state.present is None:
         return fused_softmax(q, state.k, state.v), state
     m = state.k.shape[-2]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
 from tests.laws import masks, tokens
 
 
@@ -27,7 +27,7 @@ def over_all(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def in_two_halves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return ask(q, summarize(k, v, key_mask=mask, feature_map="softplus"), feature_map="softplus")
+    return read(q, summarize(k, v, key_mask=mask, feature_map="softplus"), feature_map="softplus")
 
 
 @pytest.mark.parametrize("operator", [causal, decaying, over_all, in_two_halves])

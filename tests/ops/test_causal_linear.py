@@ -409,9 +409,7 @@ def test_bfloat16_decoding_stays_with_the_float64_run() -> None:
         one = (x[:, i : i + 1] for x in (q, k, v))
         y, state = causal_linear_attention(*one, state, feature_map="elu_plus_one", backend="recurrent")
         ys.append(y)
-    exact, _ = causal_linear_attention(
-        *(x.double() for x in (q, k, v)), feature_map="elu_plus_one", backend="chunked"
-    )
+    exact, _ = causal_linear_attention(*(x.double() for x in (q, k, v)), feature_map="elu_plus_one", backend="chunked")
     error = (torch.cat(ys, 1).double() - exact).abs()
     assert error[:, -100:].max() <= torch.finfo(torch.bfloat16).eps * exact.abs().max()
 

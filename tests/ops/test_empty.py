@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
 
 # batch of q, batch of k, tokens, channels, channels of values
 EMPTY = [
@@ -58,7 +58,7 @@ def test_all_keys(sizes: tuple[int, ...], normalize: str | None, other: int) -> 
         for y in (
             linear_attention(q, k, v, normalize=normalize, backend="reference"),
             linear_attention(q, k, v, normalize=normalize, backend="chunked"),
-            ask(q, summarize(k, v), normalize=normalize),
+            read(q, summarize(k, v), normalize=normalize),
         ):
             assert y.shape == (of_q, 3, queries, dv)
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
 from tests.ops.test_causal_linear import run
 from tests.recurrence import log_decays, recurrence, relative, rounded
 
@@ -114,7 +114,7 @@ def test_outputs_may_be_overwritten_before_the_backward() -> None:
     calls = [
         lambda: causal_linear_attention(*leaves, feature_map="elu_plus_one")[0],
         lambda: linear_attention(*leaves, feature_map="elu_plus_one"),
-        lambda: ask(leaves[0], summarize(*leaves[1:], feature_map="elu_plus_one"), feature_map="elu_plus_one"),
+        lambda: read(leaves[0], summarize(*leaves[1:], feature_map="elu_plus_one"), feature_map="elu_plus_one"),
     ]
     for call in calls:
         expected = torch.autograd.grad(call().sum(), leaves)

@@ -1,4 +1,4 @@
-"""The laws of attention to all keys: `linear_attention`, and `summarize` and `ask`, its two halves."""
+"""The laws of attention to all keys: `linear_attention`, and `summarize` and `read`, its two halves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, ask, causal_linear_attention, linear_attention, summarize
+from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
 from tests import laws
 from tests.laws import LENGTHS, tokens
 
@@ -56,7 +56,7 @@ def test_the_sums_can_be_asked_many_times(normalize: str | None) -> None:
     state = summarize(k, v, key_mask=mask, feature_map="softplus")
     together = linear_attention(q, k, v, key_mask=mask, normalize=normalize, feature_map="softplus")
     for part in (slice(0, 1), slice(1, 30)):
-        y = ask(q[..., part, :], state, normalize=normalize, feature_map="softplus")
+        y = read(q[..., part, :], state, normalize=normalize, feature_map="softplus")
         assert_close(y, together[..., part, :])
 
 
@@ -64,7 +64,7 @@ def test_the_sums_are_those_of_the_causal_form() -> None:
     q, k, v = tokens(130, positive=True)
     state, (_, causal) = summarize(k, v), causal_linear_attention(q, k, v)
     assert_close(state[:2], causal[:2])
-    last = ask(q[..., -1:, :], state)
+    last = read(q[..., -1:, :], state)
     assert_close(last, causal_linear_attention(q, k, v)[0][..., -1:, :])
 
 
@@ -165,6 +165,6 @@ def test_errors_say_what_came() -> None:
     with pytest.raises(ValueError, match="backend must be one of triton, chunked, reference"):
         linear_attention(q, k, v, backend="recurrent")
     with pytest.raises(ValueError, match="the same number of features, but q is"):
-        ask(q, LinearState(torch.zeros(4, 3), torch.zeros(4)))
+        read(q, LinearState(torch.zeros(4, 3), torch.zeros(4)))
     with pytest.raises(ValueError, match="boolean"):
         summarize(k, v, key_mask=torch.ones(10))

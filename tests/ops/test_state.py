@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, ask, causal_linear_attention, explain_backend
+from linattn.ops import LinearState, causal_linear_attention, explain_backend, read
 from linattn.ops.backends import CAUSAL
 from tests.laws import tokens
 
@@ -30,7 +30,7 @@ def test_a_state_of_another_blindspot_is_refused(made: int, used: int, n: int) -
                 call(q, k, v, state, blindspot=used)
     if made != 1:
         with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is 1"):
-            ask(q, state)
+            read(q, state)
 
 
 def a_state(*lead: int, f: int = 5, dv: int = 3, dtype: torch.dtype = torch.float64) -> LinearState:
@@ -63,7 +63,7 @@ def test_what_is_no_state_of_this_call_is_refused(wrong: str) -> None:
         causal_linear_attention(q, k, v, state)
     if wrong != "other values":
         with pytest.raises(ValueError, match=message.replace("5, 3\\) .*", "5, dv\\) .*")):
-            ask(q, state)
+            read(q, state)
 
 
 @every_backend

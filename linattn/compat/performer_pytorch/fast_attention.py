@@ -94,8 +94,8 @@ class FastAttention(InnerAttention):
     ) -> Any:
         return self.inner.summarize(k, v, key_mask=key_mask)
 
-    def ask(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
-        return self.inner.ask(q, summary)
+    def read(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
+        return self.inner.read(q, summary)
 
     def extend(
         self,

@@ -35,7 +35,7 @@ class SumCall(NamedTuple):
 
 
 class ReadCall(NamedTuple):
-    """Checked arguments of `ask`; leading dimensions broadcast. It returns y in `dtype`."""
+    """Checked arguments of `read`; leading dimensions broadcast. It returns y in `dtype`."""
 
     q: Tensor
     S: Tensor

@@ -43,7 +43,7 @@ class Workspace:
 
 
 def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`x.new_empty(shape)`, in large pages if it is large: Linux gives them to those who ask."""
+    """`x.new_empty(shape)`, in large pages if it is large: Linux gives them to programs that request them."""
     y = x.new_empty(shape)
     # a compiler plans the memory itself, and fake tensors have none
     if torch.compiler.is_compiling() or type(y) is not Tensor:

@@ -279,9 +279,7 @@ class _Gradient(Function):
         return _vmap(_Gradient, info.batch_size, in_dims, (form, options, *tensors))
 
 
-def _second_derivative(
-    form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
-) -> list[Tensor | None]:
+def _second_derivative(form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors) -> list[Tensor | None]:
     """Derivatives of the definition's gradient, with respect to the call's tensors and to the outputs' gradients. As it
     is made of torch's own operations, further derivatives follow."""
     wanted = [differentiable(x) for x in tensors]

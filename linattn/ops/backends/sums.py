@@ -1,5 +1,5 @@
-"""Attention to all keys: sum them up once, then ask the sums. Two operators, so that an encoder's output is summed only
-once, however many queries come later; each walks through its tokens in segments and saves nothing but its inputs.
+"""Attention to all keys: sum them up once, then read the sums. Two operators, so that an encoder's output is summed
+only once, however many queries come later; each walks through its tokens in segments and saves nothing but its inputs.
 
     S = φ(k)ᵀ v    z = Σ φ(k)        y = φ(q) S / (φ(q)·z)"""
 
@@ -15,6 +15,7 @@ from linattn.ops.elementwise import ELEMENTWISE
 BLOCK = 2**18
 # tokens of a segment: with more of them, products of narrow tensors would add up rounding errors
 SHORTEST, LONGEST = 256, 2048
+
 
 def _segments(x: Tensor) -> list[tuple[int, int]]:
     n = x.shape[-2]

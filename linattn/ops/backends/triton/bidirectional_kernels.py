@@ -22,7 +22,7 @@ from linattn.ops.backends.triton.tiles import (
 
 
 @kernel
-def ask(
+def read(
     q, q0, q1, q2, qn, y, y0, y1, y2, yn, S, z, e0, e1, e2, n, length, splits, size1, size2,
     PHI: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -48,7 +48,7 @@ def ask(
 
 
 @kernel
-def ask_gradient(
+def read_gradient(
     q, q0, q1, q2, qn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
     S, z, e0, e1, e2, inverse, delta, n, length, splits, size1, size2,
     PHI: tl.constexpr, DERIVATIVE: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr, NORMALIZED: tl.constexpr,

@@ -125,7 +125,7 @@ def empty_sums_gradient(call: SumCall) -> Tensors:
 
 
 class _Queries:
-    """Queries and the sums that they ask, in the rows of both. Queries that serve several rows are expanded."""
+    """Queries and the sums that they read, in the rows of both. Queries that serve several rows are expanded."""
 
     def __init__(self, q: Tensor, S: Tensor, z: Tensor) -> None:
         self.lead = _lead(q.shape[:-2], S.shape[:-2], z.shape[:-1])
@@ -151,7 +151,7 @@ def read(given: ReadCall, save: bool) -> tuple[Tensor, ...]:
     programs, _, numbers = _cut(call.n, tiles, args, q.device)
     if call.n:
         launch(
-            kernels.ask, (programs, tiles.parts),
+            kernels.read, (programs, tiles.parts),
             [*args.wide, call.S, call.z, args.state, *numbers],
             tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalize == "output", **_constants(q, call.dv, args),
         )  # fmt: skip
@@ -187,7 +187,7 @@ def _read_gradient(given: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Ten
 
     def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
         launch(
-            kernels.ask_gradient, (programs, tiles.parts),
+            kernels.read_gradient, (programs, tiles.parts),
             [*args.wide, call.S, call.z, args.state, *denominators, *numbers],
             tiles, PHI=phi, DERIVATIVE=derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=normalized,
             **_constants(q, call.dv, args),

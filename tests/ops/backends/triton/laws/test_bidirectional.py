@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import ask, linear_attention, summarize
+from linattn.ops import linear_attention, read, summarize
 from linattn.ops.backends.triton import tiling
 from tests import laws
 
@@ -66,7 +66,7 @@ def test_the_sums_can_be_asked_many_times(device: torch.device) -> None:
     state = summarize(k, v, feature_map="softplus")
     together = linear_attention(q, k, v, feature_map="softplus", backend="triton")
     for part in (slice(0, 1), slice(1, 30)):
-        y = ask(q[..., part, :], state, feature_map="softplus")
+        y = read(q[..., part, :], state, feature_map="softplus")
         assert_close(y, together[..., part, :], rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,21 @@
+"""Arguments by name and shape, so that a signature reads in a line. The legend is the same everywhere: b batch, h heads,
+hk key heads, n queries or tokens, m keys or tokens of a context, d channels, dv channels of values, c of a context.
+
+An optional argument is always optional where it stands: a mask of None means that every token is present."""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+# split heads; with fewer key heads than heads, each serves a group of consecutive query heads
+Queries = Float[Tensor, "b h n d"]
+Keys = Float[Tensor, "b hk m d"]
+Values = Float[Tensor, "b hk m dv"]
+Outputs = Float[Tensor, "b h n dv"]
+KeyMask = Bool[Tensor, "#b #hk m"] | None
+
+# the tokens of a model
+Tokens = Float[Tensor, "b n d"]
+TokenMask = Bool[Tensor, "b n"] | None
+TokenIds = Int[Tensor, "b n"]
+Context = Float[Tensor, "b m c"] | None
+ContextMask = Bool[Tensor, "b m"] | None
