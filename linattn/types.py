@@ -1,5 +1,5 @@
-"""Arguments by name and shape, so that a signature reads in a line. The legend is the same everywhere: b batch, h heads,
-hk key heads, n queries or tokens, m keys or tokens of a context, d channels, dv channels of values, c of a context.
+"""Arguments by name and shape, so that a signature reads in a line. The legend is the same everywhere: b batch, h
+heads, hk key heads, n queries or tokens, m keys or tokens of a context, d channels, dv of values, c of a context.
 
 An optional argument is always optional where it stands: a mask of None means that every token is present."""
 
