@@ -13,7 +13,7 @@ SEPARATOR = "<|document|>"
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer whose tokens 0 … 255 are the bytes of UTF-8, and whose token 256 begins a document.
 
-    Every text comes back from its tokens, and every byte from its token, which has GPT-2's name for the byte. Bytes that
+    Every text comes back from its tokens, and every byte from its token, which has GPT-2's name for it. Bytes that
     are no UTF-8 have tokens too; `decode` shows them as U+FFFD."""
     tokenizer = Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

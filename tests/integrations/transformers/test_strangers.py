@@ -1,6 +1,7 @@
 """What a program can do with a saved folder that never imports linattn itself, only transformers."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -137,3 +138,42 @@ def test_padding_goes_to_the_left(folder):
     model = make("elu", torch.float32, vocab_size=257)
     short = model(tokenizer("a", return_tensors="pt").input_ids).logits
     assert_close(model(batch.input_ids, attention_mask=batch.attention_mask).logits[0, 2:], short[0])
+
+
+TASK = """
+task: tiny
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
+
+
+def test_lm_eval_measures_the_bits_of_our_own_logits(folder, tmp_path):
+    texts = ["Grüße an alle.", "one two three four"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "tiny.yaml").write_text(TASK.replace("DATA", json.dumps(str(tmp_path / "data.jsonl"))))
+    found = alone(
+        """
+import json, sys
+from lm_eval.__main__ import cli_evaluate
+folder, here = sys.argv[1:]
+sys.argv[1:] = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,add_bos_token=False", "--tasks", "tiny",
+                "--include_path", here, "--device", "cpu", "--output_path", f"{here}/out"]
+cli_evaluate()
+import pathlib
+print(json.dumps(json.loads(next(pathlib.Path(here, "out").rglob("*.json")).read_text())["results"]["tiny"]))
+""",
+        folder,
+        tmp_path,
+        home=tmp_path,
+    )
+    model, bits = LanguageModel.load(folder), 0.0
+    for text in texts:
+        tokens = torch.tensor([[256, *text.encode()]])
+        chosen = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:].unsqueeze(-1))
+        bits -= chosen.sum().item() / math.log(2)
+    assert found["bits_per_byte,none"] == pytest.approx(bits / sum(len(text.encode()) for text in texts), rel=1e-5)
