@@ -161,8 +161,9 @@ def test_lm_eval_measures_the_bits_of_our_own_logits(folder, tmp_path):
 import json, sys
 from lm_eval.__main__ import cli_evaluate
 folder, here = sys.argv[1:]
-sys.argv[1:] = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,add_bos_token=False", "--tasks", "tiny",
-                "--include_path", here, "--device", "cpu", "--output_path", f"{here}/out"]
+model = f"pretrained={folder},trust_remote_code=True,add_bos_token=False"
+sys.argv[1:] = ["--model", "hf", "--model_args", model, "--tasks", "tiny", "--include_path", here]
+sys.argv += ["--device", "cpu", "--output_path", f"{here}/out"]
 cli_evaluate()
 import pathlib
 print(json.dumps(json.loads(next(pathlib.Path(here, "out").rglob("*.json")).read_text())["results"]["tiny"]))
