@@ -56,7 +56,7 @@ class LanguageModelConfig:
     tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")
     dropout: float = _option(0.0, "share of activations that is dropped")
     causal: bool = field(default=True, metadata={"least": 1, "choices": ()})
-    """Whether a token sees only those before it. False makes an encoder, whose logits are those of the token itself."""
+    """If False, every token sees all others: an encoder, whose logits are those of the token itself."""
 
     def __post_init__(self) -> None:
         for check in _CHECKS:

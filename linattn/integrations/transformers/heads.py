@@ -1,4 +1,4 @@
-"""What our models are trained for: the next token, a class for each sequence, a class for each token."""
+"""Our models with a head: the next token, a class for each sequence, a class for each token."""
 
 from typing import Any, NoReturn, cast
 
