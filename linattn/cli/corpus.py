@@ -4,21 +4,20 @@ import fnmatch
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn.cli.errors import CommandError
-from linattn.cli.vocabulary import Vocabulary
+from linattn.cli.run_folder import Run
+from linattn.cli.vocabulary import Vocabulary, token_dtype
 
 BLOCK_SIZE = 1 << 24
 """Bytes read at a time."""
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """A part of a file."""
 
     path: Path
@@ -26,8 +25,7 @@ class Extent:
     stop: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The contents of one row of tokens; each document begins with a token that stands for no bytes."""
 
     documents: int
@@ -72,21 +70,22 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def split(files: Sequence[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
+def entire(files: Iterable[Path]) -> list[Extent]:
+    return _non_empty(Extent(file, 0, os.path.getsize(file)) for file in files)
+
+
+def split(files: Iterable[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
     """Keep the last part of all bytes for validation, the same text for every vocabulary."""
-    sizes = [os.path.getsize(file) for file in files]
-    left = sum(sizes) - int(sum(sizes) * validation_part)
+    extents = entire(files)
+    total = sum(extent.stop for extent in extents)
+    left = total - int(total * validation_part)
     training, validation = [], []
-    for file, size in zip(files, sizes, strict=True):
+    for file, _, size in extents:
         cut = _character_boundary(file, left) if 0 < left < size else max(0, min(left, size))
         training.append(Extent(file, 0, cut))
         validation.append(Extent(file, cut, size))
         left -= size
     return _non_empty(training), _non_empty(validation)
-
-
-def entire(files: Sequence[Path]) -> list[Extent]:
-    return _non_empty(Extent(file, 0, os.path.getsize(file)) for file in files)
 
 
 def _non_empty(extents: Iterable[Extent]) -> list[Extent]:
@@ -101,6 +100,21 @@ def _character_boundary(file: Path, cut: int) -> int:
     # a character has at most three bytes after its first, and they are 10xxxxxx
     inside = next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
     return cut + inside % 4
+
+
+def write_corpus(
+    folder: Path, training: Sequence[Extent], validation: Sequence[Extent], vocabulary: Vocabulary
+) -> dict[str, dict[str, Any]]:
+    """Write the two rows and return their description for `run.json`."""
+    folder.mkdir()
+    parts = {"training": training, "validation": validation}
+    return {
+        name: write_tokens(extents, vocabulary, tokens_path(folder, name))._asdict() for name, extents in parts.items()
+    }
+
+
+def tokens_path(folder: Path, part: str) -> Path:
+    return folder / f"{part}.tokens"
 
 
 def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> Part:
@@ -120,37 +134,18 @@ def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) 
 
 def _pieces(extent: Extent) -> Iterator[bytes]:
     """Yield pieces that end with a line where possible, so that a tokenizer never meets half a word."""
+    left = extent.stop - extent.start
     with open(extent.path, "rb") as stream:
         stream.seek(extent.start)
-        left, rest = extent.stop - extent.start, b""
-        while left and (block := stream.read(min(BLOCK_SIZE, left))):
-            left -= len(block)
-            text = rest + block
-            end = text.rfind(b"\n") + 1 if left else len(text)
-            rest = text[end:]
-            if end:
-                yield text[:end]
-        if rest:
-            yield rest
+        while piece := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
+            left -= len(piece)
+            yield piece
 
 
-def write_corpus(
-    folder: Path, training: Sequence[Extent], validation: Sequence[Extent], vocabulary: Vocabulary
-) -> dict[str, Any]:
-    """Write the two rows and return their description for `run.json`."""
-    parts = {"training": training, "validation": validation}
-    folder.mkdir()
-    return {
-        name: asdict(write_tokens(extents, vocabulary, tokens_path(folder, name))) for name, extents in parts.items()
-    }
-
-
-def tokens_path(folder: Path, part: str) -> Path:
-    return folder / f"{part}.tokens"
-
-
-def open_tokens(folder: Path, part: str, dtype: str, expected: int) -> np.ndarray:
-    path, wanted = tokens_path(folder, part), expected * np.dtype(dtype).itemsize
+def open_tokens(run: Run, part: str) -> np.ndarray:
+    """Return a row of tokens as a memory map."""
+    path, dtype = tokens_path(run.data, part), token_dtype(run.description["vocabulary"])
+    wanted = run.description["data"][part]["tokens"] * np.dtype(dtype).itemsize
     if not path.is_file():
         raise CommandError(f"the run has lost its data: there is no {path}")
     if (size := path.stat().st_size) != wanted:

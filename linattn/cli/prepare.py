@@ -27,24 +27,26 @@ def create_run(
     training, validation = _extents(paths, options)
     with atomic_folder(folder) as partial:
         data = write_corpus(partial / "data", training, validation, vocabulary)
-        _require_tokens(data, options)
+        _require_tokens(data, options.context)
+        description = {
+            "format": FORMAT,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": None,
+            "paths": list(paths),
+            "options": dataclasses.asdict(options),
+            "tokenizer": vocabulary.name if options.tokenizer is not None else None,
+            "vocabulary": vocabulary.size,
+            "data": data,
+            "versions": {"linattn": __version__, "python": platform.python_version()}
+            | {name: version(name) for name in PACKAGES},
+            "processes": processes,
+        }
         if options.tokenizer is not None:
             copy_atomically(Path(options.tokenizer), partial / TOKENIZER)
-        description = _describe(paths, options, vocabulary, data) | {"processes": processes}
         write_atomically(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
         if is_run(folder):
             remove_atomically(folder)
-    _say_what_is_lost(vocabulary, data)
-
-
-def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
-    lost, total = (sum(part[name] for part in data.values()) for name in ("lost_bytes", "bytes"))
-    if lost:
-        print(
-            f"{vocabulary.name} cannot give the text back: {100 * lost / total:.2g} % of the bytes are lost (unknown "
-            "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
-            file=sys.stderr,
-        )
+    _report_losses(vocabulary, data)
 
 
 def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:
@@ -54,28 +56,20 @@ def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent],
     return split(files, options.validation_part)
 
 
-def _require_tokens(data: dict[str, Any], options: TrainOptions) -> None:
+def _require_tokens(data: dict[str, dict[str, Any]], context: int) -> None:
     for name, part in data.items():
-        if part["tokens"] < options.context:
+        if part["tokens"] < context:
             have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
             raise CommandError(
-                f"the data are too short: there are {have}, but a context of {options.context:,} needs at least "
-                f"{options.context:,}"
+                f"the data are too short: there are {have}, but a context of {context:,} needs at least {context:,}"
             )
 
 
-def _describe(
-    paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, data: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "finished": None,
-        "paths": list(paths),
-        "options": dataclasses.asdict(options),
-        "tokenizer": vocabulary.name if options.tokenizer is not None else None,
-        "vocabulary": vocabulary.size,
-        "data": data,
-        "versions": {"linattn": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in PACKAGES},
-    }
+def _report_losses(vocabulary: Vocabulary, data: dict[str, dict[str, Any]]) -> None:
+    lost, total = (sum(part[name] for part in data.values()) for name in ("lost_bytes", "bytes"))
+    if lost:
+        print(
+            f"{vocabulary.name} cannot give the text back: {100 * lost / total:.2g} % of the bytes are lost (unknown "
+            "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
+            file=sys.stderr,
+        )

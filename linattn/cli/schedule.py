@@ -20,8 +20,9 @@ ECHO_SECONDS = 1.0
 class Schedule(TrainerCallback, ExportableState):
     """Counts the seconds of training without interruptions; the learning rate follows them, or the steps."""
 
-    def __init__(self, *, steps: int, limit: float | None, warmup: float) -> None:
-        self.steps, self.limit, self.warmup = steps, limit, warmup
+    def __init__(self, *, steps: int, minutes: float | None, warmup: float) -> None:
+        self.steps, self.warmup = steps, warmup
+        self.limit = math.inf if minutes is None else 60 * minutes
         self.seconds = self.before = 0.0
         self.started = time.monotonic()
         self.interrupted = self.must_stop = False
@@ -31,8 +32,7 @@ class Schedule(TrainerCallback, ExportableState):
 
     def progress(self, step: int) -> float:
         """Return the progress from 0 to 1 in the middle of a step, so that no step has a learning rate of zero."""
-        by_steps = (step + 0.5) / self.steps
-        return min(1.0, by_steps if self.limit is None else max(by_steps, self.seconds / self.limit))
+        return min(1.0, max((step + 0.5) / self.steps, self.seconds / self.limit))
 
     def learning_rate_factor(self, step: int) -> float:
         """Rise linearly, then fall along half a cosine."""
@@ -59,7 +59,7 @@ class Schedule(TrainerCallback, ExportableState):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.must_stop:
             control.should_log = control.should_save = control.should_training_stop = True
-        elif self.limit is not None and self.seconds >= self.limit:
+        elif self.seconds >= self.limit:
             control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = True
 
     @contextmanager

@@ -1,8 +1,6 @@
 """transformers' Trainer for a run. The loop, DDP, FSDP2 and mixed precision are the Trainer's and Accelerate's."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,52 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from linattn.cli.atomic import partial_name
-from linattn.cli.errors import CommandError, Diverged, one_line
+from linattn.cli.checkpoints import adopt_checkpoint
+from linattn.cli.corpus import open_tokens
+from linattn.cli.errors import CommandError, explained
 from linattn.cli.options import TrainOptions
 from linattn.cli.reports import Reports
-from linattn.cli.run_folder import Run, adopt_checkpoint
+from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
+from linattn.cli.windows import TrainingWindows, ValidationWindows
 
 
 class RunTrainer(Trainer):
     """Saves complete checkpoints of finite weights, and takes the learning rate from the schedule."""
 
-    run: Run
-    schedule: Schedule
-    reports: Reports
-    keep: int
+    model: PreTrainedModel
+
+    def __init__(self, run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
+        self.run, self.keep = run, options.keep
+        self.sequences_per_step = options.batch * options.accumulate * args.world_size
+        self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
+        self.reports = Reports(run, self.schedule, tokens_per_step=self.sequences_per_step * (options.context - 1))
+        length, most = options.limit() * self.sequences_per_step, math.ceil(options.evaluate_tokens / options.context)
+        super().__init__(
+            model,
+            args,
+            train_dataset=TrainingWindows(
+                open_tokens(run, "training"), options.context, seed=options.seed, length=length
+            ),
+            eval_dataset=ValidationWindows(open_tokens(run, "validation"), options.context, most=most),
+            callbacks=[self.schedule, self.reports, GatherTiedEmbeddings()],
+        )
+        # our callback reports instead
+        self.remove_callback(PrinterCallback)
+        if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
+            # a run's weights are in one file, which loads on any machine, whatever Accelerate's configuration says
+            plugin.set_state_dict_type("FULL_STATE_DICT")
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         if self.lr_scheduler is None:
@@ -44,13 +70,14 @@ class RunTrainer(Trainer):
             raise self._diverged("the loss is")
         super().log(logs, start_time)
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, what: str) -> CommandError:
         saved, clip = self.run.saved_steps(), self.args.max_grad_norm
         kept = f"the checkpoint of step {saved[-1]:,} is kept" if saved else "there is no checkpoint yet"
         clipping = f"a smaller --clip (it was {clip:g})" if clip else "with --clip 1, which limits the gradient"
-        return Diverged(
+        return CommandError(
             f"training has diverged: {what} not finite at step {self.state.global_step:,}; {kept}. "
-            f"Begin again with a lower --lr (it was {self.args.learning_rate:g}) or {clipping}"
+            f"Begin again with a lower --lr (it was {self.args.learning_rate:g}) or {clipping}",
+            status=1,
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -58,21 +85,14 @@ class RunTrainer(Trainer):
         if largest(float(not is_finite(model)), device=self.args.device) != [0.0]:
             raise self._diverged("the weights are")
         step = self.state.global_step
-        with _explained_disk_errors(self.run.checkpoint(step)):
+        # safetensors and torch's zip writer report a full disk by errors of their own
+        kinds = OSError, RuntimeError, SafetensorError
+        with explained(f"{self.run.checkpoint(step)} could not be written", *kinds):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
                 adopt_checkpoint(self.run, Path(self._get_output_dir(trial)) / f"checkpoint-{step}", step, self.keep)
         self.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _explained_disk_errors(checkpoint: Path) -> Iterator[None]:
-    """Report a full disk, which safetensors and torch's zip writer raise as errors of their own, not as OSError."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CommandError(f"{checkpoint} could not be written: {one_line(error)}") from error
 
 
 def is_finite(model: nn.Module) -> bool:
@@ -146,22 +166,3 @@ def _multiplies_bfloat16(use_cpu: bool) -> bool:
     if use_cpu:
         return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def make_trainer(
-    run: Run, model: nn.Module, datasets: dict[str, Dataset], args: TrainingArguments, callbacks: list[TrainerCallback]
-) -> RunTrainer:
-    trainer = RunTrainer(
-        model,
-        args,
-        train_dataset=datasets["training"],
-        eval_dataset=datasets["validation"],
-        callbacks=[*callbacks, GatherTiedEmbeddings()],
-    )
-    trainer.run = run
-    # our callback reports instead
-    trainer.remove_callback(PrinterCallback)
-    if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
-        # a run's weights are in one file, which loads on any machine, whatever Accelerate's configuration says
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-    return trainer

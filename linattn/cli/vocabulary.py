@@ -24,8 +24,7 @@ class Vocabulary(ABC):
 
     @property
     def dtype(self) -> str:
-        """The smallest numpy type that holds every token, little-endian on every machine."""
-        return "<u2" if self.size <= 1 << 16 else "<u4"
+        return token_dtype(self.size)
 
     @abstractmethod
     def encode(self, text: bytes) -> Sequence[int]: ...
@@ -102,5 +101,10 @@ class Tokenizer(Vocabulary):
         return lambda token: "" if token == self.separator else stream.step(self.backend, token) or ""
 
 
-def load_vocabulary(tokenizer: Path | None) -> Vocabulary:
-    return Bytes() if tokenizer is None else Tokenizer(tokenizer)
+def token_dtype(size: int) -> str:
+    """Return the smallest numpy type that holds every token, little-endian on every machine."""
+    return "<u2" if size <= 1 << 16 else "<u4"
+
+
+def load_vocabulary(tokenizer: str | Path | None) -> Vocabulary:
+    return Bytes() if tokenizer is None else Tokenizer(Path(tokenizer))

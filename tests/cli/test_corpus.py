@@ -8,6 +8,7 @@ import pytest
 from linattn.cli import corpus
 from linattn.cli.corpus import entire, find_files, open_tokens, split, tokens_path, write_corpus, write_tokens
 from linattn.cli.errors import CommandError
+from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import Bytes, Tokenizer
 
 
@@ -109,9 +110,15 @@ def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
 
 
 def test_damaged_data_are_noticed(tmp_path):
-    tokens_path(tmp_path, "training").write_bytes(bytes(10))
-    assert len(open_tokens(tmp_path, "training", "<u2", 5)) == 5
+    tokens = {"training": 5, "validation": 6}
+    data = {name: {"tokens": number} for name, number in tokens.items()}
+    run = Run(tmp_path, {"vocabulary": 257, "data": data})
+    run.data.mkdir()
+    for name in tokens:
+        tokens_path(run.data, name).write_bytes(bytes(10))
+    assert len(open_tokens(run, "training")) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
-        open_tokens(tmp_path, "training", "<u2", 6)
+        open_tokens(run, "validation")
+    tokens_path(run.data, "validation").unlink()
     with pytest.raises(CommandError, match=r"there is no .*validation"):
-        open_tokens(tmp_path, "validation", "<u2", 6)
+        open_tokens(run, "validation")

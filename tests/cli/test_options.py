@@ -9,7 +9,7 @@ import pytest
 
 from linattn.cli.main import main, make_parser
 from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
-from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.run_folder import open_run
 from linattn.cli.trainer import training_arguments
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
@@ -88,7 +88,7 @@ def train(text: Path, run: Path, *options: str) -> bytes:
 
 
 def records(run: Path, name: str) -> list[dict]:
-    return [record for record in read_log(run / "log.jsonl") if name in record]
+    return [record for record in open_run(run).records() if name in record]
 
 
 @pytest.fixture(scope="module")
