@@ -1,4 +1,4 @@
-"""Turn files into one long row of tokens for training and one for validation, written once and read as memory maps."""
+"""Turn files into one long row of tokens for training and one for validation."""
 
 import fnmatch
 import hashlib
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn.cli.errors import CommandError
-from linattn.cli.run_folder import Run
-from linattn.cli.vocabulary import Vocabulary, token_dtype
+from linattn.cli.vocabulary import Vocabulary
 
 BLOCK_SIZE = 1 << 24
 """Bytes read at a time."""
@@ -23,17 +22,6 @@ class Extent(NamedTuple):
     path: Path
     start: int
     stop: int
-
-
-class Part(NamedTuple):
-    """The contents of one row of tokens; each document begins with a token that stands for no bytes."""
-
-    documents: int
-    bytes: int
-    tokens: int
-    lost_bytes: int
-    """Bytes that cannot be restored from the tokens."""
-    sha256: str
 
 
 def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
@@ -102,52 +90,28 @@ def _character_boundary(file: Path, cut: int) -> int:
     return cut + inside % 4
 
 
-def write_corpus(
-    folder: Path, training: Sequence[Extent], validation: Sequence[Extent], vocabulary: Vocabulary
-) -> dict[str, dict[str, Any]]:
-    """Write the two rows and return their description for `run.json`."""
-    folder.mkdir()
-    parts = {"training": training, "validation": validation}
-    return {
-        name: write_tokens(extents, vocabulary, tokens_path(folder, name))._asdict() for name, extents in parts.items()
-    }
+def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
+    """Write one row, in which each document begins with the separator, and return its description for `run.json`.
 
-
-def tokens_path(folder: Path, part: str) -> Path:
-    return folder / f"{part}.tokens"
-
-
-def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> Part:
-    digest, num_bytes, num_tokens, lost = hashlib.sha256(), 0, 0, 0
+    The `lost_bytes` cannot be restored from the tokens."""
+    part, digest = {"documents": len(extents), "bytes": 0, "tokens": 0, "lost_bytes": 0}, hashlib.sha256()
     with open(path, "wb") as out:
-        for extent in extents:
-            out.write(np.array([vocabulary.separator], vocabulary.dtype).tobytes())
-            num_tokens += 1
-            for piece in _pieces(extent):
-                tokens = vocabulary.encode(piece)
-                out.write(np.asarray(tokens, vocabulary.dtype).tobytes())
-                lost += vocabulary.lost(piece, tokens)
-                digest.update(piece)
-                num_bytes, num_tokens = num_bytes + len(piece), num_tokens + len(tokens)
-    return Part(len(extents), num_bytes, num_tokens, lost, digest.hexdigest())
+        for tokens, text in _documents(extents, vocabulary):
+            out.write(np.asarray(tokens, vocabulary.dtype).tobytes())
+            part["bytes"] += len(text)
+            part["tokens"] += len(tokens)
+            part["lost_bytes"] += vocabulary.lost(text, tokens)
+            digest.update(text)
+    return part | {"sha256": digest.hexdigest()}
 
 
-def _pieces(extent: Extent) -> Iterator[bytes]:
-    """Yield pieces that end with a line where possible, so that a tokenizer never meets half a word."""
-    left = extent.stop - extent.start
-    with open(extent.path, "rb") as stream:
-        stream.seek(extent.start)
-        while piece := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
-            left -= len(piece)
-            yield piece
-
-
-def open_tokens(run: Run, part: str) -> np.ndarray:
-    """Return a row of tokens as a memory map."""
-    path, dtype = tokens_path(run.data, part), token_dtype(run.description["vocabulary"])
-    wanted = run.description["data"][part]["tokens"] * np.dtype(dtype).itemsize
-    if not path.is_file():
-        raise CommandError(f"the run has lost its data: there is no {path}")
-    if (size := path.stat().st_size) != wanted:
-        raise CommandError(f"the run's data are damaged: {path} has {size} bytes instead of {wanted}")
-    return np.memmap(path, dtype, mode="r")
+def _documents(extents: Iterable[Extent], vocabulary: Vocabulary) -> Iterator[tuple[Sequence[int], bytes]]:
+    """Yield tokens with their text, in pieces that end with a line, so that a tokenizer never meets half a word."""
+    for extent in extents:
+        yield [vocabulary.separator], b""
+        left = extent.stop - extent.start
+        with open(extent.path, "rb") as stream:
+            stream.seek(extent.start)
+            while text := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
+                left -= len(text)
+                yield vocabulary.encode(text), text

@@ -1,20 +1,18 @@
 """Prepare a run before training: its folder with the data and a description."""
 
 import dataclasses
-import json
 import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically, write_atomically
-from linattn.cli.corpus import Extent, entire, find_files, split, write_corpus
+from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically
+from linattn.cli.corpus import entire, find_files, split, write_tokens
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
+from linattn.cli.run_folder import FORMAT, TOKENIZER, Run, is_run, timestamp
 from linattn.cli.vocabulary import Vocabulary
 from linattn.version import __version__
 
@@ -24,36 +22,33 @@ PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
 def create_run(
     folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
 ) -> None:
-    training, validation = _extents(paths, options)
+    files = find_files(paths, options.include, options.exclude)
+    if options.validation_data:
+        parts = entire(files), entire(find_files(options.validation_data, options.include, options.exclude))
+    else:
+        parts = split(files, options.validation_part)
     with atomic_folder(folder) as partial:
-        data = write_corpus(partial / "data", training, validation, vocabulary)
-        _require_tokens(data, options.context)
-        description = {
-            "format": FORMAT,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "finished": None,
-            "paths": list(paths),
-            "options": dataclasses.asdict(options),
-            "tokenizer": vocabulary.name if options.tokenizer is not None else None,
-            "vocabulary": vocabulary.size,
-            "data": data,
-            "versions": {"linattn": __version__, "python": platform.python_version()}
-            | {name: version(name) for name in PACKAGES},
-            "processes": processes,
+        run = Run(partial, {"format": FORMAT, "created": timestamp(), "finished": None, "paths": list(paths)})
+        run.data.mkdir()
+        data = {
+            name: write_tokens(extents, vocabulary, run.tokens(name))
+            for name, extents in zip(("training", "validation"), parts, strict=True)
         }
+        _require_tokens(data, options.context)
         if options.tokenizer is not None:
             copy_atomically(Path(options.tokenizer), partial / TOKENIZER)
-        write_atomically(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        run.describe(
+            options=dataclasses.asdict(options),
+            tokenizer=None if options.tokenizer is None else vocabulary.name,
+            vocabulary=vocabulary.size,
+            data=data,
+            versions={"linattn": __version__, "python": platform.python_version()}
+            | {name: version(name) for name in PACKAGES},
+            processes=processes,
+        )
         if is_run(folder):
             remove_atomically(folder)
     _report_losses(vocabulary, data)
-
-
-def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:
-    files = find_files(paths, options.include, options.exclude)
-    if options.validation_data:
-        return entire(files), entire(find_files(options.validation_data, options.include, options.exclude))
-    return split(files, options.validation_part)
 
 
 def _require_tokens(data: dict[str, dict[str, Any]], context: int) -> None:

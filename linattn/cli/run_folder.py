@@ -10,9 +10,11 @@ checkpoints/checkpoint-…/        what --resume needs"""
 import json
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.models import LanguageModel
@@ -29,6 +31,14 @@ class Run:
         self.folder, self.description = folder, description
         self.log, self.curve, self.data = folder / "log.jsonl", folder / "curve.png", folder / "data"
         self.checkpoints = folder / "checkpoints"
+
+    def describe(self, **changes: Any) -> None:
+        """Change the description, and write it."""
+        self.description |= changes
+        write_atomically(self.folder / DESCRIPTION, json.dumps(self.description, indent=2) + "\n")
+
+    def tokens(self, part: str) -> Path:
+        return self.data / f"{part}.tokens"
 
     def vocabulary(self) -> Vocabulary:
         path, expected = self.folder / TOKENIZER, self.description["vocabulary"]
@@ -58,6 +68,10 @@ class Run:
         """Return the steps of the checkpoints, in order."""
         names = [entry.name for entry in self.checkpoints.glob("checkpoint-*")]
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"checkpoint-(\d+)", name)))
+
+
+def timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def is_run(folder: Path) -> bool:

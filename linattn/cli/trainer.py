@@ -10,45 +10,33 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linattn.cli.atomic import partial_name
 from linattn.cli.checkpoints import adopt_checkpoint
-from linattn.cli.corpus import open_tokens
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.options import TrainOptions
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
-from linattn.cli.windows import TrainingWindows, ValidationWindows
+from linattn.cli.windows import TrainingWindows, ValidationWindows, open_tokens
 
 
 class RunTrainer(Trainer):
     """Saves complete checkpoints of finite weights, and takes the learning rate from the schedule."""
 
-    model: PreTrainedModel
-
-    def __init__(self, run: Run, model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
+    def __init__(self, run: Run, model: nn.Module, options: TrainOptions, args: TrainingArguments) -> None:
         self.run, self.keep = run, options.keep
         self.sequences_per_step = options.batch * options.accumulate * args.world_size
         self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
         self.reports = Reports(run, self.schedule, tokens_per_step=self.sequences_per_step * (options.context - 1))
+        training, validation = open_tokens(run, "training"), open_tokens(run, "validation")
         length, most = options.limit() * self.sequences_per_step, math.ceil(options.evaluate_tokens / options.context)
         super().__init__(
             model,
             args,
-            train_dataset=TrainingWindows(
-                open_tokens(run, "training"), options.context, seed=options.seed, length=length
-            ),
-            eval_dataset=ValidationWindows(open_tokens(run, "validation"), options.context, most=most),
+            train_dataset=TrainingWindows(training, options.context, seed=options.seed, length=length),
+            eval_dataset=ValidationWindows(validation, options.context, most=most),
             callbacks=[self.schedule, self.reports, GatherTiedEmbeddings()],
         )
         # our callback reports instead

@@ -1,22 +1,20 @@
 """Train a run: every process builds the model, the data and the Trainer; the first one writes files."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import transformers
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, TrainingArguments
 
-from linattn.cli.atomic import remove_leftovers, write_atomically
+from linattn.cli.atomic import remove_leftovers
 from linattn.cli.checkpoints import last_step, recover
 from linattn.cli.errors import CommandError, explained, one_line
 from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import draw_curve
-from linattn.cli.run_folder import DESCRIPTION, Run, open_run
+from linattn.cli.run_folder import Run, open_run, timestamp
 from linattn.cli.trainer import RunTrainer, training_arguments
 from linattn.cli.vocabulary import Vocabulary
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
@@ -61,7 +59,7 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
     trainer, step = RunTrainer(run, model, options, args), last_step(run)
     if first := trainer.is_world_process_zero():
         recover(run, step, options.keep)
-        _announce(run, trainer, options, step)
+        _announce(run, model, options, trainer.sequences_per_step * options.context, step)
     try:
         with trainer.schedule.saves_on_interrupt():
             trainer.train(resume_from_checkpoint=str(run.checkpoint(step)) if step else None)
@@ -76,16 +74,15 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
         saved, going_on = trainer.state.global_step, f"linattn train --resume --out {run.folder} goes on"
         raise CommandError(f"interrupted after step {saved:,}, which is saved; {going_on}", status=130)
     if first:
-        finished = run.description | {"finished": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_atomically(run.folder / DESCRIPTION, json.dumps(finished, indent=2) + "\n")
+        run.describe(finished=timestamp())
         print(f"{run.folder} is complete: linattn generate {run.folder} --prompt … writes with it", file=sys.stderr)
 
 
-def _announce(run: Run, trainer: RunTrainer, options: TrainOptions, step: int) -> None:
+def _announce(run: Run, model: PreTrainedModel, options: TrainOptions, tokens_per_step: int, step: int) -> None:
     facts = [
-        f"{run.folder}: {trainer.model.num_parameters():,} parameters",
+        f"{run.folder}: {model.num_parameters():,} parameters",
         *(f"{part['bytes'] / 1e6:.2f} MB for {name}" for name, part in run.description["data"].items()),
-        f"{trainer.sequences_per_step * options.context:,} tokens per step",
+        f"{tokens_per_step:,} tokens per step",
         f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes",
         *([f"from step {step:,}"] if step else []),
     ]

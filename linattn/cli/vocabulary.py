@@ -15,16 +15,8 @@ Decoder = Callable[[int], str]
 class Vocabulary(ABC):
     """Converts text to tokens and back. The last token, `separator`, begins every document."""
 
-    name: str
-    size: int
-
-    @property
-    def separator(self) -> int:
-        return self.size - 1
-
-    @property
-    def dtype(self) -> str:
-        return token_dtype(self.size)
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.separator, self.dtype = name, size, size - 1, token_dtype(size)
 
     @abstractmethod
     def encode(self, text: bytes) -> Sequence[int]: ...
@@ -42,8 +34,8 @@ class Vocabulary(ABC):
 class Bytes(Vocabulary):
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
-    name = "bytes"
-    size = 257
+    def __init__(self) -> None:
+        super().__init__("bytes", size=257)
 
     def encode(self, text: bytes) -> Sequence[int]:
         # numpy would read bytes as one string, but reads a memoryview of them as numbers
@@ -77,9 +69,8 @@ class Tokenizer(Vocabulary):
         # truncation and padding are settings of a batch, not of a text
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.name = path.name
         # one more than the tokenizer's tokens, for the separator
-        self.size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2
+        super().__init__(path.name, max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2)
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids

@@ -16,9 +16,9 @@ from torch import Tensor
 from linattn.cli import train
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
-from linattn.cli.corpus import open_tokens
 from linattn.cli.errors import CommandError
 from linattn.cli.run_folder import open_run
+from linattn.cli.windows import open_tokens
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
     FEATURE_MAPS,
