@@ -45,9 +45,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield partial
         flush_to_disk(partial)
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -10,28 +10,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from linattn.cli.argument_types import (
-    FLAG,
-    NOT_NEGATIVE,
-    PART,
-    POSITIVE,
-    SEED,
-    Parsing,
-    base_or_none,
-    comma_separated,
-    integers,
-    one_of,
-    repeatable,
-)
+from linattn.cli import argument_types as parse
+from linattn.cli.argument_types import Parsing
 from linattn.cli.errors import CommandError
 from linattn.models import LanguageModelConfig
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
-BY_TYPE: dict[Any, Parsing] = {bool: FLAG, float: POSITIVE, float | None: POSITIVE, tuple[str, ...]: repeatable("NAME")}
+BY_TYPE: dict[Any, Parsing] = {
+    bool: parse.FLAG,
+    float: parse.POSITIVE,
+    float | None: parse.POSITIVE,
+    tuple[str, ...]: parse.repeatable("NAME"),
+}
 MODEL_PARSING: dict[str, Parsing] = {
-    "attention": {"type": comma_separated, "metavar": "METHOD"},
-    "rotary": {"type": base_or_none, "metavar": "X"},
-    "dropout": NOT_NEGATIVE,
+    "attention": {"type": parse.comma_separated, "metavar": "METHOD"},
+    "rotary": {"type": parse.base_or_none, "metavar": "X"},
+    "dropout": parse.NOT_NEGATIVE,
 }
 # what learns well on a few megabytes of text
 MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
@@ -67,9 +61,9 @@ class TrainOptions(ModelOptions):
     )
     include: tuple[str, ...] = data((), "in folders, take only files with such names, e.g. '*.py'; repeatable")
     exclude: tuple[str, ...] = data((), "in folders, leave out files and folders with such names; repeatable")
-    validation_part: float = data(0.05, "share of the data, its last bytes, for validation", PART)
+    validation_part: float = data(0.05, "share of the data, its last bytes, for validation", parse.PART)
     validation_data: tuple[str, ...] = data(
-        (), "file or folder for validation, instead of a part of DATA; repeatable", repeatable("DATA")
+        (), "file or folder for validation, instead of a part of DATA; repeatable", parse.repeatable("DATA")
     )
 
     steps: int | None = training(None, "updates of the weights (default: 2000, or as many as --minutes allows)")
@@ -78,16 +72,16 @@ class TrainOptions(ModelOptions):
     batch: int = training(16, "sequences per process and batch")
     accumulate: int = training(1, "batches per update")
     lr: float = training(1e-3, "highest learning rate of AdamW")
-    warmup: float = training(0.05, "part of the run in which the learning rate rises", PART)
-    weight_decay: float = training(0.1, "weight decay of AdamW, for matrices only", NOT_NEGATIVE)
-    clip: float = training(1.0, "largest norm of the gradient (0: any)", NOT_NEGATIVE)
+    warmup: float = training(0.05, "part of the run in which the learning rate rises", parse.PART)
+    weight_decay: float = training(0.1, "weight decay of AdamW, for matrices only", parse.NOT_NEGATIVE)
+    clip: float = training(1.0, "largest norm of the gradient (0: any)", parse.NOT_NEGATIVE)
     precision: str = training(
         "auto",
         "precision of matrix products; auto: bfloat16 where the GPU or CPU has it",
-        one_of("auto", "float32", "bfloat16"),
+        parse.one_of("auto", "float32", "bfloat16"),
     )
     checkpointing: bool = training(False, "recompute activations in the backward pass, to save memory")
-    seed: int = training(0, "seed of the weights, the order of the data and dropout", SEED)
+    seed: int = training(0, "seed of the weights, the order of the data and dropout", parse.SEED)
     cpu: bool = training(False, "do not use a GPU")
     fsdp: bool = training(False, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)")
 
@@ -130,8 +124,8 @@ def _parsing(each: dataclasses.Field) -> Parsing:
     if parsing := each.metadata["parsing"]:
         return parsing
     if choices := each.metadata.get("choices"):
-        return one_of(*(choice for choice in choices if choice is not None))
-    return BY_TYPE.get(each.type) or integers(each.metadata.get("least", 1))
+        return parse.one_of(*(choice for choice in choices if choice is not None))
+    return BY_TYPE.get(each.type) or parse.integers(each.metadata.get("least", 1))
 
 
 def flag(name: str) -> str:

@@ -1,15 +1,19 @@
-"""Prepare a run before training: its folder with the data and a description."""
+"""Prepare a run before training: files become rows of tokens in a new folder, with a description."""
 
 import dataclasses
+import fnmatch
+import hashlib
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically
-from linattn.cli.corpus import entire, find_files, split, write_tokens
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import FORMAT, TOKENIZER, Run, is_run, timestamp
@@ -17,6 +21,8 @@ from linattn.cli.vocabulary import Vocabulary
 from linattn.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
+BLOCK_SIZE = 1 << 24
+"""Bytes read at a time."""
 
 
 def create_run(
@@ -68,3 +74,104 @@ def _report_losses(vocabulary: Vocabulary, data: dict[str, dict[str, Any]]) -> N
             "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
             file=sys.stderr,
         )
+
+
+class Extent(NamedTuple):
+    """A part of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
+    """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
+    skipped; `include` applies to files there, `exclude` to files and folders."""
+    files = [file for path in paths for file in _files_of(Path(path), include, exclude)]
+    if not files:
+        patterns = f" that fit --include {' '.join(include)}" if include else ""
+        raise CommandError(f"there are no files{patterns} in {', '.join(map(str, paths))}")
+    return files
+
+
+def _files_of(path: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        for entry in sorted(path.iterdir()):
+            if _is_wanted(entry, include, exclude):
+                yield from _files_of(entry, include, exclude)
+    else:
+        raise CommandError(f"there is no file or folder {path}")
+
+
+def _is_wanted(entry: Path, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    if entry.name.startswith(".") or _fits(entry.name, exclude):
+        return False
+    # a link to a folder may lead back to where it is
+    if entry.is_dir():
+        return not entry.is_symlink()
+    return entry.is_file() and (not include or _fits(entry.name, include))
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def entire(files: Iterable[Path]) -> list[Extent]:
+    return _non_empty(Extent(file, 0, os.path.getsize(file)) for file in files)
+
+
+def split(files: Iterable[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
+    """Keep the last part of all bytes for validation, the same text for every vocabulary."""
+    extents = entire(files)
+    total = sum(extent.stop for extent in extents)
+    left = total - int(total * validation_part)
+    training, validation = [], []
+    for file, _, size in extents:
+        cut = _character_boundary(file, left) if 0 < left < size else max(0, min(left, size))
+        training.append(Extent(file, 0, cut))
+        validation.append(Extent(file, cut, size))
+        left -= size
+    return _non_empty(training), _non_empty(validation)
+
+
+def _non_empty(extents: Iterable[Extent]) -> list[Extent]:
+    return [extent for extent in extents if extent.stop > extent.start]
+
+
+def _character_boundary(file: Path, cut: int) -> int:
+    """Return the first start of a UTF-8 character from `cut` on, or the file's end; in other data, `cut` itself."""
+    with open(file, "rb") as stream:
+        stream.seek(cut)
+        following = stream.read(4)
+    # a character has at most three bytes after its first, and they are 10xxxxxx
+    inside = next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+    return cut + inside % 4
+
+
+def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
+    """Write one row, in which each document begins with the separator, and return its description for `run.json`.
+
+    The `lost_bytes` cannot be restored from the tokens."""
+    part, digest = {"documents": len(extents), "bytes": 0, "tokens": 0, "lost_bytes": 0}, hashlib.sha256()
+    with open(path, "wb") as out:
+        for tokens, text in _documents(extents, vocabulary):
+            out.write(np.asarray(tokens, vocabulary.dtype).tobytes())
+            part["bytes"] += len(text)
+            part["tokens"] += len(tokens)
+            part["lost_bytes"] += vocabulary.lost(text, tokens)
+            digest.update(text)
+    return part | {"sha256": digest.hexdigest()}
+
+
+def _documents(extents: Iterable[Extent], vocabulary: Vocabulary) -> Iterator[tuple[Sequence[int], bytes]]:
+    """Yield tokens with their text, in pieces that end with a line, so that a tokenizer never meets half a word."""
+    for extent in extents:
+        yield [vocabulary.separator], b""
+        left = extent.stop - extent.start
+        with open(extent.path, "rb") as stream:
+            stream.seek(extent.start)
+            while text := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
+                left -= len(text)
+                yield vocabulary.encode(text), text

@@ -47,7 +47,7 @@ class Reports(TrainerCallback):
             self.first_progress = begin = self.schedule.progress(state.global_step) if state.global_step else 0.0
             self.bar = tqdm(total=1.0, initial=begin, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.step_started = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

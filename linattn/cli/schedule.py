@@ -47,9 +47,7 @@ class Schedule(TrainerCallback, ExportableState):
         self.before = self.seconds = saved["attributes"]["seconds"]
         self.started = time.monotonic()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Agree on the time before the scheduler's step: a process that stopped alone would leave others waiting."""
         self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device

@@ -10,7 +10,7 @@ import pytest
 from linattn.cli.main import main, make_parser
 from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
 from linattn.cli.run_folder import open_run
-from linattn.cli.trainer import training_arguments
+from linattn.cli.training import training_arguments
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
 

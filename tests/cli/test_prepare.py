@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn.cli import corpus
-from linattn.cli.corpus import entire, find_files, split, write_tokens
+from linattn.cli import prepare
 from linattn.cli.errors import CommandError
+from linattn.cli.prepare import entire, find_files, split, write_tokens
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import Bytes, Tokenizer
 from linattn.cli.windows import open_tokens
@@ -95,7 +95,7 @@ def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
     for vocabulary in (Bytes(), Tokenizer(tokenizer)):
         expected = write_tokens(extents, vocabulary, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(corpus, "BLOCK_SIZE", piece)
+            patch.setattr(prepare, "BLOCK_SIZE", piece)
             assert write_tokens(extents, vocabulary, tmp_path / "pieces") == expected
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
