@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from linattn.cli.bench.decoding_state import num_bytes
+from linattn.attention import map_state
 from linattn.cli.run_folder import FIELDS, Run, open_run
 from linattn.models import LanguageModel
 
@@ -60,9 +60,15 @@ def _model(model: LanguageModel) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "configuration": model.config.to_dict(),
-        "state_bytes": num_bytes(state),
-        "state_bytes_per_further_token": (num_bytes(longer) - num_bytes(state)) / full,
+        "state_bytes": _num_bytes(state),
+        "state_bytes_per_further_token": (_num_bytes(longer) - _num_bytes(state)) / full,
     }
+
+
+def _num_bytes(state: Any) -> int:
+    sizes: list[int] = []
+    map_state(lambda tensor: sizes.append(tensor.nbytes), state)
+    return sum(sizes)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -11,18 +11,17 @@ from functools import partial
 from typing import Any
 
 from linattn.cli import argument_types as parse
-from linattn.cli.argument_types import Parsing
 from linattn.cli.errors import CommandError
 from linattn.models import LanguageModelConfig
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
-BY_TYPE: dict[Any, Parsing] = {
+BY_TYPE: dict[Any, parse.Parsing] = {
     bool: parse.FLAG,
     float: parse.POSITIVE,
     float | None: parse.POSITIVE,
     tuple[str, ...]: parse.repeatable("NAME"),
 }
-MODEL_PARSING: dict[str, Parsing] = {
+MODEL_PARSING: dict[str, parse.Parsing] = {
     "attention": {"type": parse.comma_separated, "metavar": "METHOD"},
     "rotary": {"type": parse.base_or_none, "metavar": "X"},
     "dropout": parse.NOT_NEGATIVE,
@@ -31,7 +30,7 @@ MODEL_PARSING: dict[str, Parsing] = {
 MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
 
 
-def option(default: Any, help: str, parsing: Parsing | None = None, **rules: Any) -> Any:
+def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
     """Declare an option. Its rules: the `group` in the help, the `least` value of an integer, the `choices` of a name,
     and `free` if it may change on --resume, because the weights do not depend on it."""
     return field(default=default, metadata={"help": help, "parsing": parsing, **rules})
@@ -120,7 +119,7 @@ def _help(each: dataclasses.Field) -> str:
     return f"{each.metadata['help']} (default: {_shown(each.default)})"
 
 
-def _parsing(each: dataclasses.Field) -> Parsing:
+def _parsing(each: dataclasses.Field) -> parse.Parsing:
     if parsing := each.metadata["parsing"]:
         return parsing
     if choices := each.metadata.get("choices"):

@@ -87,31 +87,26 @@ class Extent(NamedTuple):
 def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
     """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
     skipped; `include` applies to files there, `exclude` to files and folders."""
-    files = [file for path in paths for file in _files_of(Path(path), include, exclude)]
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise CommandError(f"there is no file or folder {path}")
+        files += [path] if path.is_file() else _files_in(path, include, exclude)
     if not files:
         patterns = f" that fit --include {' '.join(include)}" if include else ""
-        raise CommandError(f"there are no files{patterns} in {', '.join(map(str, paths))}")
+        raise CommandError(f"there are no files{patterns} in {', '.join(paths)}")
     return files
 
 
-def _files_of(path: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        for entry in sorted(path.iterdir()):
-            if _is_wanted(entry, include, exclude):
-                yield from _files_of(entry, include, exclude)
-    else:
-        raise CommandError(f"there is no file or folder {path}")
-
-
-def _is_wanted(entry: Path, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    if entry.name.startswith(".") or _fits(entry.name, exclude):
-        return False
-    # a link to a folder may lead back to where it is
-    if entry.is_dir():
-        return not entry.is_symlink()
-    return entry.is_file() and (not include or _fits(entry.name, include))
+def _files_in(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if _fits(entry.name, (".*", *exclude)):
+            continue
+        # a link to a folder may lead back to where it is
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files_in(entry, include, exclude)
+        elif entry.is_file() and _fits(entry.name, include or ("*",)):
+            yield entry
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
