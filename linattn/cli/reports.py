@@ -1,6 +1,5 @@
 """The reports of a run in training: lines of JSON, a progress bar, or lines if there is no terminal, and a plot."""
 
-import io
 import json
 import math
 import sys
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linattn.cli.atomic import write_atomically
+from linattn.cli.atomic import atomic_file
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule
 
@@ -119,6 +118,5 @@ def draw_curve(records: Iterable[dict[str, Any]], path: Path) -> None:
     axes.set(xlabel="tokens", ylabel="bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=130)
-    write_atomically(path, image.getvalue())
+    with atomic_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)

@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -72,12 +72,10 @@ class Schedule(TrainerCallback, ExportableState):
             asked_at = min(asked_at, time.monotonic())
             self.interrupted = True
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, ask))
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def largest(*values: float, device: torch.device) -> list[float]:

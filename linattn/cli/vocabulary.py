@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from linattn.cli.errors import CommandError, one_line
+from linattn.cli.errors import CommandError, explained
 
 Decoder = Callable[[int], str]
 
@@ -61,11 +61,9 @@ class Tokenizer(Vocabulary):
 
         if not path.is_file():
             raise CommandError(f"there is no tokenizer {path}")
-        try:
-            self.backend = Backend.from_file(str(path))
         # the package raises no narrower class
-        except Exception as error:
-            raise CommandError(f"{path} is no file of the tokenizers package: {one_line(error)}") from error
+        with explained(f"{path} is no file of the tokenizers package", Exception):
+            self.backend = Backend.from_file(str(path))
         # truncation and padding are settings of a batch, not of a text
         self.backend.no_truncation()
         self.backend.no_padding()
