@@ -76,8 +76,8 @@ def test_every_option_is_tested():
 
 
 def test_every_field_of_the_models_configuration_is_an_option():
-    """Under its own name; the vocabulary is the data's, and the longest length the context."""
-    fields = {each.name for each in dataclasses.fields(LanguageModelConfig)} - {"vocab_size", "max_length"}
+    """Under its own name; the vocabulary is the data's, the longest length the context, and no encoder predicts."""
+    fields = {each.name for each in dataclasses.fields(LanguageModelConfig)} - {"vocab_size", "max_length", "causal"}
     assert fields <= {each.name for each in dataclasses.fields(TrainOptions)}
 
 
