@@ -101,7 +101,7 @@ def main() -> None:
     print(printed(record))
     for each in record.measurements:
         if each.quantity == SECONDS and each.workload != DECODING and each.method != RATE:
-            print(f"{each.workload}, {each.method}: {each.median / each.n / HEADS * 1e9:,.0f} ns a token and head")
+            print(f"{each.workload}, {each.method}: {each.point.value / each.n / HEADS * 1e9:,.0f} ns a token and head")
     of_output = 4 * HEADS * LONG * CHANNELS
     print(f"\npeak above inputs and output at n = {LONG:,}: {100 * (peak / of_output - 1) / 3:.1f} % of q, k and v")
     if options.json:

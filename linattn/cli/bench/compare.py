@@ -16,12 +16,13 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        return self.after.median / self.before.median if self.before.median else float("inf")
+        return self.after.point.value / self.before.point.value if self.before.point.value else float("inf")
 
     @property
     def is_real(self) -> bool:
         """Tell whether the spreads do not meet and the medians differ by more than LEAST."""
-        apart = self.after.low > self.before.high or self.after.high < self.before.low
+        before, after = self.before.point, self.after.point
+        apart = after.low > before.high or after.high < before.low
         return apart and not 1 - LEAST < self.ratio < 1 + LEAST
 
     @property
@@ -30,7 +31,7 @@ class Change(NamedTuple):
 
     def row(self) -> list[str]:
         quantity, workload, method, dtype, n = self.before.key
-        medians = [VIEWS[quantity].shown(each.median) for each in self]
+        medians = [VIEWS[quantity].shown(each.point.value) for each in self]
         ratio = f"{self.ratio:.3g}" + ("" if quantity == ERROR else "×")
         return [f"{quantity} of {workload}, {dtype}: {method}", f"{n:,}", *medians, ratio, self.verdict]
 

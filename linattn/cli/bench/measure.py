@@ -29,8 +29,6 @@ from linattn.cli.errors import one_line
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated
 SPAN = 0.01
-# seconds that it takes to begin a process and to make the inputs
-OVERHEAD = 0.3
 # a group is not given more of the time that is left, nor a case more of the machine's memory
 TIME_SHARE, MEMORY_SHARE = 0.5, 0.6
 
@@ -55,6 +53,8 @@ class Measuring:
         self.measurements: list[Measurement] = []
         self.dropped: list[Dropped] = []
         self.ended: dict[Curve, str] = {}
+        # seconds that it takes to begin a process and to make the inputs
+        self.overhead = 0.3
         self.last: dict[Curve, tuple[int, Found]] = {}
         """The last length and its figures, from which those of longer sequences are predicted."""
 
@@ -65,19 +65,23 @@ class Measuring:
             self._measure_time(cases)
 
     def _within_limits(self, cases: list[Case]) -> list[Case]:
-        """Drop what is too large. Curves that have ended stay so; the others share their group's time equally."""
-        sharing = sum(case.curve not in self.ended for case in cases)
-        for case in cases:
-            size, call = self._predicted(case)
-            # two calls for the memory, two before the first round, and two per round
-            seconds = OVERHEAD + (4 + 2 * self.repeats) * call
+        """Drop what is too large. The fastest methods of the group come first; a curve that has ended stays so."""
+        left = TIME_SHARE * (self.deadline - time.monotonic())
+        for case in sorted(cases, key=self._cost):
+            size, seconds = self._predicted(case).bytes, self._cost(case)
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
             elif size > MEMORY_SHARE * _total_memory(self.setup.device):
                 self._drop(case, f"it would need about {size / 2**30:,.0f} GiB of memory")
-            elif seconds > TIME_SHARE * (self.deadline - time.monotonic()) / sharing:
+            elif seconds > left:
                 self._drop(case, f"no time was left: {seconds:,.1f} s")
+            else:
+                left -= seconds
         return [case for case in cases if case.curve not in self.ended]
+
+    def _cost(self, case: Case) -> float:
+        """Predict the seconds of a case: two calls for its memory, two before the first round, and two per round."""
+        return self.overhead + (4 + 2 * self.repeats) * self._predicted(case).seconds
 
     def _predicted(self, case: Case) -> "Found":
         n, found = self.last.get(case.curve, (case.n, Found(0.0, 0.01)))
@@ -87,13 +91,16 @@ class Measuring:
     def _measure_memory(self, case: Case) -> bool:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""
         quantity, measure = (STATE_BYTES, state_size) if case.workload in ONE_TOKEN else (BYTES, peak_memory)
+        start = time.monotonic()
         try:
-            found = measure(self.setup, case, max(1.0, self.deadline - time.monotonic()))
+            found = measure(self.setup, case, max(1.0, self.deadline - start))
         # another package may fail in any way; the rest of the run is still worth having
         except Exception as error:
             self._drop(case, one_line(error)[:200])
             return False
         self.last[case.curve] = case.n, found
+        # the first process imports torch, so no single one counts for much
+        self.overhead += (time.monotonic() - start - 2 * found.seconds - self.overhead) / 8
         if not math.isnan(found.bytes):
             self.measurements.append(Measurement(quantity, *case.curve, case.n, (found.bytes,)))
         return True

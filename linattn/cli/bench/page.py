@@ -60,7 +60,7 @@ def _draw_panel(panel: Panel, style: dict[str, Style], shown: dict[str, Any]) ->
     figure = Figure(figsize=(4.5, 4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for method, points in panel.curves.items():
-        values, lows, highs = np.array([*points.values()]).T
+        lows, values, highs = np.array([*points.values()]).T
         if method == UNIFORM:
             shown[method] = axes.axhline(values[0], **DOTTED)
             continue

@@ -5,12 +5,12 @@ import json
 import os
 import platform
 import re
-import statistics
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from linattn.cli.atomic import write_atomically
@@ -59,10 +59,15 @@ class Case:
         return getattr(torch, self.dtype)
 
 
+class Point(NamedTuple):
+    low: float
+    value: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """All runs of one method at one point. Noise only ever adds time, so the spread goes from the fastest run to the
-    upper quartile, which leaves out what disturbed one run in seven."""
+    """All runs of one method at one length."""
 
     quantity: str
     workload: str
@@ -79,16 +84,10 @@ class Measurement:
         return self.quantity, self.workload, self.method, self.dtype, self.n
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return statistics.quantiles(self.values, n=4, method="inclusive")[2] if len(self.values) > 1 else self.low
+    def point(self) -> Point:
+        """Return the median and the spread from the fastest run to the upper quartile: noise only ever adds time, and
+        what disturbed one run in seven is left out."""
+        return Point(*np.quantile(self.values, (0.0, 0.5, 0.75)).tolist())
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@ tables as text."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from linattn.cli import bench
 from linattn.cli.bench import RATE, SOFTMAX, UNIFORM
-from linattn.cli.bench.record import BYTES, ERROR, SECONDS, STATE_BYTES, Record
+from linattn.cli.bench.record import BYTES, ERROR, SECONDS, STATE_BYTES, Point, Record
 
 Rows = list[list[str]]
 SPEED_UP, SHARE, THROUGHPUT = "times faster than softmax", "share of the product rate", "tokens per second"
@@ -57,12 +58,6 @@ PICTURES = (
 )
 
 
-class Point(NamedTuple):
-    value: float
-    low: float
-    high: float
-
-
 Curves = dict[str, dict[int, Point]]
 """The points of each method, by n."""
 
@@ -70,16 +65,15 @@ Curves = dict[str, dict[int, Point]]
 def all_curves(record: Record) -> dict[tuple[str, str, str], Curves]:
     """Return the curves of each workload, dtype and quantity, measured ones and those divided by the time."""
     curves: dict[tuple[str, str, str], Curves] = defaultdict(lambda: defaultdict(dict))
-    timed = [each for each in record.measurements if each.quantity == SECONDS]
-    softmax = {(each.workload, each.dtype, each.n): each.median for each in timed if each.method == SOFTMAX}
+    softmax = {each.key: each.point.value for each in record.measurements if each.method == SOFTMAX}
     for each in sorted(record.measurements, key=lambda each: each.n):
-        point = Point(each.median, each.low, each.high)
+        low, value, high = point = each.point
         curves[each.workload, each.dtype, each.quantity][each.method][each.n] = point
         if each.quantity == SECONDS and each.method != RATE:
-            faster = softmax.get((each.workload, each.dtype, each.n)) if each.method != SOFTMAX else None
+            faster = None if each.method == SOFTMAX else softmax.get(replace(each, method=SOFTMAX).key)
             for quantity, top in ((SPEED_UP, faster), (SHARE, each.limit), (THROUGHPUT, each.n)):
                 if top is not None:
-                    ratio = Point(top / point.value, top / point.high, top / point.low)
+                    ratio = Point(top / high, top / value, top / low)
                     curves[each.workload, each.dtype, quantity][each.method][each.n] = ratio
     return curves
 
