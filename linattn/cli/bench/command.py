@@ -51,7 +51,8 @@ def measure(arguments: argparse.Namespace) -> Record:
     notes, errors = ((), []) if arguments.no_features else _features(arguments, started)
     budget = arguments.budget - min(REPORT_MOST, REPORT_SHARE * arguments.budget)
     measuring = Measuring(setup, arguments.repeats, started + budget)
-    with tqdm(plan(**{name: options[name] for name in CASES}), disable=None, leave=False, unit="group") as bar:
+    groups = plan(**{name: options[name] for name in CASES})
+    with tqdm(groups, dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
         for group in bar:
             bar.set_description_str(f"{group[0].workload}, {group[0].dtype}, n = {group[0].n:,}")
             measuring.measure(group)
