@@ -7,12 +7,11 @@ from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, group_queries
+from linattn.attention.base import InnerAttention, causal_view, group_mask, group_queries
 from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
-from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
@@ -22,6 +21,7 @@ from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_blindspot, check_part, checked_kind
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class LinearAttentionState(NamedTuple):
@@ -38,6 +38,8 @@ class LinearAttention(InnerAttention):
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade; `blindspot` of B > 1 hides a query's own block of B present tokens. The causal state has constant size."""
+
+    state_kind = LinearAttentionState
 
     def __init__(
         self,
@@ -60,32 +62,16 @@ class LinearAttention(InnerAttention):
         self.feature_map, self.decay = feature_map, decay
         self.causal, self.normalize, self.blindspot = causal, normalize, blindspot
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self.extend(q, k, v, key_mask=key_mask)[0]
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.read(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+            return self._extend(q, k, v, None, key_mask)[0]
+        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> LinearAttentionState:
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> LinearAttentionState:
         """Return S and z, whose size does not depend on m."""
-        self.check_not_causal()
-        check_keys(k, v, key_mask)
         if key_mask is not None:
             k, v = without(k, key_mask), without(v, key_mask)
-        key_mask, top = _for_groups(key_mask), None
+        key_mask, top = group_mask(key_mask), None
         keys, log_size = _per_key_head(self.feature_map.key(k).scalable(), key_mask)
         if log_size is not None:
             # the maximum over no keys is −inf, with a length of zero too
@@ -94,32 +80,23 @@ class LinearAttention(InnerAttention):
         sums = summarize(keys.relative_to(top), v.unsqueeze(2), key_mask=key_mask, feature_map=keys.function)
         return LinearAttentionState(sums, top)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: LinearAttentionState) -> Outputs:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
         queries = self._per_group(self.feature_map.query(q), sums.z.shape[1])
         y = read(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
         return self._rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: LinearAttentionState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LinearAttentionState, causal=True)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, LinearAttentionState]:
         ragged = state is not None and isinstance(state.sums, RaggedState)
         if self.blindspot > 1 and (key_mask is not None or ragged):
             return self._extend_ragged(q, k, v, state, key_mask)
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
-        key_mask = _for_groups(key_mask)
+        key_mask = group_mask(key_mask)
         attend = partial(causal_linear_attention, key_mask=key_mask, normalize=self.normalize, blindspot=self.blindspot)
-        return self._extend(q, k, v, state, key_mask, attend)
+        return self._extend_features(q, k, v, state, key_mask, attend)
 
     def _extend_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, key_mask: Tensor | None
@@ -128,10 +105,10 @@ class LinearAttention(InnerAttention):
         present = k.new_ones(k.shape[:-1], dtype=torch.bool) if key_mask is None else key_mask.expand(k.shape[:-1])
         packed = pack_heads(q, k, v, present)
         attend = partial(attend_in_ragged_blocks, total=packed.total, size=self.blindspot, normalize=self.normalize)
-        y, state = self._extend(packed.q, packed.k, packed.v, state, packed.real.unsqueeze(2), attend)
+        y, state = self._extend_features(packed.q, packed.k, packed.v, state, packed.real.unsqueeze(2), attend)
         return packed.unpack(y), state
 
-    def _extend(
+    def _extend_features(
         self,
         q: Tensor,
         k: Tensor,
@@ -189,12 +166,11 @@ class LinearAttention(InnerAttention):
             return y
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
 
+    def as_causal(self) -> "LinearAttention":
+        return causal_view(self)
+
     def extra_repr(self) -> str:
         return f"causal={self.causal}, normalize={self.normalize!r}, blindspot={self.blindspot}"
-
-
-def _for_groups(key_mask: Tensor | None) -> Tensor | None:
-    return None if key_mask is None else key_mask.unsqueeze(2)
 
 
 def _per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.cli.run_folder import Run, load_model, open_run, read_log
 from linattn.models import LanguageModel
 
