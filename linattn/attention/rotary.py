@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.ops.compaction import per_query_head
-from linattn.ops.rotary import rotate
+from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -51,8 +51,9 @@ class RotaryAttention(InnerAttention):
         """Return the rotated queries and keys, and the number of tokens seen by their end."""
         check_same_tokens(q, k)
         positions, end = count_positions(k, start, key_mask)
-        of_queries = per_query_head(positions, q.shape[1])
-        return rotate(q, of_queries, base=self.base), rotate(k, positions, base=self.base), end
+        angles = turns(positions, k.shape[-1], k.dtype, base=self.base)
+        of_queries = (per_query_head(x, q.shape[1]) for x in angles)
+        return turn(q, *of_queries), turn(k, *angles), end
 
     def as_causal(self) -> "RotaryAttention | None":
         inner = self.inner.as_causal()
