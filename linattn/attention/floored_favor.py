@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, group_queries
+from linattn.attention.base import InnerAttention, causal_view, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
@@ -60,7 +60,7 @@ class FlooredFavorAttention(InnerAttention):
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FlooredFavorState:
         keys = self._keys(k, v, key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
-        features = (keys.exponent - _finite(largest).detach().unsqueeze(-1)).exp()
+        features = (keys.exponent - finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
         return FlooredFavorState(sums, keys.values.sum(-2), largest)
 
@@ -68,7 +68,7 @@ class FlooredFavorAttention(InnerAttention):
         summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
         y = read(features, summary.features, normalize=None)
-        largest = _finite(summary.largest)
+        largest = finite(summary.largest)
         return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 
     def _extend(
@@ -95,7 +95,7 @@ class FlooredFavorAttention(InnerAttention):
             normalize=None,
         )
         floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
-        y = self._with_floor(y, features, floors[..., 1:, :], _finite(largest[..., 1:]) - top)
+        y = self._with_floor(y, features, floors[..., 1:, :], finite(largest[..., 1:]) - top)
         # copies, as views would keep the whole sequence alive in a state of constant size
         state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
         return y.to(v.dtype), state
@@ -136,8 +136,3 @@ class FlooredFavorAttention(InnerAttention):
 
 def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:
     return torch.full((*k.shape[:2], 1), -torch.inf, dtype=accumulator(k.dtype), device=k.device)
-
-
-def _finite(largest: Tensor) -> Tensor:
-    """Replace −inf, which stands for no key, by zero."""
-    return largest.masked_fill(largest == -torch.inf, 0)
