@@ -79,9 +79,9 @@ class InnerAttention(nn.Module, ABC):
 _Inner = TypeVar("_Inner", bound=InnerAttention)
 
 
-def causal_view(inner: _Inner) -> _Inner:
-    """Return a shallow copy with `causal` set, for attentions that need no more to be causal."""
-    view = copy(inner)
+def causal_view(self: _Inner) -> _Inner:
+    """Return a shallow copy with `causal` set: `as_causal` of attentions that need no more to be causal."""
+    view = copy(self)
     view.causal = True
     return view
 

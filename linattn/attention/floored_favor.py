@@ -44,6 +44,7 @@ class FlooredFavorAttention(InnerAttention):
     the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
     state_kind = FlooredFavorState
+    as_causal = causal_view
 
     def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
         super().__init__()
@@ -126,9 +127,6 @@ class FlooredFavorAttention(InnerAttention):
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)
-
-    def as_causal(self) -> "FlooredFavorAttention":
-        return causal_view(self)
 
     def extra_repr(self) -> str:
         return f"epsilon={self.epsilon}, causal={self.causal}"

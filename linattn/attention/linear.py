@@ -37,6 +37,7 @@ class LinearAttention(InnerAttention):
     fade. The causal state has constant size."""
 
     state_kind = LinearAttentionState
+    as_causal = causal_view
 
     def __init__(
         self,
@@ -91,19 +92,19 @@ class LinearAttention(InnerAttention):
         queries, (keys, log_size) = self.per_group(queries, k.shape[1]), per_key_head(keys, key_mask)
         if state is not None:
             self.check_state(state, keys, v, scaled=log_size is not None)
-        top, log_scale = None, None
+        sums, log_scale = state or (None, None)
+        top = None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if log_size is not None:
             log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
-            start = None if state is None else state.log_scale
-            top, log_decay, log_scale = running_scale(log_size, log_decay, start)
+            top, log_decay, log_scale = running_scale(log_size, log_decay, log_scale)
         y, sums = causal_linear_attention(
             queries.x,
             keys.relative_to(top),
             v.unsqueeze(2),
-            None if state is None else state.sums,
+            sums,
             log_decay=log_decay,
             key_mask=key_mask,
             normalize=self.normalize,
@@ -137,9 +138,6 @@ class LinearAttention(InnerAttention):
         if not scales or self.normalize == "output":
             return y
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
-
-    def as_causal(self) -> "LinearAttention":
-        return causal_view(self)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, normalize={self.normalize!r}"

@@ -22,6 +22,7 @@ class LocalAttention(InnerAttention):
     """
 
     state_kind = LocalState
+    as_causal = causal_view
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()
@@ -40,9 +41,6 @@ class LocalAttention(InnerAttention):
         self, q: Queries, k: Keys, v: Values, state: LocalState | None, key_mask: KeyMask
     ) -> tuple[Outputs, LocalState]:
         return extend_local(q, k, v, state, window=self.window, key_mask=key_mask)
-
-    def as_causal(self) -> "LocalAttention":
-        return causal_view(self)
 
     def extra_repr(self) -> str:
         return f"{self.size}, causal={self.causal}, bucketed={self.bucketed}"

@@ -34,6 +34,7 @@ class RotaryLinearAttention(InnerAttention):
     Feature maps with a scale per token, such as FAVOR+ and exp, are refused."""
 
     state_kind = RotaryLinearAttentionState
+    as_causal = causal_view
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
@@ -88,9 +89,6 @@ class RotaryLinearAttention(InnerAttention):
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = turns(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
         return turn(q, *angles), turn(k, *angles)
-
-    def as_causal(self) -> "RotaryLinearAttention":
-        return causal_view(self)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, base={self.base}"

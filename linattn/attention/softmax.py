@@ -16,6 +16,7 @@ class SoftmaxAttention(InnerAttention):
     """
 
     state_kind = SoftmaxState
+    as_causal = causal_view
 
     def __init__(self, *, causal: bool = False):
         super().__init__()
@@ -28,9 +29,6 @@ class SoftmaxAttention(InnerAttention):
         self, q: Queries, k: Keys, v: Values, state: SoftmaxState | None, key_mask: KeyMask
     ) -> tuple[Outputs, SoftmaxState]:
         return extend_softmax(q, k, v, state, key_mask=key_mask)
-
-    def as_causal(self) -> "SoftmaxAttention":
-        return causal_view(self)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}"
