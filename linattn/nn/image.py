@@ -12,6 +12,8 @@ from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.efficient import EfficientFeatureMap
 
 Size = int | tuple[int, int]
+Image = Float[Tensor, "b c h w"]
+PixelMask = Bool[Tensor, "b h w"] | None
 
 
 @final
@@ -48,10 +50,10 @@ class ImageLinearAttention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b c h w"],
+        x: Image,
         context: Float[Tensor, "b c *m"] | None = None,
         *,
-        mask: Bool[Tensor, "b h w"] | None = None,
+        mask: PixelMask = None,
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
         x = zero_missing(x, mask)
@@ -84,7 +86,7 @@ class ImageLinearAttention(nn.Module):
         return missing.squeeze(1) == 0
 
 
-def zero_missing(x: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b h w"] | None) -> Float[Tensor, "b c h w"]:
+def zero_missing(x: Image, mask: PixelMask) -> Image:
     """Put zeros in the place of missing pixels."""
     return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
 

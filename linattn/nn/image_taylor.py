@@ -4,12 +4,11 @@ all others. Li et al., Linear Attention Mechanism, https://arxiv.org/abs/2007.14
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.taylor import TaylorFeatureMap
-from linattn.nn.image import zero_missing
+from linattn.nn.image import Image, PixelMask, zero_missing
 
 
 @final
@@ -28,9 +27,7 @@ class PositionLinearAttention(nn.Module):
         self.gamma = nn.Parameter(torch.zeros(1))
         self.inner = LinearAttention(TaylorFeatureMap())
 
-    def forward(
-        self, x: Float[Tensor, "b c h w"], *, mask: Bool[Tensor, "b h w"] | None = None
-    ) -> Float[Tensor, "b c h w"]:
+    def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         pixels = zero_missing(x, mask)
         parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
         q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
@@ -48,9 +45,7 @@ class ChannelLinearAttention(nn.Module):
         self.gamma = nn.Parameter(torch.zeros(1))
         self.inner = LinearAttention(TaylorFeatureMap())
 
-    def forward(
-        self, x: Float[Tensor, "b c h w"], *, mask: Bool[Tensor, "b h w"] | None = None
-    ) -> Float[Tensor, "b c h w"]:
+    def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         channels = zero_missing(x, mask).flatten(2).unsqueeze(1)
         y = self.inner(channels, channels, channels)
         return x + self.gamma * y.squeeze(1).view_as(x)

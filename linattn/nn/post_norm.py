@@ -2,17 +2,17 @@
 Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.1"""
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import final
 
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.nn.branch import Branch
-from linattn.ops.state import checked_parts
+from linattn.nn.stack import Stack, Step
+from linattn.types import Tokens
 
 
 @final
-class PostNormSequence(nn.Module):
+class PostNormSequence(Stack):
     """x ← norm(x + branch(x)) for each branch in turn, each with a norm of its own."""
 
     def __init__(self, branches: Iterable[Branch], norms: Iterable[nn.Module]):
@@ -21,34 +21,7 @@ class PostNormSequence(nn.Module):
         if len(self.branches) != len(self.norms):
             raise ValueError(f"each branch needs its norm, but there are {len(self.branches)} and {len(self.norms)}")
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    def run(self, x: Tokens, step: Step) -> Tokens:
         for branch, norm in zip(self.branches, self.norms, strict=True):
-            x = norm(x + branch(x, key_mask=key_mask, context=context, context_mask=context_mask))
+            x = norm(x + step(branch, x))
         return x
-
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: tuple[Any, ...] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """Process the next tokens; only the first call needs the context."""
-        past = checked_parts(state, len(self.branches))
-        call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
-        states: list[Any] = []
-        for branch, norm, before in zip(self.branches, self.norms, past, strict=True):
-            assert isinstance(branch, Branch)
-            delta, after = branch.extend(x, before, **call)
-            x = norm(x + delta)
-            states.append(after)
-        return x, tuple(states)

@@ -2,7 +2,7 @@
 Gomez et al., RevNet, https://arxiv.org/abs/1707.04585, algorithm 1"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,16 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-
-class Call(NamedTuple):
-    """The arguments of every branch, beside x."""
-
-    key_mask: Tensor | None
-    context: Tensor | None
-    context_mask: Tensor | None
+from linattn.nn.stack import Call
+from linattn.types import Tokens
 
 
-def run_reversibly(branches: Sequence[nn.Module], x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def run_reversibly(branches: Sequence[nn.Module], x: Tokens, call: Call) -> tuple[Tokens, Tokens]:
     """Compute (a, b) ← (b, a + branch(b)) for each branch in turn, from a = b = x.
 
     Weights and context are inputs of the one autograd function, so that gradients flow to them where x needs none,
@@ -48,7 +43,7 @@ class _Reversal(torch.autograd.Function):
         for branch in branches:
             ctx.randomness.append(_Randomness.capture(x))
             with ctx.autocast.restored():
-                first, second = second, first + branch(second, **call._asdict())
+                first, second = second, first + call(branch, second)
         # with buffers among them autograd notices if random features are resampled before the backward pass
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
         ctx.save_for_backward(first, second, *call, *weights, *buffers)
@@ -66,7 +61,7 @@ class _Reversal(torch.autograd.Function):
         for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast.restored(), randomness.restored():
-                delta = branch(first, **call._asdict())
+                delta = call(branch, first)
             d_input, d_call, d_own = _gradients(delta, d_second, first, context, _weights(branch))
             first, second = second - delta.detach(), first
             d_first, d_second = d_second, d_first if d_input is None else d_first + d_input
@@ -110,11 +105,9 @@ class _Autocast(NamedTuple):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
-        if not self.regions:
-            yield
-            return
-        (device, dtype), *rest = self.regions
-        with torch.autocast(device, dtype, cache_enabled=False), _Autocast(tuple(rest)).restored():
+        with ExitStack() as regions:
+            for device, dtype in self.regions:
+                regions.enter_context(torch.autocast(device, dtype, cache_enabled=False))
             yield
 
 
@@ -128,17 +121,12 @@ class _Randomness(NamedTuple):
 
     @staticmethod
     def capture(x: Tensor) -> "_Randomness":
-        return _Randomness(torch.get_rng_state(), *get_device_states(x), x.device.type)
+        devices, states = get_device_states(x)
+        return _Randomness(torch.get_rng_state(), devices, states, x.device.type if devices else "cpu")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        with self._fork():
+        with torch.random.fork_rng(self.devices, device_type=self.kind):
             torch.set_rng_state(self.cpu)
-            if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.kind)
+            set_device_states(self.devices, self.states, device_type=self.kind)
             yield
-
-    def _fork(self) -> AbstractContextManager[None]:
-        if not self.devices:
-            return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(self.devices, device_type=self.kind)
