@@ -2,12 +2,12 @@
 
 from typing import Any, NamedTuple, cast, final
 
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.models.config import LanguageModelConfig
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, MultiheadAttention
 from linattn.ops.state import checked_parts
+from linattn.types import TokenMask, Tokens
 
 
 @final
@@ -21,18 +21,14 @@ class Block(nn.Module):
         self.feed_forward_norm = None if config.feed_forward == "none" else make_norm(config)
         self.feed_forward = _feed_forward(config)
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         return self._feed(x + self.mixer(self.mixer_norm(x), key_mask=key_mask))
 
-    def extend(
-        self, x: Float[Tensor, "b n d"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
+    def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
         y, state = self.mixer.extend(self.mixer_norm(x), state, key_mask=key_mask)
         return self._feed(x + y), state
 
-    def _feed(self, x: Tensor) -> Tensor:
+    def _feed(self, x: Tokens) -> Tokens:
         if self.feed_forward is None or self.feed_forward_norm is None:
             return x
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -43,23 +39,15 @@ class BlockSequence(NamedTuple):
 
     blocks: nn.ModuleList
 
-    def __call__(
-        self, x: Float[Tensor, "b n d"], *, key_mask: None, context: None, context_mask: None
-    ) -> Float[Tensor, "b n d"]:
+    def __call__(self, x: Tokens, *, key_mask: None, context: None, context_mask: None) -> Tokens:
         # causal layers need no mask: `run_stack` has moved the present tokens to the left
         for block in self.blocks:
             x = block(x)
         return x
 
     def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: tuple[Any, ...] | None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None,
-        context: None,
-        context_mask: None,
-    ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
+        self, x: Tokens, state: tuple[Any, ...] | None, *, key_mask: TokenMask, context: None, context_mask: None
+    ) -> tuple[Tokens, tuple[Any, ...]]:
         states = []
         for block, past in zip(self.blocks, checked_parts(state, len(self.blocks)), strict=True):
             x, after = cast(Block, block).extend(x, past, key_mask=key_mask)

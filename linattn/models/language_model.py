@@ -5,7 +5,7 @@ from os import PathLike
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.models.block import Block, BlockSequence, make_norm
@@ -13,6 +13,7 @@ from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
+from linattn.types import TokenIds, TokenMask
 
 INIT_STD = 0.02
 
@@ -40,18 +41,12 @@ class LanguageModel(TokenModel):
     def get_stack(self) -> BlockSequence:
         return BlockSequence(self.blocks)
 
-    def forward(
-        self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n v"]:
+    def forward(self, tokens: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of the token after each one."""
         return self.logits(self.hidden(tokens, key_mask=key_mask))
 
     def extend(
-        self,
-        tokens: Int[Tensor, "b n"],
-        state: TokenModelState | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
+        self, tokens: TokenIds, state: TokenModelState | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
 
