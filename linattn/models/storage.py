@@ -29,12 +29,11 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     described = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "linattn_version": __version__}
     described["language_model"] = config.to_dict()
+    weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # the weights are last in and first out: a folder with a configuration is a folder with a model
     with _replacing(folder / CONFIG) as config_file, _replacing(folder / WEIGHTS) as weights_file:
         config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        _write_tensors(
-            {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, weights_file
-        )
+        _write_tensors(weights, weights_file)
 
 
 def read_tensors(
