@@ -1,5 +1,4 @@
-"""Stacks of branches, which add to one residual stream, or to two that can be recomputed from their outputs. Gomez et
-al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451"""
+"""Stacks of branches, by how a branch's output joins the residual stream."""
 
 from collections.abc import Iterable
 from typing import final
@@ -9,7 +8,7 @@ from torch import nn
 
 from linattn.nn.branch import Branch
 from linattn.nn.reversal import run_reversibly
-from linattn.nn.stack import Call, Stack, Step
+from linattn.nn.stack import Call, Hidden, Stack, Step
 from linattn.ops.names import unknown_name
 from linattn.types import Tokens
 
@@ -29,9 +28,27 @@ class ResidualSequence(Stack):
 
 
 @final
+class PostNormSequence(Stack):
+    """x ← norm(x + branch(x)) for each branch in turn, each with a norm of its own, as in the first transformers.
+    Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.1"""
+
+    def __init__(self, branches: Iterable[Branch], norms: Iterable[nn.Module]):
+        super().__init__()
+        self.branches, self.norms = nn.ModuleList(branches), nn.ModuleList(norms)
+        if len(self.branches) != len(self.norms):
+            raise ValueError(f"each branch needs its norm, but there are {len(self.branches)} and {len(self.norms)}")
+
+    def run(self, x: Tokens, step: Step) -> Tokens:
+        for branch, norm in zip(self.branches, self.norms, strict=True):
+            x = norm(x + step(branch, x))
+        return x
+
+
+@final
 class ReversibleSequence(Stack):
     """x₁ = x₂ = x; each pair (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of the two, or
-    with `reduce="sum"` their sum.
+    with `reduce="sum"` their sum. Gomez et al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer,
+    https://arxiv.org/abs/2001.04451
 
     The backward pass computes each pair's inputs from its outputs: the memory for activations does not grow with the
     number of pairs, and one more forward is the price. The function differs from `ResidualSequence`. Gradients equal
@@ -57,3 +74,22 @@ class ReversibleSequence(Stack):
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"
+
+
+@final
+class Projected(Stack):
+    """y = out_proj(stack(in_proj(x))), a stack of another width than its surroundings', as with factorised embeddings;
+    without `out_dim` the output keeps the stack's width. Lan et al., ALBERT, https://arxiv.org/abs/1909.11942"""
+
+    def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
+        super().__init__()
+        self.in_proj, self.stack = nn.Linear(in_dim, dim), stack
+        self.out_proj = None if out_dim is None else nn.Linear(dim, out_dim)
+
+    @property
+    def depth(self) -> int:
+        return self.stack.depth
+
+    def run(self, x: Tokens, step: Step) -> Hidden:
+        y = self.stack.run(self.in_proj(x), step)
+        return y if self.out_proj is None else self.out_proj(y)

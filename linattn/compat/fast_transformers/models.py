@@ -16,7 +16,7 @@ from linattn.compat.options import Rule, check_options
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
-from linattn.nn.post_norm import PostNormSequence
+from linattn.nn.residual import PostNormSequence
 
 MakeFeatureMap = Callable[[int], FeatureMap]
 
