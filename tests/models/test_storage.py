@@ -39,6 +39,14 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert "model.embedding.weight" in names and not any("head.weight" in name for name in names)
 
 
+def test_the_names_of_weights_stay_so_that_old_folders_load(tmp_path):
+    small_model({"attention": "local+elu", "depth": 1, "gate": True}).save(tmp_path)
+    parts = ["mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.g_proj", "mixer.o_proj", "mixer_norm"]
+    parts += ["feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward_norm"]
+    expected = {"model.embedding.weight", "model.norm.weight", *(f"model.blocks.0.{part}.weight" for part in parts)}
+    assert set(load_file(tmp_path / "model.safetensors")) == expected
+
+
 def test_what_other_programs_add_to_the_configuration_does_not_matter(tmp_path):
     small_model(elu).save(tmp_path)
     change(tmp_path, transformers_version="5.23.0", dtype="float64", hidden_size=99)
