@@ -24,11 +24,9 @@ class LanguageModel(TokenModel):
 
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 
-    causal = True
-
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
-        self.config = config
+        self.config, self.causal = config, config.causal
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -42,7 +40,7 @@ class LanguageModel(TokenModel):
         return BlockSequence(self.blocks)
 
     def forward(self, tokens: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
-        """Return the logits of the token after each one."""
+        """Return the logits of the token after each one; of the token itself, if the model is an encoder."""
         return self.logits(self.hidden(tokens, key_mask=key_mask))
 
     def extend(
@@ -118,10 +116,9 @@ class BlockSequence(NamedTuple):
 
     blocks: nn.ModuleList
 
-    def __call__(self, x: Tokens, *, key_mask: None, context: None, context_mask: None) -> Tokens:
-        # causal layers need no mask: `run_stack` has moved the present tokens to the left
+    def __call__(self, x: Tokens, *, key_mask: TokenMask, context: None, context_mask: None) -> Tokens:
         for block in self.blocks:
-            x = block(x)
+            x = block(x, key_mask=key_mask)
         return x
 
     def extend(

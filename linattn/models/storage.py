@@ -17,6 +17,17 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MODEL_TYPE = "linattn"
 ARCHITECTURE = "LinattnForCausalLM"
+# transformers finds the classes of a folder in a file of the folder, where the user trusts it
+LOADER = "linattn_classes.py"
+CLASSES = {
+    "AutoConfig": "LinattnConfig",
+    "AutoModel": "LinattnModel",
+    "AutoModelForCausalLM": "LinattnForCausalLM",
+    "AutoModelForSequenceClassification": "LinattnForSequenceClassification",
+    "AutoModelForTokenClassification": "LinattnForTokenClassification",
+}
+_INTEGRATION = "linattn.integrations.transformers"
+AUTO_MAP = {auto: f"{LOADER.removesuffix('.py')}.{own}" for auto, own in CLASSES.items()}
 # transformers' class holds the model as its attribute of this name
 PREFIX = "model."
 
@@ -27,13 +38,27 @@ def write_model(
     """Write both files. They are complete on the disk before either takes its name."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    described = {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "linattn_version": __version__}
-    described["language_model"] = config.to_dict()
+    described = {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        "auto_map": AUTO_MAP,
+        "linattn_version": __version__,
+        "language_model": config.to_dict(),
+    }
     weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # the weights are last in and first out: a folder with a configuration is a folder with a model
     with _replacing(folder / CONFIG) as config_file, _replacing(folder / WEIGHTS) as weights_file:
         config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         _write_tensors(weights, weights_file)
+        write_loader(folder)
+
+
+def write_loader(folder: Path) -> None:
+    """Write the file by which transformers finds our classes with `trust_remote_code=True`, if linattn is installed."""
+    names = ", ".join(CLASSES.values())
+    text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
+    with _replacing(folder / LOADER) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def read_tensors(
