@@ -74,7 +74,7 @@ class LanguageModel(TokenModel):
             nn.init.zeros_(module.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json and model.safetensors into the folder. Neither is ever there in part."""
+        """Write config.json and model.safetensors into the folder, neither ever in part, and `storage.LOADER`."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""A model is saved as a folder with config.json and model.safetensors, as our transformers class does. No pickle."""
+"""A model is saved as a folder with config.json and model.safetensors, as our transformers class does, and a file that
+tells transformers where that class is. No pickle."""
 
 import json
 import os
@@ -35,7 +36,7 @@ PREFIX = "model."
 def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
-    """Write both files. They are complete on the disk before either takes its name."""
+    """Write the files. Both that hold the model are complete on the disk before either takes its name."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     described = {

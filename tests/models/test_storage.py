@@ -12,6 +12,7 @@ from linattn.models import LanguageModel, storage
 from tests.models.causal import every_model, small_model, some_tokens
 
 elu = {"attention": "local+elu"}
+FILES = ["config.json", "linattn_classes.py", "model.safetensors"]
 
 
 @every_model
@@ -25,10 +26,10 @@ def test_a_saved_model_comes_back(options, tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_files_are_the_two_and_dtypes_stay(tmp_path):
+def test_files_are_these_and_dtypes_stay(tmp_path):
     model = small_model(elu).bfloat16()
     model.save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == FILES
     assert {parameter.dtype for parameter in LanguageModel.load(tmp_path).parameters()} == {torch.bfloat16}
 
 
@@ -148,7 +149,7 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     monkeypatch.setattr(storage, step, full)
     with pytest.raises(OSError, match="No space left"):
         small_model(elu, dim=32).save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == FILES
     assert torch.equal(LanguageModel.load(tmp_path).embedding.weight, old.embedding.weight)
 
 
