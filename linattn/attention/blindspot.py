@@ -1,111 +1,125 @@
-"""Linear attention with a blindspot for rows that have different numbers of tokens: each row's blocks count its own
-present tokens, so that padding moves no border between blocks."""
+"""A blindspot: tokens come in blocks, and a query sees only the blocks before its own, as `blindspot_size` has it in
+linear-attention-transformer. https://github.com/lucidrains/linear-attention-transformer"""
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.linear import causal_linear_attention
-from linattn.ops.state import LinearState
-
-
-class RaggedState(NamedTuple):
-    """The sums over the whole blocks, which queries see; those over the open block; and how many tokens it has."""
-
-    seen: LinearState
-    block: LinearState
-    held: Int[Tensor, "b hk"]
-    blindspot: int
+from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.attention.checks import checked_heads
+from linattn.attention.linear import LinearAttention, LinearAttentionState
+from linattn.ops.backends.loopless import check_exported_length
+from linattn.ops.compaction import pack_heads
+from linattn.ops.state import check_part
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
-class _Tokens(NamedTuple):
-    """Features of queries (b hk g n f) and keys, values and decays (b hk 1 n …), and how many are present in each row:
-    the first ones."""
+class BlindspotState(NamedTuple):
+    """The inner state after the last complete block; the tokens of the open block, fewer than `size`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    present: Tensor
+    inner: LinearAttentionState
+    block: KeysAndValues
+    size: int
 
 
-def attend_in_ragged_blocks(
-    q: Float[Tensor, "b hk g n d"],
-    k: Float[Tensor, "b hk 1 n d"],
-    v: Float[Tensor, "b hk 1 n dv"],
-    state: LinearState | RaggedState | None,
-    *,
-    total: Int[Tensor, " b #hk"],
-    size: int,
-    log_decay: Float[Tensor, "*#b #n"] | None,
-    normalize: str | None,
-    feature_map: str,
-) -> tuple[Float[Tensor, "b hk g n dv"], RaggedState]:
-    """`causal_linear_attention` with a blindspot of `size`, where only the first `total` tokens of a row are present.
+@final
+class BlindspotAttention(InnerAttention):
+    """Causal linear attention that hides each query's own block: each `size` present tokens of a row are a block.
 
-    Step by step: in each, every row ends its open block, or as much of it as it has tokens for."""
-    n, width = k.shape[-2], min(size, k.shape[-2])
-    # keys are left out by making their features zero, so the features are needed themselves
-    q, k = ELEMENTWISE[feature_map].function(q), ELEMENTWISE[feature_map].function(k)
-    log_decay = k.new_zeros(()) if log_decay is None else log_decay
-    tokens = _Tokens(q, k, v, log_decay.expand(k.shape[:-1]), total.expand(k.shape[:2]))
-    state = _ragged(state, tokens, size)
-    if n == 0:
-        return v.expand(*q.shape[:3], -1, -1), state
-    first, outputs, done = state.held, [], torch.zeros_like(state.held)
-    for _ in range((n + size - 2) // size + 1):
-        count = torch.minimum(size - state.held, tokens.present - done).clamp(min=0)
-        y, state = _step(_slice(tokens, done, count, width), state, size, normalize)
-        outputs.append(y)
-        done = done + count
-    return _in_order(outputs, first, n, size), state
+    A complete block enters the inner attention twice: first its queries read, with its keys masked, then its keys are
+    added. A query reads the state as it was when its block began, so that decays of its own block do not apply; they
+    would cancel wherever outputs are normalised. Outputs of masked tokens are zeros."""
 
+    causal = True
 
-def _ragged(state: LinearState | RaggedState | None, tokens: _Tokens, size: int) -> RaggedState:
-    """Make a ragged state of one whose rows have the same number of tokens, or of none."""
-    if isinstance(state, RaggedState):
-        return state
-    k, v = tokens.k[..., :0, :], tokens.v[..., :0, :]
-    zeros = causal_linear_attention(k, k, v, normalize=None)[1]
-    if state is None:
-        return RaggedState(zeros, zeros, torch.zeros_like(tokens.present), size)
-    block = zeros
-    if state.block_S is not None and state.block_z is not None:
-        block = LinearState(state.block_S, state.block_z)
-    held = torch.full_like(tokens.present, state.block_length)
-    return RaggedState(LinearState(state.S, state.z), block, held, size)
+    def __init__(self, inner: LinearAttention, size: int):
+        super().__init__()
+        if not isinstance(inner, LinearAttention) or not inner.causal:
+            raise ValueError(f"a blindspot belongs to a causal LinearAttention, but this is {inner!r}")
+        if size < 2:
+            raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
+        self.inner, self.size = inner, size
 
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+        return self.extend(q, k, v, key_mask=key_mask)[0]
 
-def _slice(tokens: _Tokens, start: Tensor, count: Tensor, width: int) -> _Tokens:
-    """`count` tokens of each row from `start`; what is beyond neither adds nor decays."""
-    places = torch.arange(width, device=start.device)
-    index = (start.unsqueeze(-1) + places).clamp(max=tokens.k.shape[-2] - 1).unsqueeze(2)
-    here = (places < count.unsqueeze(-1)).unsqueeze(2)
-    q, k, v = (torch.take_along_dim(x, index.unsqueeze(-1), -2) for x in (tokens.q, tokens.k, tokens.v))
-    log_decay = torch.where(here, torch.take_along_dim(tokens.log_decay, index, -1), 0)
-    return _Tokens(q, torch.where(here.unsqueeze(-1), k, 0), v, log_decay, count)
+    def extend(
+        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None = None, *, key_mask: KeyMask = None
+    ) -> tuple[Outputs, BlindspotState]:
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=BlindspotState, causal=True)
+        check_exported_length(k.shape[-2], "BlindspotAttention")
+        past, held = None, 0
+        if state is not None:
+            self._check_state(state, k, v)
+            past, block, _ = state
+            held, key_mask = block.k.shape[-2], _join_masks(block, k, key_mask)
+            # the block's queries were answered before
+            q = torch.cat([q.new_zeros(*q.shape[:2], held, q.shape[3]), q], -2)
+            k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
+        if key_mask is None:
+            y, past = self._attend(q, k, v, past, torch.full((1, 1), k.shape[-2], device=k.device), held)
+            return y[..., held:, :], BlindspotState(past, _last_block(k, v, self.size), self.size)
+        packed = pack_heads(q, k, v, key_mask)
+        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total, 0)
+        block = _last_blocks(packed.k, packed.v, packed.total, self.size)
+        return packed.unpack(y)[..., held:, :], BlindspotState(past, block, self.size)
 
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor, skipped: int
+    ) -> tuple[Tensor, LinearAttentionState]:
+        """Attend from left-packed tokens, `total` per row, that begin with a block; outputs of `skipped` are zeros."""
+        q, k, v = (_twice(x, self.size)[..., skipped:, :] for x in (q, k, v))
+        place = torch.arange(skipped, skipped + k.shape[-2], device=k.device)
+        added = place % (2 * self.size) >= self.size
+        complete = place // (2 * self.size) < (total // self.size).unsqueeze(-1)
+        y, state = self.inner.extend(q, k, v, past, key_mask=added & complete)
+        return _first_of_each_two(F.pad(y, (0, 0, skipped, 0)), self.size), state
 
-def _step(tokens: _Tokens, state: RaggedState, size: int, normalize: str | None) -> tuple[Tensor, RaggedState]:
-    """Queries read the whole blocks; keys join the open one, and with it the whole ones where it is full."""
-    q, k, v, log_decay, count = tokens
-    hidden = torch.zeros_like(k)
-    y, seen = causal_linear_attention(q, hidden, v, state.seen, log_decay=log_decay, normalize=normalize)
-    _, block = causal_linear_attention(k, k, v, state.block, log_decay=log_decay, normalize=None)
-    held = state.held + count
-    full = (held == size)[..., None, None]
-    joining = LinearState(torch.where(full[..., None], block.S, 0), torch.where(full, block.z, 0))
-    seen = LinearState(seen.S + joining.S, seen.z + joining.z)
-    return y, RaggedState(seen, LinearState(block.S - joining.S, block.z - joining.z), held % size, size)
+    def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
+        if state.size != self.size:
+            raise ValueError(f"the state was made with a blindspot of {state.size}, but here it is {self.size}")
+        for name, x, new in (("k", state.block.k, k), ("v", state.block.v, v)):
+            check_part(name, x, new.dtype, new.shape[1], x.shape[-2], new.shape[3])
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
 
 
-def _in_order(outputs: list[Tensor], first: Tensor, n: int, size: int) -> Tensor:
-    """Order the steps' outputs by token; the first step began with `first` tokens in the open block."""
-    width = outputs[0].shape[-2]
-    index = torch.arange(n, device=first.device) + first.unsqueeze(-1)
-    begun = torch.where(index < size, first.unsqueeze(-1), 0)
-    place = (index // size * width + index % size - begun).clamp(max=len(outputs) * width - 1)
-    return torch.take_along_dim(torch.cat(outputs, -2), place[:, :, None, :, None], -2)
+def _twice(x: Tensor, size: int) -> Tensor:
+    """Repeat each complete block of x (… n d); the tokens behind them stand once."""
+    end = x.shape[-2] // size * size
+    blocks = x[..., :end, :].unflatten(-2, (-1, size))
+    return torch.cat([torch.stack([blocks, blocks], -3).flatten(-4, -2), x[..., end:, :]], -2)
+
+
+def _first_of_each_two(x: Tensor, size: int) -> Tensor:
+    """Undo `_twice`."""
+    end = x.shape[-2] // (2 * size) * (2 * size)
+    blocks = x[..., :end, :].unflatten(-2, (-1, 2, size))
+    return torch.cat([blocks.select(-3, 0).flatten(-3, -2), x[..., end:, :]], -2)
+
+
+def _last_block(k: Tensor, v: Tensor, size: int) -> KeysAndValues:
+    """Copy the tokens behind the complete blocks: a view would keep the whole sequence alive."""
+    end = k.shape[-2] // size * size
+    return KeysAndValues(k[..., end:, :].clone(), v[..., end:, :].clone(), None)
+
+
+def _last_blocks(k: Tensor, v: Tensor, total: Tensor, size: int) -> KeysAndValues:
+    """Do as `_last_block` where only the first `total` tokens of a row are present."""
+    n, total = k.shape[-2], total.unsqueeze(-1)
+    place = total // size * size + torch.arange(min(n, size - 1), device=k.device)
+    index = place.clamp(max=n - 1).unsqueeze(-1)
+    return KeysAndValues(torch.take_along_dim(k, index, -2), torch.take_along_dim(v, index, -2), place < total)
+
+
+def _join_masks(block: KeysAndValues, k: Tensor, key_mask: Tensor | None) -> Tensor | None:
+    """Return the mask of the open block's tokens and the next ones; None if all are present."""
+    if block.key_mask is None and key_mask is None:
+        return None
+    pairs = ((block.k, block.key_mask), (k, key_mask))
+    masks = [x.new_ones(1, 1, x.shape[-2], dtype=torch.bool) if mask is None else mask for x, mask in pairs]
+    heads = max(mask.shape[1] for mask in masks)
+    return torch.cat([mask.expand(k.shape[0], heads, -1) for mask in masks], -1)
