@@ -32,6 +32,12 @@ class SumCall(NamedTuple):
     key_mask: Tensor | None
     feature_map: str
 
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the sums."""
+        mask = () if self.key_mask is None else self.key_mask.shape[:-1]
+        return torch.broadcast_shapes(self.k.shape[:-2], self.v.shape[:-2], mask)
+
 
 class ReadCall(NamedTuple):
     """Checked arguments of `read`; leading dimensions broadcast. It returns y in `dtype`."""
@@ -42,6 +48,11 @@ class ReadCall(NamedTuple):
     normalize: str | None
     feature_map: str
     dtype: torch.dtype
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the outputs."""
+        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2], self.z.shape[:-1])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -66,6 +77,21 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
         # the same in one operation instead of three, which a single token notices
         return torch.threshold(denominator, least, torch.inf)
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
+
+
+def align(x: Tensor, ndim: int) -> Tensor:
+    """Put dimensions of size 1 in front, up to `ndim` of them in all."""
+    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+
+
+def summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x from that of x where it is broadcast."""
+    return gradient.sum_to_size(x.shape).to(x.dtype)
+
+
+def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
+    """Likewise of decays: one of −inf has none, as it begins a new sequence."""
+    return gradient.sum_to_size(log_decay.shape).masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
 
 
 def is_exporting() -> bool:

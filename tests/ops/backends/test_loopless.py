@@ -1,6 +1,5 @@
 """The form of exported graphs agrees with the definition, before any exporter has a part in it."""
 
-
 import pytest
 import torch
 from torch.testing import assert_close
