@@ -1,7 +1,8 @@
 """The calls that backends take, and what all backends agree on: dtypes, denominators, autocast."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,3 +110,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     # an exported graph may be called where autocast is on
     wanted = torch.is_autocast_enabled(device) or is_exporting()
     return torch.autocast(device, enabled=False) if wanted else nullcontext()
+
+
+def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
+    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
+
+    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
+        with without_autocast(call[0]):
+            return forward(call, save)
+
+    return run

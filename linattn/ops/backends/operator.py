@@ -73,16 +73,6 @@ class Operator:
         return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
 
 
-def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
-
-    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
-        with without_autocast(call[0]):
-            return forward(call, save)
-
-    return run
-
-
 def cannot_trace(call: Any) -> str | None:
     """Refuse, on behalf of a form made of loops, what would unroll them: graphs for export or of transforms."""
     if is_exporting() or (torch.compiler.is_compiling() and in_transform()):
@@ -119,11 +109,11 @@ class Form:
         with without_autocast(call[0]):
             return self.backend.forward(call, False)[: self.outputs]
 
-    def gradient(self, options: tuple[Any, ...], tensors: Tensors) -> Tensors:
-        """Return the gradient from the tensors of the call, what was saved, and upstream gradients."""
+    def gradient(self, *arguments: Any) -> Tensors:
+        """Return the gradient, given upstream gradients, what was saved, and the call."""
         assert self.backend.gradient is not None
-        call, saved = self.make(*tensors[: self.tensors], *options), tensors[self.tensors : -self.outputs]
-        grads = tensors[-self.outputs :]
+        first = self.outputs + self.backend.saved
+        grads, saved, call = arguments[: self.outputs], arguments[self.outputs : first], self.make(*arguments[first:])
         with without_autocast(call[0]):
             grads = self.filled(call, grads) if self.backend.wants_all else grads
             found = self.backend.gradient(call, saved, grads)
@@ -141,8 +131,7 @@ class Form:
 
 def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
     """Define `torch.ops.linattn.<name>` and its gradient, in whose results an empty tensor stands for none."""
-    backend, count, outputs = form.backend, form.tensors, form.outputs
-    results, given = outputs + backend.saved, count + backend.saved + outputs
+    backend, count, outputs, results = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         with without_autocast(arguments[0]):
@@ -153,30 +142,28 @@ def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Ten
         return backend.empty(form.make(*arguments[:-1]), arguments[-1])
 
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        found = form.gradient(arguments[given:], arguments[:given])
+        found = form.gradient(*arguments)
         return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
 
     def empty_gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        found = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in arguments[:count])
-        if backend.empty_gradient is not None:
-            found = backend.empty_gradient(form.make(*arguments[:count], *arguments[given:]))
+        call = form.make(*arguments[results:])
+        found = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in call[:count])
+        found = found if backend.empty_gradient is None else backend.empty_gradient(call)
         return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.options = inputs[count:-1]
-        ctx.save_for_backward(*inputs[:count], *(output[outputs:] if isinstance(output, tuple) else ()))
+        ctx.save_for_backward(*(output[outputs:] if isinstance(output, tuple) else ()), *inputs[:count])
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        found = of_gradient(*tensors, *grads[:outputs], *ctx.options)
-        found = [g if differentiable(x) else None for g, x in zip(found, tensors, strict=False)]
+        kept = ctx.saved_tensors
+        found = of_gradient(*grads[:outputs], *kept, *ctx.options)
+        found = [g if differentiable(x) else None for g, x in zip(found, kept[backend.saved :], strict=True)]
         return *found, *[None] * (len(ctx.options) + 1)
 
-    others = [f"Tensor saved{i}" for i in range(backend.saved)] + [f"Tensor upstream{i}" for i in range(outputs)]
+    given = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
     traced = _library(name, [*schema, "bool save"], results, forward, empty)
-    of_gradient = _library(
-        f"{name}_gradient", [*schema[:count], *others, *schema[count:]], count, gradient, empty_gradient
-    )
+    of_gradient = _library(f"{name}_gradient", [*given, *schema], count, gradient, empty_gradient)
     torch.library.register_autograd(f"linattn::{name}", backward, setup_context=keep)
     return traced
 
@@ -214,16 +201,16 @@ class _Differentiable(Function):
         ctx.form, ctx.options, *tensors = inputs
         saved = output[ctx.form.outputs :]
         ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*saved, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        form, grads = ctx.form, grads[: ctx.form.outputs]
+        form, options, kept, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
         _refuse_old_vmap(grads)
         if torch.is_grad_enabled():
-            grads = form.filled(form.make(*ctx.saved_tensors[: form.tensors], *ctx.options[:-1]), grads)
-        return None, None, *_Gradient.apply(form, ctx.options[:-1], *ctx.saved_tensors, *grads)
+            grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
+        return None, None, *_Gradient.apply(form, options, *grads, *kept)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -235,28 +222,26 @@ class _Gradient(Function):
 
     @staticmethod
     def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
-        return form.gradient(options, tensors)
+        return form.gradient(*tensors, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.form, ctx.options, *tensors = inputs
-        ctx.saved = len(tensors) - ctx.form.tensors - ctx.form.outputs
-        ctx.save_for_backward(*tensors[: ctx.form.tensors], *tensors[-ctx.form.outputs :])
+        ctx.save_for_backward(*tensors[-ctx.form.tensors :], *tensors[: ctx.form.outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
-        count = ctx.form.tensors
-        with without_autocast(ctx.saved_tensors[0]):
-            second = _second_derivative(ctx.form, ctx.options, ctx.saved_tensors, grads)
-        return None, None, *second[:count], *[None] * ctx.saved, *second[count:]
+        count, tensors = ctx.form.tensors, ctx.saved_tensors
+        with without_autocast(tensors[0]):
+            second = _second_derivative(ctx.form, ctx.options, tensors, grads)
+        return None, None, *second[count:], *[None] * ctx.form.backend.saved, *second[:count]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         # what was saved was laid out for another number of dimensions
-        form, options, *tensors = args
-        saved = slice(form.tensors, len(tensors) - form.outputs)
-        tensors[saved] = [None] * len(tensors[saved])
-        return _vmap(_Gradient, info.batch_size, in_dims, (form, options, *tensors))
+        saved = slice(2 + args[0].outputs, len(args) - args[0].tensors)
+        args = *args[: saved.start], *[None] * args[0].backend.saved, *args[saved.stop :]
+        return _vmap(_Gradient, info.batch_size, in_dims, args)
 
 
 def _second_derivative(form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors) -> list[Tensor | None]:
