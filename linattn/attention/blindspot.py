@@ -9,10 +9,13 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
-from linattn.attention.linear import LinearAttention, LinearAttentionState
+from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
+from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.compaction import pack_heads
-from linattn.ops.state import check_part
+from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.scale import running_scale
+from linattn.ops.state import LinearState, check_part
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -28,9 +31,8 @@ class BlindspotState(NamedTuple):
 class BlindspotAttention(InnerAttention):
     """Causal linear attention that hides each query's own block: each `size` present tokens of a row are a block.
 
-    A complete block enters the inner attention twice: first its queries read, with its keys masked, then its keys are
-    added. A query reads the state as it was when its block began, so that decays of its own block do not apply; they
-    would cancel wherever outputs are normalised. Outputs of masked tokens are zeros."""
+    A query reads the state as it was when its block began, so that decays of its own block do not apply; they would
+    cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""
 
     causal = True
 
@@ -55,27 +57,84 @@ class BlindspotAttention(InnerAttention):
             self._check_state(state, k, v)
             past, block, _ = state
             held, key_mask = block.k.shape[-2], _join_masks(block, k, key_mask)
-            # the block's queries were answered before
-            q = torch.cat([q.new_zeros(*q.shape[:2], held, q.shape[3]), q], -2)
             k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
         if key_mask is None:
-            y, past = self._attend(q, k, v, past, torch.full((1, 1), k.shape[-2], device=k.device), held)
-            return y[..., held:, :], BlindspotState(past, _last_block(k, v, self.size), self.size)
-        packed = pack_heads(q, k, v, key_mask)
-        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total, 0)
+            y, past = self._attend(q, k, v, past, None)
+            return y, BlindspotState(past, _last_block(k, v, self.size), self.size)
+        # the queries of the open block were answered before
+        packed = pack_heads(F.pad(q, (0, 0, held, 0)), k, v, key_mask)
+        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total)
         block = _last_blocks(packed.k, packed.v, packed.total, self.size)
         return packed.unpack(y)[..., held:, :], BlindspotState(past, block, self.size)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor, skipped: int
+        self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
-        """Attend from left-packed tokens, `total` per row, that begin with a block; outputs of `skipped` are zeros."""
-        q, k, v = (_twice(x, self.size)[..., skipped:, :] for x in (q, k, v))
-        place = torch.arange(skipped, skipped + k.shape[-2], device=k.device)
-        added = place % (2 * self.size) >= self.size
-        complete = place // (2 * self.size) < (total // self.size).unsqueeze(-1)
-        y, state = self.inner.extend(q, k, v, past, key_mask=added & complete)
-        return _first_of_each_two(F.pad(y, (0, 0, skipped, 0)), self.size), state
+        """Attend from left-packed tokens, `total` per row (None: all). The keys begin with a block; the queries are the
+        last of their tokens."""
+        inner, n, count = self.inner, q.shape[-2], k.shape[-2] // self.size
+        states, last = self._states(k, v, past, count, total)
+        queries = inner.per_group(inner.feature_map.query(q), k.shape[1])
+        # without a complete block, all queries read one state
+        before, width = (k.shape[-2] - n, self.size) if count else (0, n)
+
+        def blocks(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, before, (count + 1) * width - before - n)).unflatten(-2, (count + 1, width))
+
+        log_scale = None if queries.log_scale is None else blocks(queries.log_scale.unsqueeze(-1)).squeeze(-1)
+        y = read(blocks(queries.x), states.sums, normalize=inner.normalize, feature_map=queries.function)
+        y = inner.rescaled(y, log_scale, states.log_scale).flatten(-3, -2)[..., before : before + n, :]
+        return y.flatten(1, 2).to(v.dtype), last
+
+    def _states(
+        self, k: Tensor, v: Tensor, past: LinearAttentionState | None, count: int, total: Tensor | None
+    ) -> tuple[LinearAttentionState, LinearAttentionState]:
+        """Return the states before each of `count` blocks and after the last, (b hk 1 count+1 …); and the last."""
+        size, key_mask = self.size, None
+        k, v = k[..., : count * size, :], v[..., : count * size, :]
+        if total is not None:
+            place = torch.arange(count * size, device=k.device)
+            key_mask = place < (total // size * size)[..., None, None]
+        keys, log_size = per_key_head(self._faded_keys(k), key_mask)
+        if past is not None:
+            self.inner.check_state(past, keys, v, scaled=log_size is not None)
+            if count == 0:
+                (S, z), log_scale = past
+                log_scale = None if log_scale is None else _finite(log_scale).unsqueeze(-1)
+                return LinearAttentionState(LinearState(S.unsqueeze(-3), z.unsqueeze(-2)), log_scale), past
+        start, scale, log_decay, largest = None, None, None, None
+        if log_size is not None:
+            tops = log_size.unflatten(-1, (count, size)).amax(-1)
+            start = tops.new_full((*tops.shape[:-1], 1), -torch.inf) if past is None else past.log_scale
+            scale, log_decay, largest = running_scale(tops, self._decay_per_block(tops, key_mask), start)
+        x = keys.relative_to(None if scale is None else scale.repeat_interleave(size, -1))
+        sums = summarize(
+            x.unflatten(-2, (count, size)),
+            v.unsqueeze(2).unflatten(-2, (count, size)),
+            key_mask=None if key_mask is None else key_mask.unflatten(-1, (count, size)),
+            feature_map=keys.function,
+        )
+        sums = _accumulate(sums, None if past is None else past.sums, log_decay)
+        last = LinearState(sums.S[..., -1, :, :].clone(), sums.z[..., -1, :].clone())
+        if start is not None and scale is not None:
+            scale = torch.cat([_finite(start), scale], -1).unsqueeze(-1)
+        return LinearAttentionState(sums, scale), LinearAttentionState(last, largest)
+
+    def _faded_keys(self, k: Tensor) -> Features:
+        """Return the features of the keys as they are when their block ends."""
+        keys = self.inner.feature_map.key(k)
+        if self.inner.decay is not None:
+            until = self.size - 1 - torch.arange(k.shape[-2], device=k.device) % self.size
+            log_scale = (until * self.inner.decay()).expand(k.shape[:-1])
+            keys = keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
+        return keys.scalable()
+
+    def _decay_per_block(self, tops: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return zeros without a decay, and for blocks that are not complete."""
+        if self.inner.decay is None:
+            return torch.zeros_like(tops)
+        log_decay = (self.size * self.inner.decay()).unsqueeze(-1).expand_as(tops)
+        return log_decay if key_mask is None else torch.where(key_mask[..., :: self.size], log_decay, 0)
 
     def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
         if state.size != self.size:
@@ -87,18 +146,23 @@ class BlindspotAttention(InnerAttention):
         return f"size={self.size}"
 
 
-def _twice(x: Tensor, size: int) -> Tensor:
-    """Repeat each complete block of x (… n d); the tokens behind them stand once."""
-    end = x.shape[-2] // size * size
-    blocks = x[..., :end, :].unflatten(-2, (-1, size))
-    return torch.cat([torch.stack([blocks, blocks], -3).flatten(-4, -2), x[..., end:, :]], -2)
+def _finite(log_scale: Tensor) -> Tensor:
+    """Return zeros for −inf, the scale of no keys."""
+    return log_scale.masked_fill(log_scale == -torch.inf, 0)
 
 
-def _first_of_each_two(x: Tensor, size: int) -> Tensor:
-    """Undo `_twice`."""
-    end = x.shape[-2] // (2 * size) * (2 * size)
-    blocks = x[..., :end, :].unflatten(-2, (-1, 2, size))
-    return torch.cat([blocks.select(-3, 0).flatten(-3, -2), x[..., end:, :]], -2)
+def _accumulate(sums: LinearState, start: LinearState | None, log_decay: Tensor | None) -> LinearState:
+    """Return start, then S_c = a_c S_{c-1} + ΔS_c for each block, likewise z: sums are values with a feature of one."""
+
+    def as_values(state: LinearState) -> Tensor:
+        return torch.cat([state.S, state.z.unsqueeze(-1)], -1).flatten(-2)
+
+    new, width = as_values(sums), sums.S.shape[-1] + 1
+    first = new.new_zeros(*new.shape[:-2], 1, new.shape[-1]) if start is None else as_values(start).unsqueeze(-2)
+    one, past = new.new_ones(new.shape[-2], 1), LinearState(first, torch.zeros_like(first[..., 0]))
+    after, _ = causal_linear_attention(one, one, new, past, log_decay=log_decay, normalize=None)
+    states = torch.cat([first, after], -2).unflatten(-1, (-1, width))
+    return LinearState(states[..., :-1], states[..., -1])
 
 
 def _last_block(k: Tensor, v: Tensor, size: int) -> KeysAndValues:

@@ -79,7 +79,7 @@ class LinearAttention(InnerAttention):
         if key_mask is not None:
             k, v = without(k, key_mask), without(v, key_mask)
         key_mask, top = _for_groups(key_mask), None
-        keys, log_size = _per_key_head(self.feature_map.key(k).scalable(), key_mask)
+        keys, log_size = per_key_head(self.feature_map.key(k).scalable(), key_mask)
         if log_size is not None:
             # the maximum over no keys is −inf, with a length of zero too
             top = F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
@@ -89,9 +89,9 @@ class LinearAttention(InnerAttention):
 
     def read(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
-        queries = self._per_group(self.feature_map.query(q), sums.z.shape[1])
+        queries = self.per_group(self.feature_map.query(q), sums.z.shape[1])
         y = read(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
-        return self._rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
+        return self.rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
         self,
@@ -111,9 +111,9 @@ class LinearAttention(InnerAttention):
         queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
         if queries.function != keys.function:
             queries, keys = queries.evaluated(), keys.evaluated()
-        queries, (keys, log_size) = self._per_group(queries, k.shape[1]), _per_key_head(keys, key_mask)
+        queries, (keys, log_size) = self.per_group(queries, k.shape[1]), per_key_head(keys, key_mask)
         if state is not None:
-            self._check_state(state, keys, v, scaled=log_size is not None)
+            self.check_state(state, keys, v, scaled=log_size is not None)
         top, log_scale = None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if log_size is not None:
@@ -132,15 +132,15 @@ class LinearAttention(InnerAttention):
             normalize=self.normalize,
             feature_map=keys.function,
         )
-        y = self._rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
+        y = self.rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
 
-    def _check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
+    def check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
         sums, dtype, hk = checked_kind(state.sums, LinearState), accumulator(v.dtype), v.shape[1]
         check_part("sums", sums.S, dtype, hk, 1, keys.x.shape[-1], v.shape[-1])
         check_part("log_scale", state.log_scale, dtype if scaled else None, hk, 1, 1)
 
-    def _per_group(self, queries: Features, num_key_heads: int) -> Features:
+    def per_group(self, queries: Features, num_key_heads: int) -> Features:
         """Group the queries by key head, (b hk g n f). Maps see them ungrouped, as they may have weights per head."""
         if self.normalize == "output":
             # the scale of a query cancels
@@ -153,7 +153,7 @@ class LinearAttention(InnerAttention):
         log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
         return Features(group_queries(x, num_key_heads), log_scale, function)
 
-    def _rescaled(self, y: Tensor, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
+    def rescaled(self, y: Tensor, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
         """Multiply the scales back: none for "output", where they cancel; that of queries for "keys"; both for None."""
         scales = [query_scale] if self.normalize == "keys" else [query_scale, key_scale]
         scales = [scale for scale in scales if scale is not None]
@@ -169,7 +169,7 @@ def _for_groups(key_mask: Tensor | None) -> Tensor | None:
     return None if key_mask is None else key_mask.unsqueeze(2)
 
 
-def _per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
+def per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
     """Add the dimension of the group, (b hk 1 n f). The second result is `log_size`, −inf where a key is missing."""
     x, log_scale, function = keys
     log_scale = None if log_scale is None else log_scale.unsqueeze(2)
