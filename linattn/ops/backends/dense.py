@@ -45,7 +45,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         d = d if call.fresh else d + q @ call.z.unsqueeze(-1)
         d = infinite_if_none(d, nonnegative=phi.nonnegative)
         # in place, torch would copy y for its gradient
-        y = y / d if torch.is_grad_enabled() else y.div_(d)
+        y = y / d if y.requires_grad else y.div_(d)
     return y.to(call.v.dtype), S.expand(call.S.shape).contiguous(), z.expand(call.z.shape).contiguous()
 
 
@@ -74,7 +74,7 @@ class _Map(Function):
 
 
 def _map(x: Tensor, phi: Elementwise) -> Tensor:
-    return _Map.apply(x, phi) if phi.derivative and torch.is_grad_enabled() else phi.function(x)
+    return _Map.apply(x, phi) if phi.derivative and x.requires_grad else phi.function(x)
 
 
 BACKEND = Backend("dense", unsupported, exactly(forward))

@@ -28,9 +28,8 @@ class Backend(NamedTuple):
     `unsupported(call)` says why it cannot run a call, from shapes, dtypes and devices alone. `forward(call, save)`
     returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the call, empty unless
     `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and computes again what
-    was not saved (empty, or None inside vmap). Upstream gradients are None where no output is used, unless `wants_all`.
-    `empty(call, save)` and `empty_gradient(call)` are results without numbers, for tracing. Without a gradient, torch
-    differentiates `forward` itself."""
+    was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are results without
+    numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
 
     name: str
     unsupported: Callable[[Any], str | None]
@@ -39,7 +38,6 @@ class Backend(NamedTuple):
     empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
     empty_gradient: Callable[[Any], Tensors] | None = None
     saved: int = 0
-    wants_all: bool = True
 
     def run(self, call: Any) -> tuple[Tensor, ...]:
         return self.forward(call, False)
@@ -115,7 +113,6 @@ class Form:
         first = self.outputs + self.backend.saved
         grads, saved, call = arguments[: self.outputs], arguments[self.outputs : first], self.make(*arguments[first:])
         with without_autocast(call[0]):
-            grads = self.filled(call, grads) if self.backend.wants_all else grads
             found = self.backend.gradient(call, saved, grads)
         # neither autograd nor torch.library lets a function return what it was given
         return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in found)
@@ -208,8 +205,7 @@ class _Differentiable(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         form, options, kept, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
         _refuse_old_vmap(grads)
-        if torch.is_grad_enabled():
-            grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
+        grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
         return None, None, *_Gradient.apply(form, options, *grads, *kept)
 
     @staticmethod
