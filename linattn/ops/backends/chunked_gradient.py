@@ -99,7 +99,8 @@ def _of_queries(block: Block, S_in: Tensor, z_in: Tensor, dN: Tensor) -> _Querie
         dq = over_key_sums(dq, key_sums, block)
         if crossing is not None:
             crossing += _crossing(weights(block) * (dkey_sums @ block.k.mT), of_z * z_in, block)
-    return _Queries(dq, asked, dN, G, dz, dkey_sums, crossing)
+    # a tensor that is kept would hold a place in the cache
+    return _Queries(dq, asked._replace(d=None, key_sums=None), dN, G, dz, dkey_sums, crossing)
 
 
 def _crossing(AG: Tensor, Q: Tensor, block: Block) -> Tensor:
