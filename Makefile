@@ -1,7 +1,10 @@
-# make demo   trains a small language model on this machine and lets it write
-# make test   everything that has to hold before a commit lands
-# Both build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
-# TORCH=2.11.0 chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
+# make demo      trains a small language model on this machine and lets it write
+# make test      everything that has to hold before a commit lands
+# make docs      the documentation's site, in build/site
+# make package   the wheel and the source distribution, in build/dist, tried in a clean environment
+# make hooks     ruff and pyright before each commit
+# All build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
+# TORCH=2.11.0, or newest, chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
 
 PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
@@ -12,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 # and files keep their order, so that the longest, of few tests, do not come last
 PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types laws compiled clean
+.PHONY: demo test lint types laws compiled docs package hooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m linattn.cli.demo
@@ -32,13 +35,29 @@ compiled: $(INSTALLED)
 laws: $(INSTALLED)
 	$(PYTEST) --jaxtyping-packages=linattn,tests.checked --ignore=tests/compiled $(PYTEST_OPTIONS)
 
+# a warning is an error: a name without a page, a link that leads nowhere
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+
+package: $(INSTALLED)
+	rm -rf build/dist build/clean
+	$(BIN)/python -m hatchling build -d build/dist
+	$(BIN)/python -m twine check --strict build/dist/*
+	$(BIN)/python tests/package/tag.py "$(TAG)" build/dist
+	$(PYTHON) -m venv build/clean
+	build/clean/$(notdir $(BIN))/python -m pip install --disable-pip-version-check --quiet -c requirements.lock "$$(ls build/dist/*.whl)[cli]"
+	build/clean/$(notdir $(BIN))/python -I tests/package/readme.py README.md
+
+hooks: $(INSTALLED)
+	$(BIN)/pre-commit install
+
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'linattn needs Python 3.11 or newer; say which: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 ifdef TORCH
 	# another torch wants another triton and other setuptools
 	grep -vE '^(torch|triton|setuptools)==' requirements.lock > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt torch==$(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 else
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
 endif
@@ -46,4 +65,4 @@ endif
 	$(BIN)/python -c "open('$(INSTALLED)', 'w').close()"
 
 clean:
-	rm -rf .venv .venv-torch-*
+	rm -rf .venv .venv-torch-* build

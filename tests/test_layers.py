@@ -17,7 +17,7 @@ GUESTS = {
     "triton": ("linattn/ops/backends/triton",),
     "transformers": ("linattn/integrations/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),
-    "peft": (),
+    "peft": ("linattn/integrations/",),
     "tokenizers": ("linattn/integrations/", "linattn/cli/"),
     "matplotlib": ("linattn/cli/",),
 }

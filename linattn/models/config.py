@@ -55,6 +55,8 @@ class LanguageModelConfig:
     norm: str = _option("rms", "the norm before each half of a layer", choices=("rms", "layer"))
     tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")
     dropout: float = _option(0.0, "share of activations that is dropped")
+    causal: bool = field(default=True, metadata={"least": 1, "choices": ()})
+    """If False, every token sees all others: an encoder, whose logits are those of the token itself."""
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -91,6 +93,8 @@ class LanguageModelConfig:
             raise ValueError(
                 f"a convolution is named with its width, as in 'convolution:3', not {self.layers[layer]!r}"
             )
+        if not self.causal:
+            raise ValueError(f"a convolution is causal: an encoder has none, but its layer is {self.layers[layer]!r}")
         return int(width)
 
     def inner_attention(self, layer: int) -> InnerAttention:
@@ -99,7 +103,7 @@ class LanguageModelConfig:
             num_heads=self.num_heads,
             head_dim=self.key_channels,
             num_key_heads=self.num_key_heads,
-            causal=True,
+            causal=self.causal,
             window=self.window,
         )
 
@@ -190,7 +194,12 @@ def _check_positions(config: LanguageModelConfig) -> None:
         )
 
 
-_CHECKS = (_check_fields, _check_numbers, _check_heads, _check_attention, _check_positions)
+def _check_encoder(config: LanguageModelConfig) -> None:
+    if not config.causal and config.convolution:
+        raise ValueError(f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}")
+
+
+_CHECKS = (_check_fields, _check_numbers, _check_heads, _check_attention, _check_positions, _check_encoder)
 
 
 def _is_number(value: Any) -> bool:

@@ -23,11 +23,9 @@ class LanguageModel(TokenModel):
 
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 
-    causal = True
-
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
-        self.config = config
+        self.config, self.causal = config, config.causal
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -43,7 +41,7 @@ class LanguageModel(TokenModel):
     def forward(
         self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
     ) -> Float[Tensor, "b n v"]:
-        """Return the logits of the token after each one."""
+        """Return the logits of the token after each one; of the token itself, if the model is an encoder."""
         return self.logits(self.hidden(tokens, key_mask=key_mask))
 
     def extend(

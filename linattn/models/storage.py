@@ -17,6 +17,17 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MODEL_TYPE = "linattn"
 ARCHITECTURE = "LinattnForCausalLM"
+# transformers finds the classes of a folder in a file of the folder, where the user trusts it
+LOADER = "linattn_classes.py"
+CLASSES = {
+    "AutoConfig": "LinattnConfig",
+    "AutoModel": "LinattnModel",
+    "AutoModelForCausalLM": "LinattnForCausalLM",
+    "AutoModelForSequenceClassification": "LinattnForSequenceClassification",
+    "AutoModelForTokenClassification": "LinattnForTokenClassification",
+}
+_INTEGRATION = "linattn.integrations.transformers"
+AUTO_MAP = {auto: f"{LOADER.removesuffix('.py')}.{own}" for auto, own in CLASSES.items()}
 # transformers' class holds the model as its attribute of this name
 PREFIX = "model."
 
@@ -32,9 +43,19 @@ def write_model(
     with _temporary(folder / WEIGHTS) as weights_file, _temporary(folder / CONFIG) as config_file:
         _write_tensors(weights, weights_file)
         config_file.write_text(text, encoding="utf-8")
+        write_loader(folder)
         # the weights first: a folder with a configuration is a folder with a model
         _publish(weights_file, folder / WEIGHTS)
         _publish(config_file, folder / CONFIG)
+
+
+def write_loader(folder: Path) -> None:
+    """Write the file by which transformers finds our classes with `trust_remote_code=True`, if linattn is installed."""
+    names = ", ".join(CLASSES.values())
+    text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
+    with _temporary(folder / LOADER) as file:
+        file.write_text(text, encoding="utf-8")
+        _publish(file, folder / LOADER)
 
 
 def read_tensors(
@@ -67,6 +88,7 @@ def _config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
+        "auto_map": AUTO_MAP,
         "linattn_version": __version__,
         "language_model": config.to_dict(),
     }

@@ -1,12 +1,37 @@
-"""Our language model for transformers: importing this registers it with AutoConfig and AutoModelForCausalLM."""
+"""Our language model for transformers: importing this registers it with transformers' Auto classes, and with PEFT."""
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
-from linattn.integrations.transformers.model import LinattnForCausalLM
+from linattn.integrations.transformers.heads import (
+    LinattnForCausalLM,
+    LinattnForSequenceClassification,
+    LinattnForTokenClassification,
+)
+from linattn.integrations.transformers.lora import register_target_modules
+from linattn.integrations.transformers.model import LinattnModel
+from linattn.integrations.transformers.tokenizer import byte_tokenizer
 
-__all__ = ["LinattnCache", "LinattnConfig", "LinattnForCausalLM"]
+__all__ = [
+    "LinattnCache",
+    "LinattnConfig",
+    "LinattnForCausalLM",
+    "LinattnForSequenceClassification",
+    "LinattnForTokenClassification",
+    "LinattnModel",
+    "byte_tokenizer",
+]
 
 AutoConfig.register(LinattnConfig.model_type, LinattnConfig, exist_ok=True)
+AutoModel.register(LinattnConfig, LinattnModel, exist_ok=True)
 AutoModelForCausalLM.register(LinattnConfig, LinattnForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(LinattnConfig, LinattnForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(LinattnConfig, LinattnForTokenClassification, exist_ok=True)
+register_target_modules()

@@ -1,13 +1,14 @@
 """Our configuration inside one of transformers': `language_model`, a plain dict, and the usual names for its fields."""
 
 import dataclasses
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, no_type_check
 
 from transformers import PreTrainedConfig
 
 from linattn.models import LanguageModelConfig
-from linattn.models.storage import MODEL_TYPE, check_version
+from linattn.models.storage import AUTO_MAP, MODEL_TYPE, check_version, write_loader
 from linattn.version import __version__
 
 
@@ -36,10 +37,20 @@ class LinattnConfig(PreTrainedConfig):
         if self.language_model is None:
             raise ValueError("LinattnConfig needs language_model: a LanguageModelConfig or its fields as a dict")
         self.language_model = self.to_language_model().to_dict()
+        self.auto_map = dict(AUTO_MAP)
         misplaced = [field.name for field in dataclasses.fields(LanguageModelConfig) if field.name in kwargs]
         if misplaced:
             raise ValueError(f"{', '.join(misplaced)} must be given inside language_model, not beside it")
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write config.json, and the file by which transformers finds our classes where they were not imported."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_loader(Path(save_directory))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
 
     def to_language_model(self) -> LanguageModelConfig:
         fields = self.language_model

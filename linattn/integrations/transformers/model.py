@@ -1,19 +1,17 @@
-"""Our language model with transformers' interface: the same weights in the same folder, no second implementation."""
+"""Our models with transformers' interface: the same weights in the same folder, no second implementation."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, initialization
+from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
@@ -21,19 +19,25 @@ from linattn.models import LanguageModel, TokenModelState
 from linattn.models.block import Block
 from linattn.models.language_model import INIT_STD
 
-IGNORED = -100
-"""transformers' label for tokens without a loss."""
+
+class Hidden(NamedTuple):
+    """The output of the last norm, and what the callers of `hidden` need beside it."""
+
+    x: Float[Tensor, "b n d"]
+    key_mask: Bool[Tensor, "b n"] | None
+    cache: LinattnCache | None
+    states: tuple[Tensor, ...] | None
 
 
-class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """`model` is the LanguageModel. Zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions
-    count the present tokens, so there is no `position_ids`. See docs/transformers.md for what else is refused."""
+class LinattnPreTrainedModel(PreTrainedModel):
+    """Holds the LanguageModel as `model`, whose weights have the same names in every subclass.
+
+    Zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions count the present tokens, so there is
+    no `position_ids`. See docs/transformers.md for what else is refused."""
 
     config: LinattnConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
-    accepts_loss_kwargs = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_context_parallel = False
     # a state cannot go back, so assisted decoding is impossible
@@ -45,31 +49,23 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = _new_model(config)
         self.gradient_checkpointing = False
-        self.post_init()
 
     @classmethod
-    def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
-        """Wrap the model without copying it: training one trains the other."""
-        with torch.device("meta"):
-            wrapper = cls(LinattnConfig(language_model=model.config))
-        wrapper.model = model
-        return wrapper.train(model.training)
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
 
-    def forward(
+    def hidden(
         self,
-        input_ids: Int[Tensor, "b n"] | None = None,
-        attention_mask: Tensor | None = None,
+        input_ids: Int[Tensor, "b n"] | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Float[Tensor, "b n d"] | None,
+        *,
         past_key_values: Cache | None = None,
-        inputs_embeds: Float[Tensor, "b n d"] | None = None,
-        labels: Int[Tensor, "b n"] | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
+        use_cache: bool | None = False,
+        output_hidden_states: bool | None,
+        output_attentions: bool | None,
+    ) -> Hidden:
+        """Run the model up to its last norm; the arguments are transformers' own."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         cache = self._cache(past_key_values, use_cache)
@@ -78,16 +74,10 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         record = [] if output_hidden_states else None
-
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        # 0 means all of them, as in x[:, -0:]
-        logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
-        output = CausalLMOutputWithPast(
-            loss=self._loss(logits, labels, key_mask, num_items_in_batch),
-            logits=logits,
-            past_key_values=cache,
-            hidden_states=None if record is None else (*record, x),
-        )
+        return Hidden(x, key_mask, cache, None if record is None else (*record, x))
+
+    def returned(self, output: Any, return_dict: bool | None) -> Any:
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -95,13 +85,6 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.embedding = cast(nn.Embedding, value)
-
-    def get_output_embeddings(self) -> nn.Linear | None:
-        """Return None if the matrix of the embeddings makes the logits."""
-        return cast(nn.Linear | None, self.model.head)
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.model.head = new_embeddings
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -113,13 +96,10 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_attention(attn_implementation)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
-
     def _cache(self, given: Cache | None, use_cache: bool | None) -> LinattnCache | None:
         if given is None:
-            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-            cache = LinattnCache(len(self.model.blocks)) if wanted else None
+            wanted = self.config.use_cache and self.model.causal and not self.training
+            cache = LinattnCache(len(self.model.blocks)) if (wanted if use_cache is None else use_cache) else None
         elif not isinstance(given, LinattnCache):
             raise ValueError(f"past_key_values must be a LinattnCache, but is a {type(given).__name__}")
         elif use_cache is False:
@@ -171,35 +151,6 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = enable
         self._checkpoint, self._checkpoint_every = gradient_checkpointing_func, every_n_layers
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor | None, key_mask: Tensor | None, num_items: Tensor | int | None
-    ) -> Tensor | None:
-        if labels is None:
-            return None
-        if key_mask is not None:
-            # a missing token is neither predicted nor predicts: its logits mean nothing
-            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
-        return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> Any:
-        """`generate` calls this where it would make a DynamicCache."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
-                "cache, of constant size"
-            )
-        if generation_config.is_assistant:
-            raise ValueError("a linattn model cannot be an assistant: its state cannot go back to an earlier token")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
-            model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
-
     def init_weights(self) -> None:
         """Do nothing: LanguageModel has initialised itself."""
 
@@ -225,6 +176,40 @@ class LinattnForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.reset_parameters()
         for module, name, tensor in loaded:
             getattr(module, name).copy_(tensor)
+
+
+class LinattnModel(LinattnPreTrainedModel):
+    """Returns the output of the last norm for each token: of a decoder, or of an encoder if the configuration's
+    language model is not causal."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config)
+        self.model.head = None
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        x, _, cache, states = self.hidden(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        return self.returned(
+            BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states), return_dict
+        )
 
 
 def _new_model(config: LinattnConfig) -> LanguageModel:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -88,3 +88,12 @@ def test_beams_and_padding_work_under_an_adapter():
     options = {**GREEDY, "num_beams": 3}
     found = model.generate(input_ids=padded, attention_mask=mask, **options)[:, 8:]
     assert found.tolist() == model.generate(input_ids=tokens, **options)[:, 6:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [(LoraConfig, {"q_proj", "v_proj"}), (IA3Config, {"k_proj", "v_proj", "down_proj"})]
+)
+def test_an_adapter_has_default_targets(kind, targets):
+    model = get_peft_model(make("elu", torch.float32), kind(task_type="CAUSAL_LM"))
+    adapted = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    assert adapted == targets

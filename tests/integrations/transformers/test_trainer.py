@@ -14,7 +14,7 @@ def dataset(rows: int = 24, n: int = 16) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(model, folder, **options) -> Trainer:
+def trainer(model, folder, rows=None, **options) -> Trainer:
     arguments = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -27,7 +27,8 @@ def trainer(model, folder, **options) -> Trainer:
         "logging_steps": 1,
         "seed": 1,
     }
-    return Trainer(model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=dataset())
+    rows = dataset() if rows is None else rows
+    return Trainer(model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=rows)
 
 
 def losses(run: Trainer) -> list[float]:

@@ -1,0 +1,193 @@
+"""Our models with a head: the next token, a class for each sequence, a class for each token."""
+
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput, TokenClassifierOutput
+
+from linattn.integrations.transformers.cache import LinattnCache
+from linattn.integrations.transformers.config import LinattnConfig
+from linattn.integrations.transformers.model import LinattnPreTrainedModel
+from linattn.models import LanguageModel
+
+IGNORED = -100
+"""transformers' label for tokens without a loss."""
+
+
+class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
+    """Predicts the token after each one, and generates."""
+
+    # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config)
+        if not self.model.causal:
+            raise ValueError("this configuration is an encoder's (causal is False), which predicts no next token")
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
+        """Wrap the model without copying it: training one trains the other."""
+        with torch.device("meta"):
+            wrapper = cls(LinattnConfig(language_model=model.config))
+        wrapper.model = model
+        return wrapper.train(model.training)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Int[Tensor, "b n"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
+        x, key_mask, cache, states = self.hidden(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        # 0 means all of them, as in x[:, -0:]
+        logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
+        loss = self._loss(logits, labels, key_mask, num_items_in_batch)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+        return self.returned(output, return_dict)
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return None if the matrix of the embeddings makes the logits."""
+        return cast(nn.Linear | None, self.model.head)
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.model.head = new_embeddings
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor | None, key_mask: Tensor | None, num_items: Tensor | int | None
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        if key_mask is not None:
+            # a missing token is neither predicted nor predicts: its logits mean nothing
+            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
+        return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """`generate` calls this where it would make a DynamicCache."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
+                "cache, of constant size"
+            )
+        if generation_config.is_assistant:
+            raise ValueError("a linattn model cannot be an assistant: its state cannot go back to an earlier token")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+            model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
+
+
+class LinattnForSequenceClassification(LinattnPreTrainedModel):
+    """Scores the classes of a whole sequence from the mean of its tokens' vectors or, if causal, from the last token's.
+
+    Missing tokens do not count. `config.num_labels` and `config.problem_type` are as in every model of transformers."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config)
+        self.model.head = None
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        x, key_mask, _, states = self.hidden(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits = self.score(_last(x, key_mask) if self.model.causal else _mean(x, key_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return self.returned(SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states), return_dict)
+
+
+class LinattnForTokenClassification(LinattnPreTrainedModel):
+    """Scores the classes of each token. Labels of -100, and those of missing tokens, have no loss."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config)
+        self.model.head = None
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels))
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Int[Tensor, "b n"] | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> TokenClassifierOutput | tuple[Any, ...]:
+        x, key_mask, _, states = self.hidden(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits, loss = self.score(x), None
+        if labels is not None:
+            labels = labels if key_mask is None else labels.masked_fill(~key_mask, IGNORED)
+            loss = self.loss_function(logits, labels, self.config)
+        return self.returned(TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states), return_dict)
+
+
+def _mean(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:
+    if key_mask is None:
+        return x.mean(1)
+    # a missing token's vector may be anything, NaN too
+    total = x.masked_fill(~key_mask.unsqueeze(-1), 0).sum(1)
+    return total / key_mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _last(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:
+    if key_mask is None:
+        return x[:, -1]
+    last = x.shape[1] - 1 - key_mask.flip(1).byte().argmax(1)
+    return x[torch.arange(len(x), device=x.device), last]

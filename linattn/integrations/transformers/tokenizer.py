@@ -1,0 +1,55 @@
+"""Tokenizers that transformers can load, for the vocabularies of `linattn train`."""
+
+import itertools
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+SEPARATOR = "<|document|>"
+"""The token that begins every document. Text that looks like it stays text."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer whose tokens 0 … 255 are the bytes of UTF-8, and whose token 256 begins a document.
+
+    Every text comes back from its tokens, and every byte from its token, which has GPT-2's name for it. Bytes that
+    are no UTF-8 have tokens too; `decode` shows them as U+FFFD."""
+    tokenizer = Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return with_separator(tokenizer)
+
+
+def file_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a file of the `tokenizers` package, with one more token, which begins a document."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return with_separator(tokenizer)
+
+
+def with_separator(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    separator = AddedToken(SEPARATOR, special=True, normalized=False)
+    tokenizer.add_special_tokens([separator])
+    place = tokenizer.token_to_id(SEPARATOR)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SEPARATOR} $A", pair=f"{SEPARATOR} $A $B", special_tokens=[(SEPARATOR, place)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SEPARATOR,
+        eos_token=SEPARATOR,
+        pad_token=SEPARATOR,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_names() -> list[str]:
+    """Return the character that stands for each byte in GPT-2's vocabulary: itself, or one above 255 if it is not
+    printable."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(256)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
