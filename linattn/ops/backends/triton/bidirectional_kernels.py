@@ -54,7 +54,7 @@ def read_gradient(
         dq_i = dev.product(dev.rounded(dy_i, PRECISION), tl.trans(S), PRECISION)
         of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
         if SUMS:
-            q_i = tl.where(features[1][None, :], dev.rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
+            q_i = tl.where((features[0] < F)[None, :], dev.rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
             scale, delta_i = tl.sum(q_i * z[None, :], 1), tl.sum(q_i * dq_i, 1)
             share = delta_i + scale * of_mean
             if GRADIENT:
@@ -94,6 +94,6 @@ def key_sums_gradient(
             dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x)
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
-            k_j = dev.mapped(x, dev.both(present, features[1]), PHI, PRECISION)
+            k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
             dv_j = dev.product(k_j, dev.rounded(dS, PRECISION), PRECISION)
             dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))

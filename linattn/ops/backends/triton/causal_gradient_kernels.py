@@ -129,7 +129,8 @@ def key_gradients(
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
         dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
         x = dev.load(k, tokens, features).to(tl.float32)
-        k_j = dev.mapped(x, dev.both(present, features[1]), PHI, PRECISION)
+        # features[1] is a constant if F fills the tile: φ is then computed in the layout of products, and spills
+        k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
         scale = tl.where(tokens[1], 1.0, 0.0)
         delta_i = scale * 0
         if NORMALIZED:

@@ -99,7 +99,10 @@ def chunk(start, stop, C: tl.constexpr):
 def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
     """Return B of WIDTH columns."""
     columns = block * B + tl.arange(0, B)
-    return columns, columns < WIDTH
+    if WIDTH % B == 0:
+        return columns, tl.full((B,), True, tl.int1)
+    else:
+        return columns, columns < WIDTH
 
 
 @jit

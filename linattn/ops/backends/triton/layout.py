@@ -58,8 +58,8 @@ class Walk(NamedTuple):
 
 
 def opaque(*integers: int) -> tuple[int, ...]:
-    """Make all integers multiples of 16: Triton compiles a kernel anew for any in a tuple that becomes one, or 1, and a
-    new length or a new batch shall be no new kernel. `device.plain` reads them."""
+    """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
+    another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
     return tuple(16 * x for x in integers)
 
 
