@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from linattn.cli import train
+from linattn.cli.bench import UNIFORM, WITH_FEATURES
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
-from linattn.cli.corpus import open_tokens
 from linattn.cli.errors import CommandError
-from linattn.cli.run_folder import load_model, open_run, read_log
+from linattn.cli.run_folder import open_run
+from linattn.cli.windows import open_tokens
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
     FEATURE_MAPS,
@@ -32,7 +33,6 @@ from linattn.feature_maps import (
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
 
-WORKLOAD, UNIFORM = "feature maps", "uniform attention"
 CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
 # of linattn train
 SMALL = "--attention softmax --dim 128 --depth 2 --num-heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
@@ -52,41 +52,38 @@ def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
     """Measure ‖A v − P v‖ / ‖P v‖ of causal attention, the mean over heads and layers; random maps have three values.
 
     Few features go first, and no more follow when the deadline passes."""
-
-    def measured(name: str, count: int, maps: list[FeatureMap | None]) -> Measurement:
-        return Measurement(ERROR, WORKLOAD, name, "float32", count, tuple(_error(layers, each) for each in maps))
-
     d = layers[0][0].shape[-1]
-    yield measured(UNIFORM, 1, [None])
-    for name in FIXED:
-        feature_map = FEATURE_MAPS[name](d, 1, 1)
-        yield measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), [feature_map])
+    fixed = {name: FEATURE_MAPS[name](d, 1, 1) for name in FIXED}
+    yield _measured(UNIFORM, 1, _error(layers, fixed["elu"], "uniform_output_error"))
+    for name, feature_map in fixed.items():
+        yield _measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), _error(layers, feature_map))
     for count in COUNTS:
         for name, make in RANDOM.items():
             if time.monotonic() > deadline:
                 return
             torch.manual_seed(0)
-            yield measured(name, count, [make(d, count) for _ in range(DRAWS)])
+            yield _measured(name, count, *(_error(layers, make(d, count)) for _ in range(DRAWS)))
 
 
-def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
-    """Return the mean error of a map or, without one, that of attending to all keys alike."""
-    some = feature_map or FEATURE_MAPS["elu"](1, 1, 1)
-    found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
-    errors = [each.output_error if feature_map else each.uniform_output_error for each in found]
-    return torch.stack(errors).mean().item()
+def _measured(name: str, count: int, *errors: float) -> Measurement:
+    return Measurement(ERROR, WITH_FEATURES, name, "float32", count, errors)
+
+
+def _error(layers: Layers, feature_map: FeatureMap, error: str = "output_error") -> float:
+    found = [compare_with_softmax(q, k, feature_map, v=v, causal=True) for q, k, v in layers]
+    return torch.stack([getattr(each, error) for each in found]).mean().item()
 
 
 def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
     """Return each layer's queries, keys and values for text that the model has not seen, and a sentence on them."""
     run = open_run(folder)
-    vocabulary, size = run.vocabulary(), run.description["data"]["validation"]["tokens"]
+    vocabulary = run.vocabulary()
     if text is None:
-        tokens = open_tokens(run.data, "validation", vocabulary.dtype, size)
+        tokens = open_tokens(run, "validation")
     else:
         tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
     source = f"Queries and keys are those of the model in {folder} on {text or 'its validation data'}."
-    return _layers(load_model(run), tokens), source
+    return _layers(run.model(), tokens), source
 
 
 def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
@@ -98,7 +95,7 @@ def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
         run = Path(folder, "run")
         options = ["--out", str(run), "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
         train.run(parser.parse_args([*map(str, data), *options]))
-        *_, last = read_log(open_run(run).log)
+        *_, last = open_run(run).records()
         layers, _ = layers_of_run(run, None)
     return layers, (
         "Queries and keys are those of a softmax model of 2 layers, 2 heads of 64 channels and rotary positions, on "
