@@ -1,5 +1,6 @@
 """Operators: functions of tensors without modules, randomness or configuration."""
 
+from linattn.ops.delta import causal_delta_attention
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.explain import explain_backend
 from linattn.ops.linear import causal_linear_attention, linear_attention, read, summarize
@@ -9,6 +10,7 @@ from linattn.ops.state import LinearState
 __all__ = [
     "ELEMENTWISE",
     "LinearState",
+    "causal_delta_attention",
     "causal_linear_attention",
     "explain_backend",
     "linear_attention",

@@ -1,0 +1,11 @@
+"""The delta rule: each token first takes back what the state says at its key. The record, in order of preference."""
+
+from linattn.ops.backends.delta import chunked, gradient, recurrent, reference
+from linattn.ops.backends.delta.call import DeltaCall
+from linattn.ops.backends.operator import Backend, Operator, cannot_trace
+
+_CHUNKED = Backend("chunked", cannot_trace, chunked.forward, gradient.gradient, chunked.empty, saved=1)
+
+DELTA = Operator("delta", DeltaCall, outputs=2, backends=(recurrent.BACKEND, _CHUNKED, reference.BACKEND))
+
+__all__ = ["DELTA", "DeltaCall"]

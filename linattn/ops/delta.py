@@ -1,0 +1,102 @@
+"""The delta rule: a state that a token corrects instead of only adding to it. It is what y = Sᵀ q answers at a key that
+changes: S_t = α_t S_{t−1} + β_t k_t (v_t − (α_t S_{t−1})ᵀ k_t)ᵀ.
+
+α_t = 1: DeltaNet, https://arxiv.org/abs/2406.06484. A number per head: gated DeltaNet, https://arxiv.org/abs/2412.06464.
+A number per channel: Kimi Delta Attention, https://arxiv.org/abs/2510.26692."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.ops.backends.base import accumulator, align
+from linattn.ops.backends.delta import DELTA, DeltaCall
+from linattn.ops.backends.reference import of_present_tokens
+from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, shape
+
+
+def causal_delta_attention(
+    q: Float[Tensor, "*#b n d"],
+    k: Float[Tensor, "*#b n d"],
+    v: Float[Tensor, "*#b n dv"],
+    beta: Float[Tensor, "*#b #n"],
+    /,
+    state: Float[Tensor, "*#b d dv"] | None = None,
+    *,
+    log_decay: Float[Tensor, "*#b #n"] | Float[Tensor, "*#b n d"] | None = None,
+    key_mask: Bool[Tensor, "*#b #n"] | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
+    """Let each token decay the state, move what it answers at its key towards its value, and read it with its query.
+
+    S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = S_tᵀ q_t. With β = 1 and k of length 1
+    the state then answers k with v exactly; with β = 0 nothing is written; β in (1, 2] lets the state flip signs.
+    α = exp(log_decay) is 1 without `log_decay`, a number per head and token, or one per channel if `log_decay` has k's
+    shape. Longer keys than |k|² = 2/β make the state grow without bound: normalize them.
+
+    A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
+    sequence; a positive one is refused where that can be seen without waiting for a device. The state is float32, or
+    float64 for float64 inputs, with the leading dimensions of keys, values, β and decays.
+
+    Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
+    y, S = DELTA(delta_call(q, k, v, beta, state, log_decay, key_mask), backend)
+    return y, S
+
+
+def delta_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+) -> DeltaCall:
+    """Check and align a call, and put zeros in the place of masked tokens."""
+    q, k, v = checked(q, k, v, None, "identity")
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
+    if not beta.dtype.is_floating_point:
+        raise ValueError(f"beta must be floating-point, but is {beta.dtype}")
+    beta, log_decay = expanded(k, beta, "beta").unsqueeze(-1), _per_channel(k, log_decay)
+    (n, d), dv = k.shape[-2:], v.shape[-1]
+    _check_state(state, d, dv, accumulator(k.dtype))
+    if key_mask is not None:
+        key_mask = checked_mask(k, key_mask)
+        assert key_mask is not None
+        q, k, v = of_present_tokens(q, k, v, key_mask)
+        present = key_mask.unsqueeze(-1)
+        beta, log_decay = (
+            torch.where(present, beta, 0),
+            None if log_decay is None else torch.where(present, log_decay, 0),
+        )
+    sides = {"k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
+    keys = broadcast(**{name: x.shape[:-2] for name, x in sides.items() if x is not None})
+    lead = broadcast(q=q.shape[:-2], keys=keys)
+    keys, ndim = (1,) * (len(lead) - len(keys)) + keys, len(lead) + 2
+    if log_decay is not None:
+        log_decay = align(checked_decay(log_decay), ndim)
+    S = k.new_zeros(*keys, d, dv, dtype=accumulator(k.dtype)) if state is None else state
+    k, v, beta = align(k, ndim), align(v, ndim), align(beta, ndim)
+    return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay)
+
+
+def _per_channel(k: Tensor, log_decay: Tensor | None) -> Tensor | None:
+    """Return decays per channel as they are, and those per head and token as (…, n, 1)."""
+    if log_decay is None or (log_decay.ndim >= k.ndim and log_decay.shape[-2:] == k.shape[-2:]):
+        return log_decay
+    n, d = k.shape[-2:]
+    if log_decay.ndim == 0 or log_decay.shape[-1] not in (1, n):
+        raise ValueError(
+            f"log_decay must be (..., {n}) or (..., {n}, {d}), as k is {shape(k)}, but is {shape(log_decay)}"
+        )
+    return log_decay.expand(*log_decay.shape[:-1], n).unsqueeze(-1)
+
+
+def _check_state(state: Tensor | None, d: int, dv: int, dtype: torch.dtype) -> None:
+    if state is None:
+        return
+    if not isinstance(state, Tensor):
+        raise ValueError(f"the state must be a tensor, as the delta rule returns it, but is a {type(state).__name__}")
+    if state.shape[-2:] != (d, dv) or state.dtype != dtype:
+        came = f"{shape(state)} of {state.dtype}"
+        raise ValueError(f"the state must be (..., {d}, {dv}) of {dtype} for these inputs, but is {came}")
