@@ -1,10 +1,11 @@
 """Matrix products inside chunks of tokens, a running state between them: the form for training and prefill. Yang et
 al., https://arxiv.org/abs/2406.06484, section 3.2, the WY form.
 
-A chunk's tokens write K⁻ᵀ U, where u_t = β_t (v_t − what the decayed state before t says at k_t). With what decays
-between tokens in A = tril(k kᵀ, −1) and P = tril(q kᵀ), since the chunk began in K⁺ and Q⁺, until it ends in K⁻:
+A chunk's tokens write K⁻ᵀ E, with keys times β, where e_t = v_t − what the decayed state before t says at k_t. With
+what decays between tokens in A = tril(k (β k)ᵀ, −1) and P = tril(q (β k)ᵀ), since the chunk began in K⁺ and Q⁺, and
+until it ends in K⁻:
 
-    (I + β A) U = β (V − K⁺ S)        y = Q⁺ S + P U        S ← a S + K⁻ᵀ U
+    (I + A) E = V − K⁺ S        y = Q⁺ S + P E        S ← a S + K⁻ᵀ E
 
 Shapes: a segment has c chunks, of C tokens, of b states, B = c b, and g queries share a state."""
 
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from linattn.ops.backends.delta.call import DeltaCall
 from linattn.ops.backends.delta.halves import Factors, factors, inverse, similarities
 
-CHUNK = 64
+# half of A and P is thrown away, so short chunks save products; their states cost memory traffic
+SHORTEST, LONGEST = 16, 64
 # numbers of a segment's keys or values: a megabyte in float32
 BLOCK = 2**18
 
@@ -31,8 +33,8 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
         if save:
             saved[i] = S
         segment = Segment(call, place)
-        U, S_in, S = segment.run(S)
-        place.write(y_view, segment.outputs(U, S_in))
+        E, S_in, S = segment.run(S)
+        place.write(y_view, segment.outputs(E, S_in))
     return y, S_end.copy_(S.view_as(S_end)), saved
 
 
@@ -48,12 +50,8 @@ class Place(NamedTuple):
 
     start: int
     length: int
+    chunk: int
     lead: int
-
-    @property
-    def chunk(self) -> int:
-        """The tokens of a chunk: a power of two."""
-        return min(CHUNK, 1 << (self.length - 1).bit_length())
 
     @property
     def number(self) -> int:
@@ -62,7 +60,8 @@ class Place(NamedTuple):
     def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the chunks of (*b *g n d) as (B g C d)."""
         x = x.narrow(-2, self.start, self.length).to(dtype)
-        x = F.pad(x, (0, 0, 0, self.number * self.chunk - self.length))
+        missing = self.number * self.chunk - self.length
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
         x = x.unflatten(-2, (self.number, self.chunk)).movedim(-3, 0)
         rows, groups = math.prod(x.shape[: self.lead + 1]), math.prod(x.shape[self.lead + 1 : -2])
         return x.reshape(rows, groups, *x.shape[-2:])
@@ -79,23 +78,31 @@ class Place(NamedTuple):
         return x.unflatten(0, (self.number, x.shape[0] // self.number))
 
 
+def chunk_length(call: DeltaCall) -> int:
+    """Return half the shorter side of a state, as a power of two from 16 to 64."""
+    length = SHORTEST
+    while length < min(LONGEST, min(call.S.shape[-2:]) / 2):
+        length *= 2
+    return length
+
+
 def segment_length(call: DeltaCall) -> int:
-    *lead, d, dv = call.S.shape
-    return max(CHUNK, BLOCK // max(1, math.prod(lead) * max(d, dv)) // CHUNK * CHUNK)
+    (*lead, d, dv), chunk = call.S.shape, chunk_length(call)
+    return max(chunk, BLOCK // max(1, math.prod(lead) * max(d, dv)) // chunk * chunk)
 
 
 def number_of_segments(call: DeltaCall) -> int:
     """Return the number of segments per sequence. Works with a symbolic length."""
-    n = call.q.shape[-2]
-    return -(-(n // CHUNK * CHUNK) // segment_length(call)) - (-(n % CHUNK) // CHUNK)
+    n, chunk = call.q.shape[-2], chunk_length(call)
+    return -(-(n // chunk * chunk) // segment_length(call)) - (-(n % chunk) // chunk)
 
 
 def cut(call: DeltaCall) -> list[Place]:
-    """Cut the tokens into segments of full chunks; what is left is a chunk of its own."""
-    n, step, lead = call.q.shape[-2], segment_length(call), call.S.ndim - 2
-    end = n // CHUNK * CHUNK
-    cuts = [Place(start, min(step, end - start), lead) for start in range(0, end, step)]
-    return [*cuts, Place(end, n - end, lead)] if end < n else cuts
+    """Cut the tokens into segments of full chunks; what is left is a chunk of its own, of a power of two of tokens."""
+    n, step, chunk, lead = call.q.shape[-2], segment_length(call), chunk_length(call), call.S.ndim - 2
+    end = n // chunk * chunk
+    cuts = [Place(start, min(step, end - start), chunk, lead) for start in range(0, end, step)]
+    return [*cuts, Place(end, n - end, 1 << (n - end - 1).bit_length(), lead)] if end < n else cuts
 
 
 def beside_tokens(x: Tensor, call: DeltaCall) -> Tensor:
@@ -118,44 +125,50 @@ class Segment:
             for x in (beside_tokens(call.q, call), *(spread(x, lead) for x in (call.k, call.v, call.beta, decay)))
         )
         self.place, self.asking = place, torch.cat([q, k], 1)
-        self.k, self.v, self.beta = k.squeeze(1), v.squeeze(1), beta.squeeze(1)
-        self.levels = list(factors(decay.squeeze(1)))
-        self.since, self.until = (x.squeeze(1) for x in self.levels[-1][1:])
+        self.k, self.v, self.beta, levels = k.squeeze(1), v.squeeze(1), beta.squeeze(1), list(factors(decay.squeeze(1)))
+        self.written, self.decay = self.beta * self.k, levels
+        self.since, self.until = (x.squeeze(1) for x in levels[-1][1:])
         self.over = self.since[:, -1].unsqueeze(-1)
-        self.q_in, self.k_in, self.k_out = q * self.since.unsqueeze(1), self.k * self.since, self.k * self.until
-        self.q_in = self.q_in.flatten(1, 2)
-        pairs = decayed_products(self.asking, self.k, self.levels)
-        self.P, self.A = pairs[:, :-1].flatten(1, 2), pairs[:, -1].tril(-1)
-        self.M = inverse(self.beta * self.A)
-        self.T = self.M * self.beta.mT
-        self.W = self.T @ self.k_in
+        self.weights = weights(levels) if self.since.shape[-1] == 1 else None
+        # queries first, then keys: what they ask of the state, and of one another
+        asking = (self.asking * self.since.unsqueeze(1)).flatten(1, 2)
+        self.q_in, self.k_in, self.k_out = *self._sides(asking), self.written * self.until
+        self.products = self._products()
+        self.P, A = self._sides(self.products.flatten(1, 2))
+        self.M = inverse(A)
+        self.W = self.M @ self.k_in
+
+    def _sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut what belongs to queries from what belongs to keys, the last C rows of (B (g+1)C d)."""
+        first = x.shape[1] - self.place.chunk
+        return x[:, :first], x[:, first:]
+
+    def _products(self) -> Tensor:
+        """P and A, (B g+1 C C), the latter with a diagonal. A decay per head takes one product, and its weights."""
+        if self.weights is not None:
+            products = self.asking.flatten(1, 2) @ self.written.mT
+            return products.unflatten(1, self.asking.shape[1:3]) * self.weights
+        products = similarities(self.asking, self.written, self.decay)
+        products.diagonal(dim1=-2, dim2=-1).add_((self.asking * self.written.unsqueeze(1)).sum(-1))
+        return products
 
     def run(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return U (B C dv), the states that enter the chunks (B d dv), and the last: U = T (V − K⁺ S)."""
-        U, S_in = self.T @ self.v, S.new_empty(self.place.number, *S.shape)
-        each = zip(*(self.place.chunks(x) for x in (U, self.W, self.k_out, self.over)), S_in, strict=True)
-        for u, w, k_out, over, entering in each:
+        """Return E (B C dv), the states that enter the chunks (B d dv), and the last: E = M (V − K⁺ S)."""
+        E, S_in = self.M @ self.v, S.new_empty(self.place.number, *S.shape)
+        each = zip(*(self.place.chunks(x) for x in (E, self.W, self.k_out, self.over)), S_in, strict=True)
+        for e, w, k_out, over, entering in each:
             entering.copy_(S)
-            u.baddbmm_(w, S, alpha=-1)
-            S = torch.baddbmm(over * S, k_out.mT, u)
-        return U, S_in.flatten(0, 1), S
+            e.baddbmm_(w, S, alpha=-1)
+            S = torch.baddbmm(over * S, k_out.mT, e)
+        return E, S_in.flatten(0, 1), S
 
-    def outputs(self, U: Tensor, S_in: Tensor) -> Tensor:
+    def outputs(self, E: Tensor, S_in: Tensor) -> Tensor:
         """(B gC dv)"""
-        return torch.baddbmm(self.P @ U, self.q_in, S_in)
+        return torch.baddbmm(self.P @ E, self.q_in, S_in)
 
 
 def spread(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     return x.expand(*lead, *x.shape[-2:])
-
-
-def decayed_products(x: Tensor, k: Tensor, levels: list[Factors]) -> Tensor:
-    """Add x_i·k_i on the diagonal to `similarities`. A decay per head takes one product, and its weights."""
-    if levels[0].since.shape[-1] == 1:
-        return (x.flatten(1, 2) @ k.mT).unflatten(1, x.shape[1:3]) * weights(levels)
-    P = similarities(x, k, levels)
-    P.diagonal(dim1=-2, dim2=-1).add_((x * k.unsqueeze(1)).sum(-1))
-    return P
 
 
 def weights(levels: list[Factors]) -> Tensor:

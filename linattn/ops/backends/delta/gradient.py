@@ -1,17 +1,17 @@
 """The gradient of the chunked form, from the last segment to the first. What is saved for it is the inputs and one
 state per segment; the rest is computed again.
 
-With X = Tᵀ dU, where T = (I + β A)⁻¹ β, so that U = T (V − K⁺ S):
+With X = Mᵀ dE, where M = (I + A)⁻¹, so that E = M (V − K⁺ S):
 
-    dU = Pᵀ dY + K⁻ dS'    dS = a dS' + Q⁺ᵀ dY − K⁺ᵀ X    dV = X    dK⁺ = −X Sᵀ    dA = −X Uᵀ    dP = dY Uᵀ"""
+    dE = Pᵀ dY + K⁻ dS'    dS = a dS' + Q⁺ᵀ dY − K⁺ᵀ X    dV = X    dK⁺ = −X Sᵀ    dA = −X Eᵀ    dP = dY Eᵀ"""
 
 import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, beside_tokens, cut, forward, spread, weights
-from linattn.ops.backends.delta.halves import Factors, similarities_gradient, sum_since, sum_until
+from linattn.ops.backends.delta.chunked import Segment, beside_tokens, cut, forward, spread
+from linattn.ops.backends.delta.halves import similarities_gradient, sum_since, sum_until
 from linattn.ops.backends.operator import Tensors
 
 
@@ -41,53 +41,52 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _of_segment(s: Segment, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy (B gC dv) and that of
     the state that leaves."""
-    U, S_in, _ = s.run(S)
-    dU, dS_out, dS = _of_states(s, dy, dS)
-    Z = s.M.mT @ dU
-    X = s.beta * Z
-    # β multiplies V − K⁺ S − A U
-    dbeta = (Z * (s.v - s.k_in @ S_in - s.A @ U)).sum(-1, keepdim=True)
-    dP = torch.cat([dy, -X], 1) @ U.mT
-    dP = dP.unflatten(1, s.asking.shape[1:3]).tril()
-    dP[:, -1].tril_(-1)
-    dasking, dk, dlog_decay = _of_products(dP, s.asking, s.k, s.levels)
-    dasked_in = torch.cat([dy, -X], 1) @ S_in.mT
-    dasked_in = dasked_in.unflatten(1, s.asking.shape[1:3]) * s.since.unsqueeze(1)
-    dk_out = U @ dS_out.mT * s.until
-    over = s.over * (S_in * dS_out).sum(-1, keepdim=True)
-    e = dlog_decay.shape[-1]
-    dlog_decay += sum_since(_per_decay((s.asking * dasked_in).sum(1), e))
-    dlog_decay += sum_until(_per_decay(s.k * dk_out, e)) + _per_decay(over.mT, e)
-    dasking += dasked_in
-    return dasking[:, :-1], dk + dk_out + dasking[:, -1], X, dbeta, dlog_decay, dS
+    E, S_in, _ = s.run(S)
+    dE, leaving, dS = _of_states(s, dy, dS)
+    X = s.M.mT @ dE
+    upstream, shape = torch.cat([dy, -X], 1), s.asking.shape
+    dproducts = (upstream @ E.mT).view(*shape[:3], -1)
+    # no token asks itself what the state says at its key
+    dproducts[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
+    dasking, dwritten, dlog_decay = _of_products(s, dproducts)
+    of_in, of_out = (upstream @ S_in.mT).view(shape) * s.since.unsqueeze(1), (E @ leaving.mT) * s.until
+    dlog_decay += sum_since(_per_decay((s.asking * of_in).sum(1), s)) + sum_until(_per_decay(s.written * of_out, s))
+    dlog_decay += _per_decay((s.over * (S_in * leaving).sum(-1, keepdim=True)).mT, s)
+    dasking, dwritten = dasking.add_(of_in), dwritten.add_(of_out)
+    dk, dbeta = torch.addcmul(dasking[:, -1], s.beta, dwritten), (s.k * dwritten).sum(-1, keepdim=True)
+    return dasking[:, :-1], dk, X, dbeta, dlog_decay, dS
 
 
-def _per_decay(x: Tensor, e: int) -> Tensor:
+def _per_decay(x: Tensor, s: Segment) -> Tensor:
     """Sum over channels if they decay alike."""
-    return x if e == x.shape[-1] else x.sum(-1, keepdim=True)
+    return x if s.weights is None else x.sum(-1, keepdim=True)
 
 
 def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dU, the gradients of the states that leave the chunks, and that of the state that enters the first."""
-    chunks, dU, reads = s.place.chunks, s.P.mT @ dy, s.q_in.mT @ dy
+    """Return dE, the gradients of the states that leave the chunks, and that of the state that enters the first."""
+    chunks, dE, reads = s.place.chunks, s.P.mT @ dy, s.q_in.mT @ dy
     leaving = dS.new_empty(s.place.number, *dS.shape)
-    each = zip(*map(chunks, (dU, s.k_out, s.over, reads, s.W)), leaving, strict=True)
-    for du, k_out, over, read, W, kept in reversed(list(each)):
+    each = zip(*map(chunks, (dE, s.k_out, s.over, reads, s.W)), leaving, strict=True)
+    for de, k_out, over, read, W, kept in reversed(list(each)):
         kept.copy_(dS)
-        du.baddbmm_(k_out, dS)
-        dS = torch.baddbmm(torch.addcmul(read, over, dS), W.mT, du, alpha=-1)
-    return dU, leaving.flatten(0, 1), dS
+        de.baddbmm_(k_out, dS)
+        # W = M K⁺, so that Wᵀ dE = K⁺ᵀ X
+        dS = torch.baddbmm(torch.addcmul(read, over, dS), W.mT, de, alpha=-1)
+    return dE, leaving.flatten(0, 1), dS
 
 
-def _of_products(dP: Tensor, x: Tensor, k: Tensor, levels: list[Factors]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, k and the decays through `decayed_products`; dP is zero above the diagonal."""
-    if levels[0].since.shape[-1] == 1:
-        flat = x.flatten(1, 2)
-        dD = (dP * (flat @ k.mT).view_as(dP)).sum(1, keepdim=True)
-        one = torch.ones_like(levels[-1].since)
-        _, _, dlog_decay = similarities_gradient(dD, one, one.squeeze(1), levels)
-        G = (dP * weights(levels)).flatten(1, 2)
-        return (G @ k).view_as(x), G.mT @ flat, dlog_decay
-    dx, dk, dlog_decay = similarities_gradient(dP, x, k, levels)
-    same = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    return dx.addcmul_(same, k.unsqueeze(1)), dk + (same * x).sum(1), dlog_decay
+def _of_products(s: Segment, dproducts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries and keys, of the keys times β, and of the decays through P and A."""
+    if s.weights is not None:
+        G = (dproducts * s.weights).flatten(1, 2)
+        dasking = (G @ s.written).view(s.asking.shape)
+        return dasking, G.mT @ s.asking.flatten(1, 2), _crossing((dproducts * s.products).sum(1))
+    dasking, dwritten, dlog_decay = similarities_gradient(dproducts, s.asking, s.written, s.decay)
+    same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    dasking.addcmul_(same, s.written.unsqueeze(1))
+    return dasking, dwritten.add_((same * s.asking).sum(1)), dlog_decay
+
+
+def _crossing(pairs: Tensor) -> Tensor:
+    """Sum over the pairs that cross each token, i ≥ t > j: the gradients of decays, (B C 1)."""
+    return (pairs @ pairs.new_ones(pairs.shape[-2:]).triu(1)).tril().sum(1).unsqueeze(-1)

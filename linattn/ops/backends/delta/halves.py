@@ -74,7 +74,9 @@ def similarities(x: Tensor, k: Tensor, levels: list[Factors]) -> Tensor:
     P = x.new_zeros(*x.shape[:-1], x.shape[-2])
     for level in levels[:-1]:
         (rows, left), s = _sides(x, k, level), level.size
-        corners(P, s).copy_((rows @ left.mT).unflatten(-2, (-1, s)).movedim(-3, 1))
+        # an outer product is less work than products of small matrices
+        block = rows * left.mT if k.shape[-1] == 1 else rows @ left.mT
+        corners(P, s).copy_(block.unflatten(-2, (-1, s)).movedim(-3, 1))
     return P
 
 

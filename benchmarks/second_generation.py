@@ -1,0 +1,101 @@
+"""The delta rule on this machine's CPU, beside what transformers runs where flash-linear-attention is not installed.
+
+    python benchmarks/second_generation.py [--threads 1] [--repeats 5] [--only gated,kda]
+
+Both compute in float32 from the same tensors, in transformers' layout (batch, tokens, heads, channels), which is a
+strided view for us. Times are medians of turns; a machine that is slow for a while is then slow for both, so read their
+ratio. The rate is that of products of 64 × 64 × 64 blocks; `apart` is the relative difference of outputs, or of the
+worst gradient."""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from linattn.cli.bench.measure import alternate
+from linattn.cli.bench.workloads import batched_products
+from linattn.ops import causal_delta_attention
+
+Operator = Callable[..., Tensor]
+
+HEADS = 8
+# stock's function, whether its decays are per channel, and the sizes (channels, tokens)
+OPERATORS: dict[str, tuple[Callable[..., Any], bool, tuple[tuple[int, int], ...]]] = {
+    "gated": (torch_chunk_gated_delta_rule, False, ((64, 2048), (64, 8192), (128, 8192))),
+    "kda": (chunk_kimi_delta_attention, True, ((64, 2048), (128, 2048))),
+}
+
+
+def inputs(n: int, d: int, per_channel: bool) -> list[Tensor]:
+    """Queries, keys, values, decays and β, (1, n, heads, …), as a model computes them."""
+    q, k, v = (torch.randn(1, n, HEADS, d) for _ in range(3))
+    log_decay = -0.5 * torch.rand(1, n, HEADS, *([d] if per_channel else []))
+    found = [normalize(q, dim=-1), normalize(k, dim=-1), v, log_decay, torch.rand(1, n, HEADS)]
+    return [x.requires_grad_() for x in found]
+
+
+def ours(*given: Tensor) -> Tensor:
+    """Scale queries by d^(−1/2), as stock does."""
+    q, k, v, log_decay, beta = (x.transpose(1, 2) for x in given)
+    return causal_delta_attention(q * q.shape[-1] ** -0.5, k, v, beta, log_decay=log_decay)[0].transpose(1, 2)
+
+
+def without_gradients(operator: Operator, given: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    def call() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (operator(*given),)
+
+    return call
+
+
+def with_gradients(operator: Operator, given: list[Tensor], upstream: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: torch.autograd.grad(operator(*given), given, upstream)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def measure(name: str, d: int, n: int, repeats: int) -> None:
+    function, per_channel, _ = OPERATORS[name]
+    given, upstream = inputs(n, d, per_channel), torch.randn(1, n, HEADS, d)
+
+    def stock(*tensors: Tensor) -> Tensor:
+        return function(*tensors)[0]
+
+    forward = {"stock": without_gradients(stock, given), "ours": without_gradients(ours, given)}
+    training = {"stock": with_gradients(stock, given, upstream), "ours": with_gradients(ours, given, upstream)}
+    products = batched_products("cpu", torch.float32)
+    for work, calls in (("forward", forward), ("training", training)):
+        apart = max(map(difference, calls["ours"](), calls["stock"]()))
+        times = alternate(calls | {"products": products.call}, repeats)
+        medians = {who: statistics.median(x) for who, x in times.items()}
+        each = {who: x / n / HEADS * 1e9 for who, x in medians.items()}
+        rate, ratio = products.flop / medians["products"] / 1e9, each["stock"] / each["ours"]
+        print(
+            f"{name:5}  d {d:3}  n {n:5,}  {work:8}  stock {each['stock']:9,.0f}  ours {each['ours']:7,.0f} "
+            f"ns per token and head  {ratio:6.1f} ×  rate {rate:4.0f} GFLOP/s  apart {apart:.0e}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(OPERATORS))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for name in options.only.split(","):
+        for d, n in OPERATORS[name][2]:
+            measure(name, d, n, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
