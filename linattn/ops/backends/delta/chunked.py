@@ -147,20 +147,20 @@ class Segment:
         """P and A, (B g+1 C C), the latter with a diagonal. A decay per head takes one product, and its weights."""
         if self.weights is not None:
             products = self.asking.flatten(1, 2) @ self.written.mT
-            return products.unflatten(1, self.asking.shape[1:3]) * self.weights
+            return products.unflatten(1, self.asking.shape[1:3]).mul_(self.weights)
         products = similarities(self.asking, self.written, self.decay)
         products.diagonal(dim1=-2, dim2=-1).add_((self.asking * self.written.unsqueeze(1)).sum(-1))
         return products
 
     def run(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return E (B C dv), the states that enter the chunks (B d dv), and the last: E = M (V − K⁺ S)."""
-        E, S_in = self.M @ self.v, S.new_empty(self.place.number, *S.shape)
-        each = zip(*(self.place.chunks(x) for x in (E, self.W, self.k_out, self.over)), S_in, strict=True)
-        for e, w, k_out, over, entering in each:
-            entering.copy_(S)
-            e.baddbmm_(w, S, alpha=-1)
-            S = torch.baddbmm(over * S, k_out.mT, e)
-        return E, S_in.flatten(0, 1), S
+        E, S_ends = self.M @ self.v, S.new_empty(self.place.number + 1, *S.shape)
+        S_ends[0] = S
+        each = zip(*(self.place.chunks(x) for x in (E, self.W, self.k_out, self.over)), strict=True)
+        for i, (e, w, k_out, over) in enumerate(each):
+            e.baddbmm_(w, S_ends[i], alpha=-1)
+            torch.mul(over, S_ends[i], out=S_ends[i + 1]).baddbmm_(k_out.mT, e)
+        return E, S_ends[:-1].flatten(0, 1), S_ends[-1]
 
     def outputs(self, E: Tensor, S_in: Tensor) -> Tensor:
         """(B gC dv)"""

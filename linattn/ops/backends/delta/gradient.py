@@ -25,7 +25,7 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     dk, dv, dbeta = (x.new_empty(spread(x, lead).shape) for x in (call.k, call.v, call.beta))
     dlog_decay = None if call.log_decay is None else dS.new_empty(spread(call.log_decay, lead).shape)
     totals = beside_tokens(dq, call), dk, dv, dbeta, dlog_decay
-    dy, dS = beside_tokens(dy, call), dS.reshape(S_saved.shape[1:])
+    dy, dS = beside_tokens(dy, call), dS.reshape(S_saved.shape[1:]).clone()
     for i, place in reversed(list(enumerate(cut(call)))):
         upstream = place.load(dy, dS.dtype).flatten(1, 2)
         *found, dS = _of_segment(Segment(call, place), S_saved[i], upstream, dS)
@@ -65,22 +65,22 @@ def _per_decay(x: Tensor, s: Segment) -> Tensor:
 def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dE, the gradients of the states that leave the chunks, and that of the state that enters the first."""
     chunks, dE, reads = s.place.chunks, s.P.mT @ dy, s.q_in.mT @ dy
-    leaving = dS.new_empty(s.place.number, *dS.shape)
-    each = zip(*map(chunks, (dE, s.k_out, s.over, reads, s.W)), leaving, strict=True)
-    for de, k_out, over, read, W, kept in reversed(list(each)):
-        kept.copy_(dS)
-        de.baddbmm_(k_out, dS)
+    ends = dS.new_empty(s.place.number + 1, *dS.shape)
+    ends[-1] = dS
+    each = list(zip(*map(chunks, (dE, s.k_out, s.over, reads, s.W)), strict=True))
+    for i, (de, k_out, over, read, W) in reversed(list(enumerate(each))):
+        de.baddbmm_(k_out, ends[i + 1])
         # W = M K⁺, so that Wᵀ dE = K⁺ᵀ X
-        dS = torch.baddbmm(torch.addcmul(read, over, dS), W.mT, de, alpha=-1)
-    return dE, leaving.flatten(0, 1), dS
+        torch.addcmul(read, over, ends[i + 1], out=ends[i]).baddbmm_(W.mT, de, alpha=-1)
+    return dE, ends[1:].flatten(0, 1), ends[0]
 
 
 def _of_products(s: Segment, dproducts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries and keys, of the keys times β, and of the decays through P and A."""
     if s.weights is not None:
-        G = (dproducts * s.weights).flatten(1, 2)
-        dasking = (G @ s.written).view(s.asking.shape)
-        return dasking, G.mT @ s.asking.flatten(1, 2), _crossing((dproducts * s.products).sum(1))
+        dlog_decay = _crossing((dproducts * s.products).sum(1))
+        G = dproducts.mul_(s.weights).flatten(1, 2)
+        return (G @ s.written).view(s.asking.shape), G.mT @ s.asking.flatten(1, 2), dlog_decay
     dasking, dwritten, dlog_decay = similarities_gradient(dproducts, s.asking, s.written, s.decay)
     same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     dasking.addcmul_(same, s.written.unsqueeze(1))
