@@ -89,11 +89,11 @@ def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int
     S, z = torch.zeros(batch, 4, d, d), torch.zeros(batch, 4, d)
     log_decay = torch.zeros(batch, 4, n) if extras else None
     key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras else None
-    call = CausalCall(q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", 1, False)
+    call = CausalCall(q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", False)
     causal_operators.gradient(call, (), causal_operators.forward(call, True))
     first = (x[..., :1, :] for x in (q, k, v))
     scalars = (None if x is None else x[..., :1] for x in (log_decay, key_mask))
-    causal_operators.forward(CausalCall(*first, S, z, *scalars, "output", "elu_plus_one", 1, False), False)
+    causal_operators.forward(CausalCall(*first, S, z, *scalars, "output", "elu_plus_one", False), False)
     keys = SumCall(k, v, key_mask, "elu_plus_one")
     sums = bidirectional_operators.sum_keys(keys, True)
     bidirectional_operators.sum_keys_gradient(keys, (), sums)

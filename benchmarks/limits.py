@@ -148,7 +148,6 @@ def options(repeats: int, n: int = 4096) -> Iterator[Row]:
         "plain": {},
         "a decay for each token": {"log_decay": -torch.rand(1, HEADS, n) / 10},
         "a key mask": {"key_mask": torch.rand(1, 1, n) < 0.7},
-        "a blindspot of 64": {"blindspot": 64},
         "each feature over its own sum": {"normalize": "keys"},
         "no denominator": {"normalize": None},
     }

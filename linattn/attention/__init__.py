@@ -2,6 +2,7 @@
 
 from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention, map_state
+from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.decay import Decay
 from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.attention.linear import LinearAttention
@@ -23,6 +24,7 @@ from linattn.attention.weights import attention_weights
 __all__ = [
     "ATTENTIONS",
     "AxialAttention",
+    "BlindspotAttention",
     "Decay",
     "FlooredFavorAttention",
     "InnerAttention",

@@ -1,111 +1,189 @@
-"""Linear attention with a blindspot for rows that have different numbers of tokens: each row's blocks count its own
-present tokens, so that padding moves no border between blocks."""
+"""A blindspot: tokens come in blocks, and a query sees only the blocks before its own, as `blindspot_size` has it in
+linear-attention-transformer. https://github.com/lucidrains/linear-attention-transformer"""
 
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.linear import causal_linear_attention
-from linattn.ops.state import LinearState
-
-
-class RaggedState(NamedTuple):
-    """The sums over the whole blocks, which queries see; those over the open block; and how many tokens it has."""
-
-    seen: LinearState
-    block: LinearState
-    held: Int[Tensor, "b hk"]
-    blindspot: int
-
-
-class _Tokens(NamedTuple):
-    """Features of queries (b hk g n f) and keys, values and decays (b hk 1 n …), and how many are present in each row:
-    the first ones."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    present: Tensor
+from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.attention.checks import checked_heads
+from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
+from linattn.feature_maps.base import Features
+from linattn.ops.backends.loopless import check_exported_length
+from linattn.ops.compaction import pack_heads
+from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.scale import running_scale
+from linattn.ops.state import LinearState, check_part
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
-def attend_in_ragged_blocks(
-    q: Float[Tensor, "b hk g n d"],
-    k: Float[Tensor, "b hk 1 n d"],
-    v: Float[Tensor, "b hk 1 n dv"],
-    state: LinearState | RaggedState | None,
-    *,
-    total: Int[Tensor, " b #hk"],
-    size: int,
-    log_decay: Float[Tensor, "*#b #n"] | None,
-    normalize: str | None,
-    feature_map: str,
-) -> tuple[Float[Tensor, "b hk g n dv"], RaggedState]:
-    """`causal_linear_attention` with a blindspot of `size`, where only the first `total` tokens of a row are present.
+class BlindspotState(NamedTuple):
+    """The inner state after the last complete block; the tokens of the open block, fewer than `size`."""
 
-    Step by step: in each, every row ends its open block, or as much of it as it has tokens for."""
-    n, width = k.shape[-2], min(size, k.shape[-2])
-    # keys are left out by making their features zero, so the features are needed themselves
-    q, k = ELEMENTWISE[feature_map].function(q), ELEMENTWISE[feature_map].function(k)
-    log_decay = k.new_zeros(()) if log_decay is None else log_decay
-    tokens = _Tokens(q, k, v, log_decay.expand(k.shape[:-1]), total.expand(k.shape[:2]))
-    state = _ragged(state, tokens, size)
-    if n == 0:
-        return v.expand(*q.shape[:3], -1, -1), state
-    first, outputs, done = state.held, [], torch.zeros_like(state.held)
-    for _ in range((n + size - 2) // size + 1):
-        count = torch.minimum(size - state.held, tokens.present - done).clamp(min=0)
-        y, state = _step(_slice(tokens, done, count, width), state, size, normalize)
-        outputs.append(y)
-        done = done + count
-    return _in_order(outputs, first, n, size), state
+    inner: LinearAttentionState
+    block: KeysAndValues
+    size: int
 
 
-def _ragged(state: LinearState | RaggedState | None, tokens: _Tokens, size: int) -> RaggedState:
-    """Make a ragged state of one whose rows have the same number of tokens, or of none."""
-    if isinstance(state, RaggedState):
-        return state
-    k, v = tokens.k[..., :0, :], tokens.v[..., :0, :]
-    zeros = causal_linear_attention(k, k, v, normalize=None)[1]
-    if state is None:
-        return RaggedState(zeros, zeros, torch.zeros_like(tokens.present), size)
-    block = zeros
-    if state.block_S is not None and state.block_z is not None:
-        block = LinearState(state.block_S, state.block_z)
-    held = torch.full_like(tokens.present, state.block_length)
-    return RaggedState(LinearState(state.S, state.z), block, held, size)
+@final
+class BlindspotAttention(InnerAttention):
+    """Causal linear attention that hides each query's own block: each `size` present tokens of a row are a block.
+
+    A query reads the state as it was when its block began, so that decays of its own block do not apply; they would
+    cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""
+
+    causal = True
+
+    def __init__(self, inner: LinearAttention, size: int):
+        super().__init__()
+        if not isinstance(inner, LinearAttention) or not inner.causal:
+            raise ValueError(f"a blindspot belongs to a causal LinearAttention, but this is {inner!r}")
+        if size < 2:
+            raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
+        self.inner, self.size = inner, size
+
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+        return self.extend(q, k, v, key_mask=key_mask)[0]
+
+    def extend(
+        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None = None, *, key_mask: KeyMask = None
+    ) -> tuple[Outputs, BlindspotState]:
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=BlindspotState, causal=True)
+        check_exported_length(k.shape[-2], "BlindspotAttention")
+        past, held = None, 0
+        if state is not None:
+            self._check_state(state, k, v)
+            past, block, _ = state
+            held, key_mask = block.k.shape[-2], _join_masks(block, k, key_mask)
+            k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
+        if key_mask is None:
+            y, past = self._attend(q, k, v, past, None)
+            return y, BlindspotState(past, _last_block(k, v, self.size), self.size)
+        # the queries of the open block were answered before
+        packed = pack_heads(F.pad(q, (0, 0, held, 0)), k, v, key_mask)
+        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total)
+        block = _last_blocks(packed.k, packed.v, packed.total, self.size)
+        return packed.unpack(y)[..., held:, :], BlindspotState(past, block, self.size)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor | None
+    ) -> tuple[Tensor, LinearAttentionState]:
+        """Attend from left-packed tokens, `total` per row (None: all). The keys begin with a block; the queries are the
+        last of their tokens."""
+        inner, n, count = self.inner, q.shape[-2], k.shape[-2] // self.size
+        states, last = self._states(k, v, past, count, total)
+        queries = inner.per_group(inner.feature_map.query(q), k.shape[1])
+        # without a complete block, all queries read one state
+        before, width = (k.shape[-2] - n, self.size) if count else (0, n)
+
+        def blocks(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, before, (count + 1) * width - before - n)).unflatten(-2, (count + 1, width))
+
+        log_scale = None if queries.log_scale is None else blocks(queries.log_scale.unsqueeze(-1)).squeeze(-1)
+        y = read(blocks(queries.x), states.sums, normalize=inner.normalize, feature_map=queries.function)
+        y = inner.rescaled(y, log_scale, states.log_scale).flatten(-3, -2)[..., before : before + n, :]
+        return y.flatten(1, 2).to(v.dtype), last
+
+    def _states(
+        self, k: Tensor, v: Tensor, past: LinearAttentionState | None, count: int, total: Tensor | None
+    ) -> tuple[LinearAttentionState, LinearAttentionState]:
+        """Return the states before each of `count` blocks and after the last, (b hk 1 count+1 …); and the last."""
+        size, key_mask = self.size, None
+        k, v = k[..., : count * size, :], v[..., : count * size, :]
+        if total is not None:
+            place = torch.arange(count * size, device=k.device)
+            key_mask = place < (total // size * size)[..., None, None]
+        keys, log_size = per_key_head(self._faded_keys(k), key_mask)
+        if past is not None:
+            self.inner.check_state(past, keys, v, scaled=log_size is not None)
+            if count == 0:
+                (S, z), log_scale = past
+                log_scale = None if log_scale is None else _finite(log_scale).unsqueeze(-1)
+                return LinearAttentionState(LinearState(S.unsqueeze(-3), z.unsqueeze(-2)), log_scale), past
+        start, scale, log_decay, largest = None, None, None, None
+        if log_size is not None:
+            tops = log_size.unflatten(-1, (count, size)).amax(-1)
+            start = tops.new_full((*tops.shape[:-1], 1), -torch.inf) if past is None else past.log_scale
+            scale, log_decay, largest = running_scale(tops, self._decay_per_block(tops, key_mask), start)
+        x = keys.relative_to(None if scale is None else scale.repeat_interleave(size, -1))
+        sums = summarize(
+            x.unflatten(-2, (count, size)),
+            v.unsqueeze(2).unflatten(-2, (count, size)),
+            key_mask=None if key_mask is None else key_mask.unflatten(-1, (count, size)),
+            feature_map=keys.function,
+        )
+        sums = _accumulate(sums, None if past is None else past.sums, log_decay)
+        last = LinearState(sums.S[..., -1, :, :].clone(), sums.z[..., -1, :].clone())
+        if start is not None and scale is not None:
+            scale = torch.cat([_finite(start), scale], -1).unsqueeze(-1)
+        return LinearAttentionState(sums, scale), LinearAttentionState(last, largest)
+
+    def _faded_keys(self, k: Tensor) -> Features:
+        """Return the features of the keys as they are when their block ends."""
+        keys = self.inner.feature_map.key(k)
+        if self.inner.decay is not None:
+            until = self.size - 1 - torch.arange(k.shape[-2], device=k.device) % self.size
+            log_scale = (until * self.inner.decay()).expand(k.shape[:-1])
+            keys = keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
+        return keys.scalable()
+
+    def _decay_per_block(self, tops: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return zeros without a decay, and for blocks that are not complete."""
+        if self.inner.decay is None:
+            return torch.zeros_like(tops)
+        log_decay = (self.size * self.inner.decay()).unsqueeze(-1).expand_as(tops)
+        return log_decay if key_mask is None else torch.where(key_mask[..., :: self.size], log_decay, 0)
+
+    def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
+        if state.size != self.size:
+            raise ValueError(f"the state was made with a blindspot of {state.size}, but here it is {self.size}")
+        for name, x, new in (("k", state.block.k, k), ("v", state.block.v, v)):
+            check_part(name, x, new.dtype, new.shape[1], x.shape[-2], new.shape[3])
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
 
 
-def _slice(tokens: _Tokens, start: Tensor, count: Tensor, width: int) -> _Tokens:
-    """`count` tokens of each row from `start`; what is beyond neither adds nor decays."""
-    places = torch.arange(width, device=start.device)
-    index = (start.unsqueeze(-1) + places).clamp(max=tokens.k.shape[-2] - 1).unsqueeze(2)
-    here = (places < count.unsqueeze(-1)).unsqueeze(2)
-    q, k, v = (torch.take_along_dim(x, index.unsqueeze(-1), -2) for x in (tokens.q, tokens.k, tokens.v))
-    log_decay = torch.where(here, torch.take_along_dim(tokens.log_decay, index, -1), 0)
-    return _Tokens(q, torch.where(here.unsqueeze(-1), k, 0), v, log_decay, count)
+def _finite(log_scale: Tensor) -> Tensor:
+    """Return zeros for −inf, the scale of no keys."""
+    return log_scale.masked_fill(log_scale == -torch.inf, 0)
 
 
-def _step(tokens: _Tokens, state: RaggedState, size: int, normalize: str | None) -> tuple[Tensor, RaggedState]:
-    """Queries read the whole blocks; keys join the open one, and with it the whole ones where it is full."""
-    q, k, v, log_decay, count = tokens
-    hidden = torch.zeros_like(k)
-    y, seen = causal_linear_attention(q, hidden, v, state.seen, log_decay=log_decay, normalize=normalize)
-    _, block = causal_linear_attention(k, k, v, state.block, log_decay=log_decay, normalize=None)
-    held = state.held + count
-    full = (held == size)[..., None, None]
-    joining = LinearState(torch.where(full[..., None], block.S, 0), torch.where(full, block.z, 0))
-    seen = LinearState(seen.S + joining.S, seen.z + joining.z)
-    return y, RaggedState(seen, LinearState(block.S - joining.S, block.z - joining.z), held % size, size)
+def _accumulate(sums: LinearState, start: LinearState | None, log_decay: Tensor | None) -> LinearState:
+    """Return start, then S_c = a_c S_{c-1} + ΔS_c for each block, likewise z: sums are values with a feature of one."""
+
+    def as_values(state: LinearState) -> Tensor:
+        return torch.cat([state.S, state.z.unsqueeze(-1)], -1).flatten(-2)
+
+    new, width = as_values(sums), sums.S.shape[-1] + 1
+    first = new.new_zeros(*new.shape[:-2], 1, new.shape[-1]) if start is None else as_values(start).unsqueeze(-2)
+    one, past = new.new_ones(new.shape[-2], 1), LinearState(first, torch.zeros_like(first[..., 0]))
+    after, _ = causal_linear_attention(one, one, new, past, log_decay=log_decay, normalize=None)
+    states = torch.cat([first, after], -2).unflatten(-1, (-1, width))
+    return LinearState(states[..., :-1], states[..., -1])
 
 
-def _in_order(outputs: list[Tensor], first: Tensor, n: int, size: int) -> Tensor:
-    """Order the steps' outputs by token; the first step began with `first` tokens in the open block."""
-    width = outputs[0].shape[-2]
-    index = torch.arange(n, device=first.device) + first.unsqueeze(-1)
-    begun = torch.where(index < size, first.unsqueeze(-1), 0)
-    place = (index // size * width + index % size - begun).clamp(max=len(outputs) * width - 1)
-    return torch.take_along_dim(torch.cat(outputs, -2), place[:, :, None, :, None], -2)
+def _last_block(k: Tensor, v: Tensor, size: int) -> KeysAndValues:
+    """Copy the tokens behind the complete blocks: a view would keep the whole sequence alive."""
+    end = k.shape[-2] // size * size
+    return KeysAndValues(k[..., end:, :].clone(), v[..., end:, :].clone(), None)
+
+
+def _last_blocks(k: Tensor, v: Tensor, total: Tensor, size: int) -> KeysAndValues:
+    """Do as `_last_block` where only the first `total` tokens of a row are present."""
+    n, total = k.shape[-2], total.unsqueeze(-1)
+    place = total // size * size + torch.arange(min(n, size - 1), device=k.device)
+    index = place.clamp(max=n - 1).unsqueeze(-1)
+    return KeysAndValues(torch.take_along_dim(k, index, -2), torch.take_along_dim(v, index, -2), place < total)
+
+
+def _join_masks(block: KeysAndValues, k: Tensor, key_mask: Tensor | None) -> Tensor | None:
+    """Return the mask of the open block's tokens and the next ones; None if all are present."""
+    if block.key_mask is None and key_mask is None:
+        return None
+    pairs = ((block.k, block.key_mask), (k, key_mask))
+    masks = [x.new_ones(1, 1, x.shape[-2], dtype=torch.bool) if mask is None else mask for x, mask in pairs]
+    heads = max(mask.shape[1] for mask in masks)
+    return torch.cat([mask.expand(k.shape[0], heads, -1) for mask in masks], -1)

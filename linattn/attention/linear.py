@@ -1,8 +1,6 @@
 """Linear attention on split heads: any feature map around the one operator.
 Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236"""
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -11,24 +9,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_queries
-from linattn.attention.blindspot import RaggedState, attend_in_ragged_blocks
 from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import finite_queries, pack_heads, without
+from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState, check_blindspot, check_part, checked_kind
+from linattn.ops.state import LinearState, check_part, checked_kind
 
 
 class LinearAttentionState(NamedTuple):
     """The sums over the past. Sums of features with a scale are divided by exp(log_scale), or, if causal, by the
     exponential of what `running_scale` derives from it."""
 
-    sums: LinearState | RaggedState
+    sums: LinearState
     log_scale: Float[Tensor, "b hk 1 1"] | None
 
 
@@ -37,7 +34,7 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j), over all j or, if causal, over j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade; `blindspot` of B > 1 hides a query's own block of B present tokens. The causal state has constant size."""
+    fade. The causal state has constant size."""
 
     def __init__(
         self,
@@ -46,19 +43,16 @@ class LinearAttention(InnerAttention):
         causal: bool = False,
         normalize: str | None = "default",
         decay: Decay | None = None,
-        blindspot: int = 1,
     ):
         super().__init__()
         feature_map = checked_feature_map(feature_map, FeatureMap)
-        if not causal and (decay is not None or blindspot != 1):
-            raise ValueError("decay and blindspot belong to causal attention, but causal is False")
-        if blindspot < 1:
-            raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
+        if not causal and decay is not None:
+            raise ValueError("a decay belongs to causal attention, but causal is False")
         normalize = feature_map.normalize if normalize == "default" else normalize
         if normalize not in NORMALIZATIONS:
             raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
         self.feature_map, self.decay = feature_map, decay
-        self.causal, self.normalize, self.blindspot = causal, normalize, blindspot
+        self.causal, self.normalize = causal, normalize
 
     def forward(
         self,
@@ -86,7 +80,7 @@ class LinearAttention(InnerAttention):
         if key_mask is not None:
             k, v = without(k, key_mask), without(v, key_mask)
         key_mask, top = _for_groups(key_mask), None
-        keys, log_size = _per_key_head(self.feature_map.key(k).scalable(), key_mask)
+        keys, log_size = per_key_head(self.feature_map.key(k).scalable(), key_mask)
         if log_size is not None:
             # the maximum over no keys is −inf, with a length of zero too
             top = F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
@@ -96,9 +90,9 @@ class LinearAttention(InnerAttention):
 
     def read(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
-        queries = self._per_group(self.feature_map.query(q), sums.z.shape[1])
+        queries = self.per_group(self.feature_map.query(q), sums.z.shape[1])
         y = read(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
-        return self._rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
+        return self.rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def extend(
         self,
@@ -112,40 +106,15 @@ class LinearAttention(InnerAttention):
         if not self.causal:
             return super().extend(q, k, v, state, key_mask=key_mask)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LinearAttentionState, causal=True)
-        ragged = state is not None and isinstance(state.sums, RaggedState)
-        if self.blindspot > 1 and (key_mask is not None or ragged):
-            return self._extend_ragged(q, k, v, state, key_mask)
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         key_mask = _for_groups(key_mask)
-        attend = partial(causal_linear_attention, key_mask=key_mask, normalize=self.normalize, blindspot=self.blindspot)
-        return self._extend(q, k, v, state, key_mask, attend)
-
-    def _extend_ragged(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearAttentionState]:
-        """Attend with a blindspot where the blocks of each sequence begin at different tokens."""
-        present = k.new_ones(k.shape[:-1], dtype=torch.bool) if key_mask is None else key_mask.expand(k.shape[:-1])
-        packed = pack_heads(q, k, v, present)
-        attend = partial(attend_in_ragged_blocks, total=packed.total, size=self.blindspot, normalize=self.normalize)
-        y, state = self._extend(packed.q, packed.k, packed.v, state, packed.real.unsqueeze(2), attend)
-        return packed.unpack(y), state
-
-    def _extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LinearAttentionState | None,
-        key_mask: Tensor | None,
-        attend: Callable[..., tuple[Tensor, LinearState | RaggedState]],
-    ) -> tuple[Tensor, LinearAttentionState]:
         queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
         if queries.function != keys.function:
             queries, keys = queries.evaluated(), keys.evaluated()
-        queries, (keys, log_size) = self._per_group(queries, k.shape[1]), _per_key_head(keys, key_mask)
+        queries, (keys, log_size) = self.per_group(queries, k.shape[1]), per_key_head(keys, key_mask)
         if state is not None:
-            self._check_state(state, keys, v, scaled=log_size is not None)
+            self.check_state(state, keys, v, scaled=log_size is not None)
         top, log_scale = None, None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if log_size is not None:
@@ -154,21 +123,25 @@ class LinearAttention(InnerAttention):
                 log_decay = torch.where(key_mask, log_decay, 0)
             start = None if state is None else state.log_scale
             top, log_decay, log_scale = running_scale(log_size, log_decay, start)
-        past = None if state is None else state.sums
-        y, sums = attend(
-            queries.x, keys.relative_to(top), v.unsqueeze(2), past, log_decay=log_decay, feature_map=keys.function
+        y, sums = causal_linear_attention(
+            queries.x,
+            keys.relative_to(top),
+            v.unsqueeze(2),
+            None if state is None else state.sums,
+            log_decay=log_decay,
+            key_mask=key_mask,
+            normalize=self.normalize,
+            feature_map=keys.function,
         )
-        y = self._rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
+        y = self.rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
 
-    def _check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
-        sums, dtype, hk = state.sums, accumulator(v.dtype), v.shape[1]
-        check_blindspot(sums.blindspot, self.blindspot)
-        seen = sums.seen if isinstance(sums, RaggedState) else checked_kind(sums, LinearState)
-        check_part("sums", seen.S, dtype, hk, 1, keys.x.shape[-1], v.shape[-1])
+    def check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
+        sums, dtype, hk = checked_kind(state.sums, LinearState), accumulator(v.dtype), v.shape[1]
+        check_part("sums", sums.S, dtype, hk, 1, keys.x.shape[-1], v.shape[-1])
         check_part("log_scale", state.log_scale, dtype if scaled else None, hk, 1, 1)
 
-    def _per_group(self, queries: Features, num_key_heads: int) -> Features:
+    def per_group(self, queries: Features, num_key_heads: int) -> Features:
         """Group the queries by key head, (b hk g n f). Maps see them ungrouped, as they may have weights per head."""
         if self.normalize == "output":
             # the scale of a query cancels
@@ -181,7 +154,7 @@ class LinearAttention(InnerAttention):
         log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
         return Features(group_queries(x, num_key_heads), log_scale, function)
 
-    def _rescaled(self, y: Tensor, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
+    def rescaled(self, y: Tensor, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
         """Multiply the scales back: none for "output", where they cancel; that of queries for "keys"; both for None."""
         scales = [query_scale] if self.normalize == "keys" else [query_scale, key_scale]
         scales = [scale for scale in scales if scale is not None]
@@ -190,14 +163,14 @@ class LinearAttention(InnerAttention):
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"causal={self.causal}, normalize={self.normalize!r}, blindspot={self.blindspot}"
+        return f"causal={self.causal}, normalize={self.normalize!r}"
 
 
 def _for_groups(key_mask: Tensor | None) -> Tensor | None:
     return None if key_mask is None else key_mask.unsqueeze(2)
 
 
-def _per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
+def per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
     """Add the dimension of the group, (b hk 1 n f). The second result is `log_size`, −inf where a key is missing."""
     x, log_scale, function = keys
     log_scale = None if log_scale is None else log_scale.unsqueeze(2)

@@ -9,7 +9,7 @@ from linattn.ops.backends import CausalCall
 from linattn.ops.backends.base import accumulator
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
-from linattn.ops.state import LinearState, check_blindspot, checked_kind
+from linattn.ops.state import LinearState, checked_kind
 
 NORMALIZATIONS = ("output", "keys", None)
 
@@ -100,22 +100,19 @@ def causal_call(
     key_mask: Tensor | None,
     normalize: str | None,
     feature_map: str,
-    blindspot: int,
 ) -> CausalCall:
     """Align a call: the state gets the leading dimensions of k and v, queries those of all; the rest broadcasts."""
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    if blindspot < 1:
-        raise ValueError(f"blindspot must be a number of tokens, at least 1, but is {blindspot}")
     if state is not None:
-        check_blindspot(checked_kind(state, LinearState).blindspot, blindspot)
+        checked_kind(state, LinearState)
     n, f = k.shape[-2:]
     if log_decay is None and key_mask is None and q.shape == k.shape and k.shape[:-1] == v.shape[:-1]:
         # nothing to align in the loop of generation, where checking costs as much as computing
         lead = k.shape[:-2]
         if state is None or state.S.shape[:-2] == lead == state.z.shape[:-1]:
             S, z = _start(k, v, lead, state)
-            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, blindspot, state is None)
+            return CausalCall(q, k, v, S, z, None, None, normalize, feature_map, state is None)
     sides = {"k": k.shape[:-2], "v": v.shape[:-2]}
     key_mask = checked_mask(k, key_mask)
     if key_mask is not None:
@@ -135,7 +132,7 @@ def causal_call(
     if log_decay is not None:
         log_decay = align(checked_decay(log_decay), len(lead) + 1)
     q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
-    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, blindspot, state is None)
+    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
 
 
 def _start(k: Tensor, v: Tensor, lead: tuple[int, ...], state: LinearState | None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ def explain_backend(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
-    blindspot: int = 1,
 ) -> str:
     """Describe in one line per backend what `causal_linear_attention` (or `linear_attention`) does with these
     arguments.
@@ -28,5 +27,5 @@ def explain_backend(
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if is_causal:
-        return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot))
+        return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map))
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from linattn.ops.arguments import broadcast, causal_call, check_sums, checked, checked_mask, shape
 from linattn.ops.backends import CAUSAL, READ, SUM_KEYS, ReadCall, SumCall
-from linattn.ops.blindspot import run_in_blocks
-from linattn.ops.state import LinearState, check_blindspot, checked_kind
+from linattn.ops.state import LinearState, checked_kind
 
 
 def causal_linear_attention(
@@ -23,7 +22,6 @@ def causal_linear_attention(
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
-    blindspot: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
     """Attend from each query to the keys up to its own, and to those summed in `state`.
@@ -33,18 +31,14 @@ def causal_linear_attention(
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
-    it would wait. A query that sees no key gets zeros. With a blindspot of B > 1, tokens come in blocks of B, counted
-    from the first (masked ones too), and a query sees only the blocks before its own. The state is float32, or float64
-    for float64 inputs.
+    it would wait. A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
 
     NaN in a present token reaches the tokens of its chunk and all later ones, also those of later sequences of a packed
     batch. Mask a document that may hold any: what a masked token holds reaches nothing.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     q, k, v = checked(q, k, v, normalize, feature_map)
-    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map, blindspot)
-    if blindspot > 1:
-        return run_in_blocks(call, state, backend)
+    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
     if call.q.ndim > 2:
         y, S, z = CAUSAL(call, backend)
     else:
@@ -97,8 +91,7 @@ def read(
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays."""
-    S, z = checked_kind(state, LinearState)[:2]
-    check_blindspot(state.blindspot, 1)
+    S, z = checked_kind(state, LinearState)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
         raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")

@@ -10,14 +10,10 @@ _State = TypeVar("_State")
 
 
 class LinearState(NamedTuple):
-    """The sums over the tokens seen so far. With a blindspot, the block that no query sees yet has sums of its own."""
+    """The sums over the tokens seen so far."""
 
     S: Float[Tensor, "*b f dv"]
     z: Float[Tensor, "*b f"]
-    block_S: Float[Tensor, "*b f dv"] | None = None
-    block_z: Float[Tensor, "*b f"] | None = None
-    block_length: int = 0
-    blindspot: int | None = None
 
 
 def checked_kind(state: Any, kind: type[_State]) -> _State:
@@ -49,9 +45,3 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
             f"the state's {name} must be {wanted} for this layer and these inputs, but is {came}: "
             "it was made with other options or from other inputs"
         )
-
-
-def check_blindspot(made: int | None, blindspot: int) -> None:
-    """Raise ValueError for another blindspot. Sums without a block (None) are a past for any."""
-    if made not in (None, blindspot):
-        raise ValueError(f"the state was made with a blindspot of {made}, but here it is {blindspot}")

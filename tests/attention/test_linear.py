@@ -1,4 +1,4 @@
-"""Linear attention's own laws: features at any size, decay, blindspot, rotary features. What every attention obeys is
+"""Linear attention's own laws: features at any size, decay, rotary features. What every attention obeys is
 in test_laws.py."""
 
 import itertools
@@ -26,8 +26,11 @@ def feature_map(name: str) -> FeatureMap:
     return FEATURE_MAPS[name](CHANNELS, HEADS, KEY_HEADS).double()
 
 
-def definition(attention: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
-    """The matrix of similarities, its scales kept as logarithms and brought into range query by query."""
+def definition(
+    attention: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, *, size: int = 1
+) -> Tensor:
+    """The matrix of similarities, its scales kept as logarithms and brought into range query by query. With a blindspot
+    of `size` > 1, a query sees what its block began with."""
     n, groups = q.shape[2], q.shape[1] // k.shape[1]
     q, q_scale, _ = attention.feature_map.query(q).evaluated()
     k, k_scale, _ = attention.feature_map.key(k).evaluated()
@@ -35,13 +38,15 @@ def definition(attention: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_
     log_weight = torch.zeros(2, HEADS, n, n, dtype=q.dtype)
     if k_scale is not None:
         log_weight = log_weight + k_scale.repeat_interleave(groups, 1).unsqueeze(-2)
+    # masked tokens are none of a block's
+    i, place = torch.arange(n), key_mask.cumsum(-1) - 1
+    block = place // size
     if attention.decay is not None:
-        age = key_mask.cumsum(-1).unsqueeze(-1) - key_mask.cumsum(-1).unsqueeze(-2)
+        now = place if size == 1 else block * size - 1
+        age = now.unsqueeze(-1) - place.unsqueeze(-2)
         log_weight = log_weight + attention.decay().repeat_interleave(groups, 0).unsqueeze(-1) * age
     if attention.causal:
-        # masked tokens are none of a block's
-        i, block = torch.arange(n), (key_mask.cumsum(-1) - 1) // attention.blindspot
-        seen = block.unsqueeze(-1) > block.unsqueeze(-2) if attention.blindspot > 1 else i[:, None] >= i
+        seen = block.unsqueeze(-1) > block.unsqueeze(-2) if size > 1 else i[:, None] >= i
         log_weight = log_weight.masked_fill(~seen, -torch.inf)
     log_weight = log_weight.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
     top = log_weight.amax(-1, keepdim=True).nan_to_num(neginf=0)
@@ -111,12 +116,11 @@ def test_queries_and_keys_may_have_any_functions_and_scales(
 
 @pytest.mark.parametrize("name", ["identity", "elu", "exp", "favor", "efficient"])
 @pytest.mark.parametrize("options", [{}, {"learned": True}], ids=["fixed", "learned"])
-@pytest.mark.parametrize("blindspot", [1, 5])
-def test_decay_and_blindspot_agree_with_the_definition(name: str, options: dict[str, Any], blindspot: int) -> None:
+def test_a_decay_agrees_with_the_definition(name: str, options: dict[str, Any]) -> None:
     decay = Decay(KEY_HEADS, **options).double()
     # identity features have no positive sum to be normalised by
     normalize = None if name == "identity" else "default"
-    attention = LinearAttention(feature_map(name), causal=True, decay=decay, normalize=normalize, blindspot=blindspot)
+    attention = LinearAttention(feature_map(name), causal=True, decay=decay, normalize=normalize)
     inputs, mask = heads(80), laws.masks(80)["holes"]
     expected, present = definition(attention, *inputs, mask), mask.expand(-1, HEADS, -1)
     assert_close(attention(*inputs, key_mask=mask)[present], expected[present], rtol=1e-6, atol=1e-9)
@@ -220,9 +224,7 @@ def test_rotary_features_make_the_whole_of_pieces() -> None:
     ("options", "message"),
     [
         ({"normalize": "rows"}, "normalize must be"),
-        ({"decay": Decay(2)}, "belong to causal attention"),
-        ({"blindspot": 8}, "belong to causal attention"),
-        ({"causal": True, "blindspot": 0}, "at least 1"),
+        ({"decay": Decay(2)}, "belongs to causal attention"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -241,44 +243,3 @@ def test_what_rotary_features_cannot_do_is_refused() -> None:
         attention(q[:, :, :5], k, v)
     with pytest.raises(NotImplementedError, match="not causal"):
         attention.extend(q, k, v)
-
-
-BLIND = [("elu", {}), ("efficient", {"normalize": "output"}), ("exp", {"normalize": None})]
-every_blind = pytest.mark.parametrize(("name", "options"), BLIND, ids=str)
-
-
-def blind(name: str, options: dict[str, Any], size: int, decays: bool) -> LinearAttention:
-    decay = Decay(2) if decays else None
-    return LinearAttention(feature_map(name), causal=True, blindspot=size, decay=decay, **options).double()
-
-
-@every_blind
-@pytest.mark.parametrize(("size", "decays"), [(3, True), (8, False), (50, True)])
-@pytest.mark.parametrize("where", ["left", "right", "holes", "all"])
-def test_with_a_blindspot_a_masked_key_is_a_missing_key(name, options, size, decays, where):
-    """Also where sequences go on, first masked, then not, and as a state of equal rows becomes one of unequal ones."""
-    attention, parts, mask = blind(name, options, size, decays), heads(40), laws.masks(40)[where]
-    mask[..., :10] = True
-    whole = [attention(*(x[row : row + 1, :, mask[row, 0]] for x in parts)) for row in range(2)]
-    state, pieces = None, []
-    for start, stop in ((0, 0), (0, 10), (10, 12), (12, 13), (13, 13), (13, 40)):
-        q, k, v = (x[..., start:stop, :] for x in parts)
-        y, state = attention.extend(q, k, v, state, key_mask=mask[..., start:stop] if start else None)
-        pieces.append(y)
-    together, masked = torch.cat(pieces, -2), attention(*parts, key_mask=mask)
-    more = heads(11)
-    new, _ = attention.extend(*more, state)
-    for row in range(2):
-        kept = mask[row, 0]
-        assert_close(together[row : row + 1, :, kept], whole[row])
-        assert_close(masked[row : row + 1, :, kept], whole[row])
-        longer = [
-            torch.cat([x[row : row + 1, :, kept], y[row : row + 1]], -2) for x, y in zip(parts, more, strict=True)
-        ]
-        assert_close(new[row : row + 1], attention(*longer)[..., -11:, :])
-
-
-def test_ragged_blocks_have_gradients():
-    attention, mask = blind("efficient", {}, 3, True), torch.rand(2, 1, 5) < 0.7
-    parts = [x.requires_grad_() for x in heads(5)]
-    assert torch.autograd.gradcheck(lambda *parts: attention(*parts, key_mask=mask), parts, fast_mode=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.testing import assert_close
 
-from linattn.attention import AxialAttention, LinearAttention, named_attention
+from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, named_attention
 from linattn.attention.named import ATTENTIONS
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
@@ -100,7 +100,7 @@ def test_masks(name: str, causal: bool) -> None:
     ("name", "inner"),
     [
         ("AxialAttention", AxialAttention(LinearAttention(ELU, causal=True), 6)),
-        ("blindspot", LinearAttention(ELU, causal=True, blindspot=4)),
+        ("BlindspotAttention", BlindspotAttention(LinearAttention(ELU, causal=True), 4)),
     ],
 )
 def test_what_is_exported_for_one_length_only_says_so(name: str, inner: nn.Module) -> None:

@@ -73,14 +73,13 @@ def test_a_graph_of_any_length_gives_the_same_gradients() -> None:
         assert_close(torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
 
 
-@pytest.mark.parametrize("blindspot", [1, 16])
 @pytest.mark.parametrize("n", [1, 70, 600])
-def test_whole_operators_tell_their_shapes(n: int, blindspot: int) -> None:
+def test_whole_operators_tell_their_shapes(n: int) -> None:
     (q, k, v), mask = tokens(n), masks(n)["holes"].expand(2, 3, n)
     S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
     operators = torch.ops.linattn
     for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
-        call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", blindspot, False)
+        call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", False)
         torch.library.opcheck(operators.causal_chunked.default, (*call, save))
         results = operators.causal_chunked(*call, save)
         upstream = tuple(torch.randn_like(x) for x in results[:3])

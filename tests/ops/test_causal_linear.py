@@ -1,4 +1,4 @@
-"""The laws of `causal_linear_attention`, over its backends, normalisations, decays, elementwise maps and blindspots."""
+"""The laws of `causal_linear_attention`, over its backends, normalisations, decays and elementwise maps."""
 
 import itertools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def run(
 
 
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, key_mask: Tensor, normalize: str | None, blindspot: int
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, key_mask: Tensor, normalize: str | None
 ) -> Tensor:
     """Row by row, from the formula: weights of each key at each query, masked tokens taken out."""
     y = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
@@ -58,8 +58,7 @@ def definition(
         for i in range(q.shape[-2]):
             weights = torch.zeros(q.shape[-2], dtype=q.dtype)
             for j in range(i + 1):
-                seen = j <= i if blindspot == 1 else j // blindspot < i // blindspot
-                if seen and present[j]:
+                if present[j]:
                     weights[j] = log_decay[row, head, j + 1 : i + 1][present[j + 1 : i + 1]].sum().exp()
             features = weights[:, None] * k[row, head]
             query = q[row, head, i]
@@ -73,14 +72,13 @@ def definition(
 
 @every_backend
 @every_normalization
-@pytest.mark.parametrize("blindspot", [1, 3, 8])
-def test_agrees_with_the_formula(backend: str, normalize: str | None, blindspot: int) -> None:
+def test_agrees_with_the_formula(backend: str, normalize: str | None) -> None:
     q, k, v = tokens(20, positive=True)
     log_decay = -torch.rand(2, 3, 20, dtype=q.dtype)
     log_decay[0, 0, 11] = -torch.inf
     options = {"log_decay": log_decay, "key_mask": laws.masks(20)["holes"], "normalize": normalize}
-    y, _ = run(q, k, v, backend=backend, blindspot=blindspot, **options)
-    assert_close(y, definition(q, k, v, blindspot=blindspot, **options))
+    y, _ = run(q, k, v, backend=backend, **options)
+    assert_close(y, definition(q, k, v, **options))
 
 
 def everything(backend: str, n: int, *, decayed: bool = True, **options: Any) -> list[Tensor]:
@@ -122,16 +120,6 @@ def test_without_decay_it_agrees_with_the_definition_too(normalize: str | None, 
         assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("blindspot", [2, 7, 64, 100])
-@every_normalization
-def test_a_blindspot_agrees_with_the_definition(blindspot: int, normalize: str | None) -> None:
-    for n in (1, 65, 200, 1100):
-        options = {"normalize": normalize, "blindspot": blindspot}
-        chunked, reference = (everything(backend, n, **options) for backend in ("chunked", "reference"))
-        for ours, theirs in zip(chunked, reference, strict=True):
-            assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize("feature_map", ELEMENTWISE)
 @every_backend
 def test_a_map_by_name_is_the_map_outside(feature_map: str, backend: str) -> None:
@@ -161,26 +149,7 @@ def test_pieces_make_the_whole(backend: str, normalize: str | None, cuts: tuple[
         ys.append(y)
     assert state is not None
     assert_close(torch.cat(ys, -2), whole)
-    assert_close(state[:2], end[:2])
-
-
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-@every_normalization
-@pytest.mark.parametrize("cuts", [(1, 2, 3, 4, 5, 6, 7, 8, 9), (64,), (20, 21), (3, 67, 150)])
-def test_pieces_make_the_whole_with_a_blindspot(backend: str, normalize: str | None, cuts: tuple[int, ...]) -> None:
-    q, k, v = tokens(200, positive=True)
-    log_decay = -torch.rand(2, 3, 200, dtype=q.dtype)
-    options = {"backend": backend, "normalize": normalize, "blindspot": 7}
-    whole, end = causal_linear_attention(q, k, v, log_decay=log_decay, **options)
-    ys, state = [], None
-    for start, stop in itertools.pairwise((0, *cuts, 200)):
-        part = [x[..., start:stop, :] for x in (q, k, v)]
-        y, state = causal_linear_attention(*part, state, log_decay=log_decay[..., start:stop], **options)
-        ys.append(y)
-    assert state is not None
-    assert_close(torch.cat(ys, -2), whole)
-    for ours, theirs in zip(state, end, strict=True):
-        assert_close(ours, theirs)
+    assert_close(state, end)
 
 
 @every_backend
@@ -417,11 +386,9 @@ def test_bfloat16_decoding_stays_with_the_float64_run() -> None:
 def test_the_state_has_one_size() -> None:
     sizes = set()
     for n in (0, 1, 64, 1000):
-        for blindspot in (1, 64):
-            q, k, v = tokens(n)
-            _, state = causal_linear_attention(q, k, v, blindspot=blindspot)
-            sizes.add((blindspot, *(tuple(x.shape) for x in state if isinstance(x, Tensor))))
-    assert len(sizes) == 2
+        _, state = causal_linear_attention(*tokens(n))
+        sizes.add(tuple(tuple(x.shape) for x in state))
+    assert len(sizes) == 1
 
 
 def test_training_saves_no_more_than_inputs_and_a_state_per_segment() -> None:
@@ -465,7 +432,6 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: 
         ({"feature_map": "elu"}, ValueError, "one of identity, elu_plus_one"),
         ({"backend": "cuda"}, ValueError, "one of triton, recurrent, dense, chunked, loopless, ref"),
         ({"backend": "recurrent"}, NotImplementedError, "recurrent: takes one token at a time"),
-        ({"blindspot": 0}, ValueError, "at least 1"),
         ({"key_mask": torch.ones(2, 1, 10)}, ValueError, "boolean"),
         ({"key_mask": torch.ones(2, 1, 9, dtype=torch.bool)}, ValueError, r"key_mask must be \(..., 10\)"),
         ({"log_decay": torch.zeros(2, 3, 4)}, ValueError, r"log_decay must be \(..., 10\)"),

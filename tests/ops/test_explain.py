@@ -15,9 +15,9 @@ def choice(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("n", "options", "expected"),
-    [(5, {}, "dense"), (200, {}, "chunked"), (1, {}, "recurrent"), (1, {"blindspot": 4}, "chunked")],
+    [(5, {}, "dense"), (200, {}, "chunked"), (1, {}, "recurrent"), (5, {"normalize": "keys"}, "chunked")],
 )
-def test_it_names_the_backend_that_runs(n: int, options: dict[str, int], expected: str) -> None:
+def test_it_names_the_backend_that_runs(n: int, options: dict[str, str], expected: str) -> None:
     text = explain_backend(*tokens(n), **options)
     assert choice(text) == expected
     assert text.splitlines()[0] == "triton: needs CUDA tensors, but they are on cpu"

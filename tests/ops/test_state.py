@@ -5,32 +5,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, causal_linear_attention, explain_backend, read
+from linattn.ops import LinearState, causal_linear_attention, read
 from linattn.ops.backends import CAUSAL
 from tests.laws import tokens
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name not in ("triton", "dense")])
-BLINDSPOTS = (1, 2, 4, 7)
-
-
-@pytest.mark.parametrize("made", BLINDSPOTS)
-@pytest.mark.parametrize("used", BLINDSPOTS)
-@pytest.mark.parametrize("n", [0, 4, 5])
-def test_a_state_of_another_blindspot_is_refused(made: int, used: int, n: int) -> None:
-    """However many tokens its open block has."""
-    q, k, v = tokens(n, positive=True)
-    _, state = causal_linear_attention(q, k, v, blindspot=made)
-    for call in (causal_linear_attention, explain_backend):
-        if made in (1, used):
-            # sums without a block are the past of any call
-            call(q, k, v, state, blindspot=used)
-        else:
-            with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is {used}"):
-                call(q, k, v, state, blindspot=used)
-    if made != 1:
-        with pytest.raises(ValueError, match=f"made with a blindspot of {made}, but here it is 1"):
-            read(q, state)
 
 
 def a_state(*lead: int, f: int = 5, dv: int = 3, dtype: torch.dtype = torch.float64) -> LinearState:

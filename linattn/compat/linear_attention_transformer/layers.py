@@ -9,6 +9,7 @@ from torch import nn
 
 from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
+from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import LearnedProjection, LinformerAttention
 from linattn.attention.local import LocalAttention
@@ -130,7 +131,8 @@ class Layers:
     def _global(self) -> InnerAttention:
         if self.linformer_settings is not None:
             return _linformer(self.max_seq_len, self.linformer_settings.k)
-        return _efficient(self.causal, self.blindspot_size)
+        linear = _efficient(self.causal)
+        return linear if self.blindspot_size == 1 else BlindspotAttention(linear, self.blindspot_size)
 
     def _axial_attention(self) -> MultiheadAttention:
         # dim / heads whatever dim_head is, so that the package's weights fit
@@ -143,10 +145,10 @@ class Layers:
         return self._attention(inner, self.channels, context=True)
 
 
-def _efficient(causal: bool, blindspot: int = 1) -> LinearAttention:
+def _efficient(causal: bool) -> LinearAttention:
     """Return the package's linear attention. The causal one normalises the output, the other one each key feature."""
     normalize = "output" if causal else "keys"
-    return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize, blindspot=blindspot)
+    return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize)
 
 
 def _linformer(longest: int, projected: int) -> LinformerAttention:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
+from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.rotary import RotaryAttention
 from linattn.attention.split_heads import SplitHeads
@@ -73,7 +74,7 @@ def _turn_linear_heads(module: MultiheadAttention) -> None:
 
 
 def _with_rotary(inner: InnerAttention) -> InnerAttention:
-    return RotaryAttention(inner) if isinstance(inner, LinearAttention) else inner
+    return RotaryAttention(inner) if isinstance(inner, LinearAttention | BlindspotAttention) else inner
 
 
 def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Iterator[Move]:

@@ -21,7 +21,6 @@ class CausalCall(NamedTuple):
     key_mask: Tensor | None
     normalize: str | None
     feature_map: str
-    blindspot: int
     fresh: bool
 
 

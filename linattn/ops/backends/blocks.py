@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.ops.backends import reference
 from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.memory import Workspace
 from linattn.ops.elementwise import ELEMENTWISE
@@ -44,7 +43,7 @@ class Tile(NamedTuple):
 class Block(NamedTuple):
     """Features and values of one block in the accumulation dtype. Its c chunks of b sequences stand one after another
     in memory, so that every product is one of three-dimensional batches: k (cb C f), v (cb C dv), and q (cb gC f) with
-    the g queries that share a key. `blind`: a blindspot hides every key of a query's own chunk."""
+    the g queries that share a key."""
 
     q: Tensor
     k: Tensor
@@ -52,9 +51,7 @@ class Block(NamedTuple):
     chunks: int
     nonnegative: bool
     missing: Tensor | None
-    visible: Tensor | None
     decay: Decay | None
-    blind: bool
 
 
 def rows_of(x: Tensor, rows: slice) -> Tensor:
@@ -63,13 +60,10 @@ def rows_of(x: Tensor, rows: slice) -> Tensor:
 
 
 def chunk_length(call: CausalCall) -> int:
-    """Half the shorter side of a state, as a power of two from 16 to 64; with a blindspot, one of its blocks, or more
-    of them if they are short."""
+    """Return half the shorter side of a state, as a power of two from 16 to 64."""
     length = SHORTEST
     while length < min(LONGEST, min(call.S.shape[-2:]) / 2):
         length *= 2
-    if call.blindspot > 1:
-        return call.blindspot if call.blindspot >= SHORTEST else call.blindspot * (length // call.blindspot)
     return min(length, max(1, call.q.shape[-2]))
 
 
@@ -139,12 +133,12 @@ def spread_keys(call: CausalCall) -> CausalCall:
     return call._replace(k=spread(call.k), v=spread(call.v), log_decay=log_decay, key_mask=key_mask)
 
 
-def decay_weights(log_decay: Tensor, visible: Tensor, chunks: int) -> Decay:
+def decay_weights(log_decay: Tensor, chunks: int) -> Decay:
     """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     fresh = log_decay == -torch.inf
     total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
-    same = (count.unsqueeze(-1) == count.unsqueeze(-2)) & visible
+    same = (count.unsqueeze(-1) == count.unsqueeze(-2)).tril_()
     inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~same, -torch.inf)
     since = total.masked_fill(count > 0, -torch.inf)
     until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
@@ -158,7 +152,7 @@ def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
     phi, nonnegative = ELEMENTWISE[call.feature_map].overwrite, ELEMENTWISE[call.feature_map].nonnegative
     q, k = (phi(x, work.scratch(x)) for x in (of_queries(call.q, tile, work, "q"), of_keys(call.k, tile, work, "k")))
     v = of_keys(call.v, tile, work, "v")
-    visible, decay, missing = None, None, None
+    decay, missing = None, None
     if call.key_mask is not None:
         missing = ~chunks(call.key_mask, tile).flatten(0, -3)
         k.masked_fill_(missing, 0)
@@ -166,14 +160,10 @@ def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
         # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
         asking = q.unflatten(1, (-1, tile.chunk))
         asking.masked_fill_(missing.unsqueeze(1) & ~asking.sum(-1, keepdim=True).isfinite(), 0)
-    if call.blindspot > 1 or call.log_decay is not None:
-        visible = reference.visible(tile.chunk, call.blindspot, k.device)
-    if call.log_decay is not None and visible is not None:
+    if call.log_decay is not None:
         log_decay = chunks(call.log_decay, tile).to(k.dtype).flatten(0, -3).squeeze(-1)
-        decay = decay_weights(log_decay, visible, tile.chunks)
-    # the lower triangle has an operation of its own, faster than a mask
-    visible, blind = (visible, tile.chunk <= call.blindspot) if call.blindspot > 1 else (None, False)
-    return Block(q, k, v, tile.chunks, nonnegative, missing, visible, decay, blind)
+        decay = decay_weights(log_decay, tile.chunks)
+    return Block(q, k, v, tile.chunks, nonnegative, missing, decay)
 
 
 def write(total: Tensor, tile: Tile, part: Tensor) -> None:

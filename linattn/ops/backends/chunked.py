@@ -56,7 +56,7 @@ def _weigh(A: Tensor, block: Block) -> Tensor:
     parts = _per_group(A, block)
     if block.decay is not None:
         parts.mul_(block.decay.inside)
-    parts.tril_() if block.visible is None else parts.masked_fill_(~block.visible, 0)
+    parts.tril_()
     return A
 
 
@@ -109,17 +109,14 @@ def _states(block: Block, state: tuple[Tensor, Tensor], work: Workspace) -> Ends
     return ends
 
 
-def _denominator(A: Tensor | None, q_in: Tensor, z_in: Tensor, block: Block, work: Workspace) -> Tensor:
-    total = _dot(q_in, z_in, work)
-    if A is not None:
-        total = A.sum(-1, keepdim=True).add_(total)
+def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, block: Block, work: Workspace) -> Tensor:
+    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, work))
     return infinite_if_none(total, nonnegative=block.nonnegative)
 
 
 def _key_sums(block: Block, z_in: Tensor) -> Tensor:
     """z_i, the sum of the keys that each query sees, (cb C f)."""
-    before = _since(z_in.expand_as(block.k), block)
-    return before if block.blind else before + _weights(block) @ block.k
+    return _since(z_in.expand_as(block.k), block) + _weights(block) @ block.k
 
 
 def _over_key_sums(x: Tensor, total: Tensor, block: Block) -> Tensor:
@@ -130,9 +127,9 @@ def _product(a: Tensor, b: Tensor, work: Workspace, name: str) -> Tensor:
     return work(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
 
 
-def _similarities(q: Tensor, block: Block, work: Workspace) -> Tensor | None:
-    """A = q kᵀ ∘ D; None where no query sees a key of its own chunk."""
-    return None if block.blind else _weigh(_product(q, block.k.mT, work, "A"), block)
+def _similarities(q: Tensor, block: Block, work: Workspace) -> Tensor:
+    """A = q kᵀ ∘ D"""
+    return _weigh(_product(q, block.k.mT, work, "A"), block)
 
 
 def _outputs(block: Block, ends: Ends, normalize: str | None, work: Workspace) -> Tensor:
@@ -141,7 +138,7 @@ def _outputs(block: Block, ends: Ends, normalize: str | None, work: Workspace) -
     if normalize == "keys":
         q = _over_key_sums(q, _key_sums(block, z_in), block)
     A, q_in = _similarities(q, block, work), _since(q, block)
-    y = _product(q_in, S_in, work, "y") if A is None else _product(A, block.v, work, "y").baddbmm_(q_in, S_in)
+    y = _product(A, block.v, work, "y").baddbmm_(q_in, S_in)
     return y.div_(_denominator(A, q_in, z_in, block, work)) if normalize == "output" else y
 
 
@@ -194,8 +191,8 @@ class Shared(NamedTuple):
     """Tensors that the gradients of keys need and those of queries computed."""
 
     dN: Tensor  # gradient of the numerator, (cb gC dv)
-    G: Tensor | None  # gradient of q kᵀ, (cb gC C); None where no query sees a key of its own chunk
-    A: Tensor | None  # D ∘ q kᵀ, (cb gC C); likewise
+    G: Tensor  # gradient of q kᵀ, (cb gC C)
+    A: Tensor  # D ∘ q kᵀ, (cb gC C)
     q: Tensor  # queries as the keys meet them: over the key sums with "keys", (cb gC f)
     q_in: Tensor  # the same, decayed since the chunk began
     dz: Tensor | None  # gradient of the z that enters each chunk, (cb 1 f)
@@ -217,44 +214,33 @@ def _to_queries(
     if normalize == "output":
         d = _denominator(A, q_in, z_in, block, work)
         dN.div_(d)
-    dq, G = _product(dN, S_in.mT, work, "dq"), None if A is None else _product(dN, block.v.mT, work, "G")
+    dq, G = _product(dN, S_in.mT, work, "dq"), _product(dN, block.v.mT, work, "G")
     if d is not None:
         # dN·N from the products at hand: y itself was rounded
-        dd = _dot(q_in, dq, work)
-        if A is not None and G is not None:
-            dd.add_(_dot(A, G, work))
-        dd.div_(d).neg_()
+        dd = _dot(q_in, dq, work).add_(_dot(A, G, work)).div_(d).neg_()
         dq.addcmul_(dd, z_in)
-        if G is not None:
-            G.add_(dd)
+        G.add_(dd)
         dz = torch.mul(q_in, dd, out=work.scratch(q_in)).sum(1, keepdim=True)
     if block.decay is not None:
         crossing = _crossing(A, G, _dot(q_in, dq, work), block)
-    dq = _since(dq, block)
-    if G is not None:
-        dq.baddbmm_(_weigh(G, block), k)
+    dq = _since(dq, block).baddbmm_(_weigh(G, block), k)
     if total is not None:
         dtotal = -divide(_per_group(dq * q, block).sum(1), total)
         of_z = _since(dtotal, block)
         dz = of_z.sum(1, keepdim=True)
         dq = _over_key_sums(dq, total, block)
         if crossing is not None:
-            D = None if block.blind else _weights(block)
-            crossing += _crossing(D, dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), work), block)
+            crossing += _crossing(_weights(block), dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), work), block)
     write(into.q, tile, _through_map(dq, block.q, call, work))
     return Shared(dN, G, A, q, q_in, dz, dtotal, crossing)
 
 
-def _crossing(A: Tensor | None, G: Tensor | None, Q: Tensor, block: Block) -> Tensor:
+def _crossing(A: Tensor, G: Tensor, Q: Tensor, block: Block) -> Tensor:
     """The gradient of each token's decay through the queries of its chunk, (cb C 1): Σ A_ij G_ij over the pairs that
     cross it, i ≥ t > j, and Σ Q_i over i ≥ t for the state before the chunk. A difference of sums over all pairs would
     leave their rounding where decays are strong."""
-    Q = _per_group(Q, block).sum(1)
-    C = Q.shape[1]
-    before = Q.expand(-1, C, C)
-    if A is not None and G is not None:
-        pairs = _per_group(A * G, block).sum(1)
-        before = before + pairs @ pairs.new_ones(C, C).triu(1)
+    Q, pairs = _per_group(Q, block).sum(1), _per_group(A * G, block).sum(1)
+    before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1)
 
 
@@ -285,11 +271,10 @@ def _to_keys(
         )
         of_decay = past.crossing + (later.cumsum(1) - later) + over
         write_keys(into.log_decay, tile, of_decay, block._replace(missing=None), call)
-    if past.A is not None and past.G is not None:
-        dv.baddbmm_(past.A.mT, past.dN)
-        dk.baddbmm_(past.G.mT, past.q)
+    dv.baddbmm_(past.A.mT, past.dN)
+    dk.baddbmm_(past.G.mT, past.q)
     write_keys(into.v, tile, dv, block, call)
-    if past.dtotal is not None and not block.blind:
+    if past.dtotal is not None:
         dk.baddbmm_(_weights(block).mT, past.dtotal)
     write_keys(into.k, tile, _through_map(dk, k, call, work), block, call)
     return ends.S[0].clone(), ends.z[0].clone()

@@ -22,8 +22,8 @@ def unsupported(call: CausalCall) -> str | None:
     n = call.q.shape[-2]
     if n > LONGEST or call.q.shape[:-1].numel() * n > LARGEST:
         return f"builds the matrix of similarities, up to {LONGEST} tokens and {LARGEST:,} numbers in all"
-    if call.log_decay is not None or call.normalize == "keys" or call.blindspot > 1:
-        return 'has no decay, no normalize="keys" and no blindspot'
+    if call.log_decay is not None or call.normalize == "keys":
+        return 'has no decay and no normalize="keys"'
     return None
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from linattn.ops.backends.base import CausalCall, accumulator, divide, is_exporting
 from linattn.ops.backends.operator import Backend, exactly
-from linattn.ops.backends.reference import decay_between, of_present_tokens, present, visible
+from linattn.ops.backends.reference import decay_between, of_present_tokens, present
 from linattn.ops.elementwise import ELEMENTWISE
 
 CHUNK = 64
@@ -20,6 +20,11 @@ def check_exported_length(n: int, what: str) -> None:
     """Raise NotImplementedError while exporting for any length what has a loop of as many blocks as the length asks."""
     if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
+
+
+def _earlier(n: int, device: torch.device) -> Tensor:
+    """(n, n): whether j ≤ i."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
 
 
 def cut(x: Tensor, length: int) -> Tensor:
@@ -40,7 +45,7 @@ def running_max(x: Tensor) -> Tensor:
     """max(x_1 … x_i) of x (… n): neither ONNX nor torch's core operators have a cumulative maximum."""
 
     def maxima(x: Tensor) -> Tensor:
-        return x.unsqueeze(-2).masked_fill(~visible(x.shape[-1], 1, x.device), -torch.inf).amax(-1)
+        return x.unsqueeze(-2).masked_fill(~_earlier(x.shape[-1], x.device), -torch.inf).amax(-1)
 
     inside = maxima(cut(x.unsqueeze(-1), CHUNK).squeeze(-1))
     before = F.pad(maxima(inside[..., -1]), (1, -1), value=-torch.inf)
@@ -50,18 +55,17 @@ def running_max(x: Tensor) -> Tensor:
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.causal`, from chunk to chunk."""
     dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
-    length = max(1, CHUNK // call.blindspot) * call.blindspot
     q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
     q, k = phi(q), present(phi(k), call.key_mask)
     # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
     v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
-    q, k, v = (cut(x, length) for x in (q, k, v))
-    seen, since, until, whole = visible(length, call.blindspot, q.device), None, None, None
+    q, k, v = (cut(x, CHUNK) for x in (q, k, v))
+    seen, since, until, whole = _earlier(CHUNK, q.device), None, None, None
     inside = seen.to(dtype)
     if call.log_decay is not None:
-        log_decay = cut(call.log_decay.to(dtype).unsqueeze(-1), length).squeeze(-1)
-        between = decay_between(log_decay)
-        inside, until = between.masked_fill(~seen, 0), between[..., -1, :].unsqueeze(-1)
+        log_decay = cut(call.log_decay.to(dtype).unsqueeze(-1), CHUNK).squeeze(-1)
+        inside = decay_between(log_decay)
+        until = inside[..., -1, :].unsqueeze(-1)
         since, whole = log_decay.cumsum(-1).exp().unsqueeze(-1), log_decay.sum(-1)
     states = _states(start, _times(k, until).mT @ v, whole)
     before = states[..., :-1, :, :]
@@ -84,7 +88,7 @@ def _states(start: Tensor, sums: Tensor, log_decay: Tensor | None) -> Tensor:
     sums = torch.cat([start.unsqueeze(-3), sums.expand(*start.shape[:-2], *sums.shape[-3:])], -3)
     if log_decay is None:
         return sums.cumsum(-3)
-    weights = decay_between(F.pad(log_decay, (1, 0))).tril()
+    weights = decay_between(F.pad(log_decay, (1, 0)))
     return (weights @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
 
 

@@ -12,8 +12,6 @@ from linattn.ops.elementwise import ELEMENTWISE
 def unsupported(call: CausalCall) -> str | None:
     if call.q.shape[-2] != 1:
         return f"takes one token at a time, but q is {tuple(call.q.shape)}"
-    if call.blindspot > 1:
-        return f"has no blindspot, but it is {call.blindspot}"
     return None
 
 

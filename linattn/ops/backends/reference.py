@@ -9,18 +9,12 @@ from linattn.ops.backends.operator import Backend, exactly
 from linattn.ops.elementwise import ELEMENTWISE
 
 
-def visible(n: int, blindspot: int, device: torch.device) -> Tensor:
-    """(n, n): whether query i sees key j. With a blindspot, only if the key's block ended before the query's began."""
-    i = torch.arange(n, device=device)
-    return i[:, None] >= i if blindspot == 1 else i[:, None] // blindspot > i // blindspot
-
-
 def decay_between(log_decay: Tensor) -> Tensor:
-    """(*b, n, n): what key j has decayed to at query i, exp(Σ log_decay over j < t ≤ i), for j ≤ i."""
+    """(*b, n, n): what key j has decayed to at query i, exp(Σ log_decay over j < t ≤ i), for j ≤ i; then zeros."""
     n = log_decay.shape[-1]
     after = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).tril(-1)
     steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, n)
-    return torch.where(after, steps, 0).cumsum(-2).exp()
+    return torch.where(after, steps, 0).cumsum(-2).exp().tril()
 
 
 def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -62,7 +56,7 @@ def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
     q, k, n = phi(q), present(phi(k), call.key_mask), q.shape[-2]
     log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(dtype)
-    weight = torch.where(visible(n, call.blindspot, q.device), decay_between(log_decay), 0)
+    weight = decay_between(log_decay)
     start = log_decay.cumsum(-1).exp().unsqueeze(-1)
     if call.normalize == "keys":
         q = divide(q, weight @ k + start * call.z.unsqueeze(-2))
@@ -72,7 +66,7 @@ def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         y = divide(y, similarity.sum(-1, keepdim=True) + start * (q @ call.z.unsqueeze(-1)))
     if n == 0:
         return y.to(call.v.dtype), call.S, call.z
-    end = decay_between(log_decay)[..., -1, :].unsqueeze(-1)
+    end = weight[..., -1, :].unsqueeze(-1)
     S = (k * end).mT @ v + start[..., -1:, :] * call.S
     z = (k * end).sum(-2) + start[..., -1, :] * call.z
     return y.to(call.v.dtype), S, z

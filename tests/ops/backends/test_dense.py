@@ -118,7 +118,6 @@ def test_short_sequences_take_it_and_others_say_why_not() -> None:
         ([torch.rand(3000, 100, 2)] * 3, {}),
         ((q, k, v), {"log_decay": -q[..., 0].abs()}),
         ((q, k, v), {"normalize": "keys"}),
-        ((q, k, v), {"blindspot": 2}),
     ):
         assert "chunked: runs this call" in explain_backend(*inputs, **options)
         with pytest.raises(NotImplementedError, match="dense: "):

@@ -23,8 +23,6 @@ def unsupported(call: CausalCall) -> str | None:
         return reason
     if call.normalize == "keys":
         return 'has no causal normalize="keys"'
-    if call.blindspot > 1:
-        return f"has no blindspot, but it is {call.blindspot}"
     return too_many_turns(call.q.shape[:-2], call.S.shape[:-2])
 
 

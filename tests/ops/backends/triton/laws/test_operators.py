@@ -190,7 +190,6 @@ def test_what_it_cannot_do_is_said(device: torch.device) -> None:
     for inputs, options, message in (
         ([x.double() for x in (q, k, v)], {}, "float64"),
         ((q, k, v), {"normalize": "keys"}, 'causal normalize="keys"'),
-        ((q, k, v), {"blindspot": 3}, "blindspot"),
         ([torch.randn(3, 300, device=device)] * 3, {}, "1 to 256 features"),
     ):
         with pytest.raises(NotImplementedError, match=message):
