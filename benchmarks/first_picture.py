@@ -76,7 +76,7 @@ def measured(measure: Callable[[str, int], float], longest: int, limit: float) -
 
 def draw(panels: dict[str, dict[str, dict[int, float]]], out: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "linattn", "svg.fonttype": "none", "font.size": 11})
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 2.7), layout="constrained")
     for axis, (title, found) in zip(axes, panels.items(), strict=True):
         for name, values in found.items():
             label, colour = METHODS[name]
