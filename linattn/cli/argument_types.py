@@ -2,62 +2,60 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-
-def integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            limit = f" and at most {most}" if most < math.inf else ""
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}{limit}, but is {text!r}")
-        return value
-
-    return integer
+Parsing = dict[str, Any]
+"""Keywords of argparse's `add_argument`."""
 
 
-def number_where(allowed: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and allowed(value)):
-            raise argparse.ArgumentTypeError(f"must be {expected}, but is {text!r}")
-        return value
+def checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """Return a converter that refuses infinite numbers and those that are not allowed."""
+
+    def number(text: str) -> Any:
+        with suppress(ValueError):
+            # NaN compares false with everything
+            if -math.inf < (value := convert(text)) < math.inf and allowed(value):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {expected}, but is {text!r}")
 
     return number
 
 
+def integer_from(least: int, most: float = math.inf) -> Callable[[str], int]:
+    limit = f" and at most {most}" if most < math.inf else ""
+    return checked(int, lambda x: least <= x <= most, f"a whole number of at least {least}{limit}")
+
+
 def base_or_none(text: str) -> float | None:
-    return None if text == "none" else number_where(lambda x: x > 1, "a number above 1, or none")(text)
+    return None if text == "none" else checked(float, lambda x: x > 1, "a number above 1, or none")(text)
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def repeatable(metavar: str) -> Mapping[str, Any]:
+def integers(least: int, most: float = math.inf) -> Parsing:
+    return {"type": integer_from(least, most), "metavar": "N"}
+
+
+def numbers(allowed: Callable[[float], bool], expected: str) -> Parsing:
+    return {"type": checked(float, allowed, f"a number {expected}"), "metavar": "X"}
+
+
+def repeatable(metavar: str) -> Parsing:
     """Let an option take one value at a time and be repeatable; one that takes several would swallow DATA too."""
     return {"action": "append", "metavar": metavar}
 
 
-def one_of(*choices: str) -> Mapping[str, Any]:
+def one_of(*choices: str) -> Parsing:
     return {"choices": choices}
 
 
-NATURAL: Mapping[str, Any] = {"type": integer_from(0), "metavar": "N"}
-COUNT: Mapping[str, Any] = {"type": integer_from(1), "metavar": "N"}
-SEED: Mapping[str, Any] = {"type": integer_from(0, 2**32 - 1), "metavar": "N"}
-POSITIVE: Mapping[str, Any] = {"type": number_where(lambda x: x > 0, "a number above 0"), "metavar": "X"}
-NOT_NEGATIVE: Mapping[str, Any] = {"type": number_where(lambda x: x >= 0, "a number of at least 0"), "metavar": "X"}
-PART: Mapping[str, Any] = {"type": number_where(lambda x: 0 < x < 1, "a number between 0 and 1"), "metavar": "X"}
-FLAG: Mapping[str, Any] = {"action": "store_true"}
-SHARE: Mapping[str, Any] = {
-    "type": number_where(lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
-    "metavar": "X",
-}
+FLAG: Parsing = {"action": "store_true"}
+NATURAL, COUNT, SEED = integers(0), integers(1), integers(0, 2**32 - 1)
+POSITIVE = numbers(lambda x: x > 0, "above 0")
+NOT_NEGATIVE = numbers(lambda x: x >= 0, "of at least 0")
+PART = numbers(lambda x: 0 < x < 1, "between 0 and 1")
+SHARE = numbers(lambda x: 0 < x <= 1, "above 0 and at most 1")

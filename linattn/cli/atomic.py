@@ -26,10 +26,10 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str) -> None:
     """Replace a file so that readers see the old content or the new, even after a crash."""
     with atomic_file(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content.encode())
 
 
 def copy_atomically(source: Path, path: Path) -> None:
@@ -45,9 +45,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield partial
         flush_to_disk(partial)
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

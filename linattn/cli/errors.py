@@ -6,21 +6,13 @@ from contextlib import contextmanager
 
 
 class CommandError(Exception):
-    """An error reported in one line. The command ends with this exit status and leaves nothing half-written."""
+    """An error reported in one line. The command ends with this exit status and leaves nothing half-written.
 
-    status = 2
+    The status is 2 for what the user gave, 1 if training has diverged, and 130, as shells expect, after Ctrl-C."""
 
-
-class Interrupted(CommandError):
-    """Training was interrupted by Ctrl-C; the message says what was saved. Shells expect this exit status."""
-
-    status = 130
-
-
-class Diverged(CommandError):
-    """Training has diverged; the message says what to try."""
-
-    status = 1
+    def __init__(self, message: str, *, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @contextmanager

@@ -11,29 +11,25 @@ import torch
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
 from linattn.cli.errors import CommandError, explained
-from linattn.cli.run_folder import load_model, open_run
+from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Vocabulary
-from linattn.models import LanguageModel
 from linattn.models.generation import Sampling, stream
 
 SUMMARY = "generate text with the model of a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
-    parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="beginning of the text, or - to read it from stdin"
-    )
-    parser.add_argument("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
-    parser.add_argument(
-        "--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)"
-    )
-    parser.add_argument("--top-k", **COUNT, help="sample from the N most likely tokens")
-    parser.add_argument("--top-p", **SHARE, help="sample from the most likely tokens that together reach probability X")
-    parser.add_argument("--repetition-penalty", default=1.0, **POSITIVE, help="above 1: repeat less (default: 1)")
-    parser.add_argument("--seed", **SEED, help="seed; it gives the same text every time")
-    parser.add_argument("--stop", metavar="TEXT", help="end before this text")
-    parser.add_argument("--cpu", **FLAG, help="do not use a GPU")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("--prompt", default="", metavar="TEXT", help="beginning of the text, or - to read it from stdin")
+    add("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
+    add("--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)")
+    add("--top-k", **COUNT, help="sample from the N most likely tokens")
+    add("--top-p", **SHARE, help="sample from the most likely tokens that together reach probability X")
+    add("--repetition-penalty", default=1.0, **POSITIVE, help="above 1: repeat less (default: 1)")
+    add("--seed", **SEED, help="seed; it gives the same text every time")
+    add("--stop", metavar="TEXT", help="end before this text")
+    add("--cpu", **FLAG, help="do not use a GPU")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,60 +38,48 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
     # this token marks the beginning of a text, where every text that the model has seen starts
     tokens = [vocabulary.separator, *vocabulary.encode(prompt)]
-    model = load_model(described)
+    model = described.model()
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
+    times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
-        timed = _Timed(_new_tokens(model, tokens, vocabulary, arguments))
-        _write(text(vocabulary, tokens[1:], timed, arguments.stop))
-    print(timed.report(), file=sys.stderr)
+        steps = stream(
+            model,
+            [tokens],
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=Sampling(
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                top_p=arguments.top_p,
+                repetition_penalty=arguments.repetition_penalty,
+            ),
+            stop_tokens=(vocabulary.separator,),
+            seed=arguments.seed,
+        )
+        new = _timed((token for (token,) in steps if token is not None), times)
+        _write(text(vocabulary, tokens[1:], new, arguments.stop))
+    print(_speed(times), file=sys.stderr)
     return 0
 
 
-def _new_tokens(
-    model: LanguageModel, tokens: list[int], vocabulary: Vocabulary, arguments: argparse.Namespace
-) -> Iterator[int]:
-    sampling = Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-    )
-    steps = stream(
-        model,
-        [tokens],
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=sampling,
-        stop_tokens=(vocabulary.separator,),
-        seed=arguments.seed,
-    )
-    return (token for (token,) in steps if token is not None)
+def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:
+    """Yield the tokens, and append the time at which each came."""
+    for token in tokens:
+        times.append(time.perf_counter())
+        yield token
 
 
-class _Timed:
-    """Iterates over tokens and notes when the first and the last one came."""
-
-    def __init__(self, tokens: Iterator[int]) -> None:
-        self.tokens, self.count = tokens, 0
-        self.started = self.first = self.last = time.perf_counter()
-
-    def __iter__(self) -> Iterator[int]:
-        for token in self.tokens:
-            self.count += 1
-            self.last = time.perf_counter()
-            if self.count == 1:
-                self.first = self.last
-            yield token
-
-    def report(self) -> str:
-        """Report the speed after the first token, which comes with the reading of the prompt."""
-        if self.count < 2:
-            return f"[{self.count} tokens]"
-        speed = (self.count - 1) / (self.last - self.first)
-        return f"[{self.count} tokens, {speed:,.0f} tokens/s after {self.first - self.started:.2f} s for the prompt]"
+def _speed(times: list[float]) -> str:
+    """Report the speed after the first token, which comes with the reading of the prompt."""
+    count = len(times) - 1
+    if count < 2:
+        return f"[{count} tokens]"
+    started, first, *_, last = times
+    speed = (count - 1) / (last - first)
+    return f"[{count} tokens, {speed:,.0f} tokens/s after {first - started:.2f} s for the prompt]"
 
 
 def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
@@ -125,6 +109,5 @@ def _write(pieces: Iterable[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        print(piece, end="", flush=True)
     print(flush=True)

@@ -42,9 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"linattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add_arguments(
-            commands.add_parser(name, help=command.SUMMARY, description=command.__doc__, allow_abbrev=False)
-        )
+        described = commands.add_parser(name, help=command.SUMMARY, description=command.__doc__, allow_abbrev=False)
+        command.add_arguments(described)
     return parser
 
 
@@ -53,28 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command].run(parsed)
     except CommandError as error:
-        return _fail(parsed.command, str(error), error.status)
+        message, status = str(error), error.status
     except ModuleNotFoundError as error:
-        return _report_missing_package(parsed.command, error)
+        # a missing module of our own is a bug
+        if error.name is None or error.name.partition(".")[0] == "linattn":
+            raise
+        message, status = f"this needs {error.name}, which pip install 'linattn[cli]' brings", 2
+    except BrokenPipeError:
+        # the reader of the output is gone, as with `| head`; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
-        return _stop_quietly() if isinstance(error, BrokenPipeError) else _fail(parsed.command, str(error))
+        message, status = str(error), 2
     except KeyboardInterrupt:
-        return _fail(parsed.command, "interrupted", status=130)
-
-
-def _fail(command: str, message: str, status: int = 2) -> int:
-    print(f"linattn {command}: {' '.join(message.split())}", file=sys.stderr)
+        message, status = "interrupted", 130
+    print(f"linattn {parsed.command}: {' '.join(message.split())}", file=sys.stderr)
     return status
-
-
-def _report_missing_package(command: str, error: ModuleNotFoundError) -> int:
-    """Report a missing package of the extra. A missing module of our own is a bug and is raised."""
-    if error.name is None or error.name.partition(".")[0] == "linattn":
-        raise error
-    return _fail(command, f"this needs {error.name}, which pip install 'linattn[cli]' brings")
-
-
-def _stop_quietly() -> int:
-    """Stop quietly when the reader of the output is gone, as with `| head`; Python would complain again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -10,51 +10,36 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from linattn.cli.argument_types import (
-    COUNT,
-    FLAG,
-    NATURAL,
-    NOT_NEGATIVE,
-    PART,
-    POSITIVE,
-    SEED,
-    base_or_none,
-    comma_separated,
-    integer_from,
-    one_of,
-    repeatable,
-)
+from linattn.cli import argument_types as parse
 from linattn.cli.errors import CommandError
 from linattn.models import LanguageModelConfig
 
-
-def option(default: Any, parsing: Mapping[str, Any], description: str, *, group: str, free: bool = False) -> Any:
-    """Declare an option for argparse. A `free` one may change on --resume, because the weights do not depend on it."""
-    return field(default=default, metadata={"help": description, "parsing": parsing, "group": group, "free": free})
-
-
-data, training, reports = (partial(option, group=group) for group in ("data", "training", "reports"))
-
-# how argparse reads the fields of the model's configuration
-BY_TYPE: dict[Any, Mapping[str, Any]] = {int: COUNT, int | None: COUNT, bool: {"action": BooleanOptionalAction}}
-BY_NAME: dict[str, Mapping[str, Any]] = {
-    "attention": {"type": comma_separated, "metavar": "METHOD"},
-    "rotary": {"type": base_or_none, "metavar": "X"},
-    "convolution": NATURAL,
-    "mlp_ratio": POSITIVE,
-    "dropout": NOT_NEGATIVE,
+# how argparse reads an option of a type; the least value of an integer is the option's own
+BY_TYPE: dict[Any, parse.Parsing] = {
+    bool: parse.FLAG,
+    float: parse.POSITIVE,
+    float | None: parse.POSITIVE,
+    tuple[str, ...]: parse.repeatable("NAME"),
+}
+MODEL_PARSING: dict[str, parse.Parsing] = {
+    "attention": {"type": parse.comma_separated, "metavar": "METHOD"},
+    "rotary": {"type": parse.base_or_none, "metavar": "X"},
+    "dropout": parse.NOT_NEGATIVE,
 }
 # what learns well on a few megabytes of text
 MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
 
 
+def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
+    """Declare an option. Its rules: the `group` in the help, the `least` value of an integer, the `choices` of a name,
+    and `free` if it may change on --resume, because the weights do not depend on it."""
+    return field(default=default, metadata={"help": help, "parsing": parsing, **rules})
+
+
 def _model_option(each: dataclasses.Field) -> tuple[str, Any, Any]:
-    if choices := each.metadata["choices"]:
-        parsing = one_of(*(choice for choice in choices if choice is not None))
-    else:
-        parsing = BY_NAME.get(each.name) or BY_TYPE[each.type]
+    parsing = {"action": BooleanOptionalAction} if each.type is bool else MODEL_PARSING.get(each.name)
     default = MODEL_DEFAULTS.get(each.name, each.default)
-    return each.name, each.type, option(default, parsing, each.metadata["help"], group="model")
+    return each.name, each.type, option(default, parsing=parsing, group="model", **each.metadata)
 
 
 ModelOptions: Any = dataclasses.make_dataclass(
@@ -63,6 +48,7 @@ ModelOptions: Any = dataclasses.make_dataclass(
     frozen=True,
     kw_only=True,
 )
+data, training, reports = (partial(option, group=group) for group in ("data", "training", "reports"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,47 +56,39 @@ class TrainOptions(ModelOptions):
     """The options of the model, which are the fields of its configuration, and all others."""
 
     tokenizer: str | None = data(
-        None, {"metavar": "FILE"}, "file of the tokenizers package (default: bytes are the tokens)"
+        None, "file of the tokenizers package (default: bytes are the tokens)", {"metavar": "FILE"}
     )
-    include: tuple[str, ...] = data(
-        (), repeatable("NAME"), "in folders, take only files with such names, e.g. '*.py'; repeatable"
-    )
-    exclude: tuple[str, ...] = data(
-        (), repeatable("NAME"), "in folders, leave out files and folders with such names; repeatable"
-    )
-    validation_part: float = data(0.05, PART, "share of the data, its last bytes, for validation")
+    include: tuple[str, ...] = data((), "in folders, take only files with such names, e.g. '*.py'; repeatable")
+    exclude: tuple[str, ...] = data((), "in folders, leave out files and folders with such names; repeatable")
+    validation_part: float = data(0.05, "share of the data, its last bytes, for validation", parse.PART)
     validation_data: tuple[str, ...] = data(
-        (), repeatable("DATA"), "file or folder for validation, instead of a part of DATA; repeatable"
+        (), "file or folder for validation, instead of a part of DATA; repeatable", parse.repeatable("DATA")
     )
 
-    steps: int | None = training(None, COUNT, "updates of the weights (default: 2000, or as many as --minutes allows)")
-    minutes: float | None = training(
-        None, POSITIVE, "end after so much training time; the learning rate follows the time"
-    )
-    context: int = training(512, {"type": integer_from(2), "metavar": "N"}, "tokens per sequence")
-    batch: int = training(16, COUNT, "sequences per process and batch")
-    accumulate: int = training(1, COUNT, "batches per update")
-    lr: float = training(1e-3, POSITIVE, "highest learning rate of AdamW")
-    warmup: float = training(0.05, PART, "part of the run in which the learning rate rises")
-    weight_decay: float = training(0.1, NOT_NEGATIVE, "weight decay of AdamW, for matrices only")
-    clip: float = training(1.0, NOT_NEGATIVE, "largest norm of the gradient (0: any)")
+    steps: int | None = training(None, "updates of the weights (default: 2000, or as many as --minutes allows)")
+    minutes: float | None = training(None, "end after so much training time; the learning rate follows the time")
+    context: int = training(512, "tokens per sequence", least=2)
+    batch: int = training(16, "sequences per process and batch")
+    accumulate: int = training(1, "batches per update")
+    lr: float = training(1e-3, "highest learning rate of AdamW")
+    warmup: float = training(0.05, "part of the run in which the learning rate rises", parse.PART)
+    weight_decay: float = training(0.1, "weight decay of AdamW, for matrices only", parse.NOT_NEGATIVE)
+    clip: float = training(1.0, "largest norm of the gradient (0: any)", parse.NOT_NEGATIVE)
     precision: str = training(
         "auto",
-        one_of("auto", "float32", "bfloat16"),
         "precision of matrix products; auto: bfloat16 where the GPU or CPU has it",
+        parse.one_of("auto", "float32", "bfloat16"),
     )
-    checkpointing: bool = training(False, FLAG, "recompute activations in the backward pass, to save memory")
-    seed: int = training(0, SEED, "seed of the weights, the order of the data and dropout")
-    cpu: bool = training(False, FLAG, "do not use a GPU")
-    fsdp: bool = training(
-        False, FLAG, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)"
-    )
+    checkpointing: bool = training(False, "recompute activations in the backward pass, to save memory")
+    seed: int = training(0, "seed of the weights, the order of the data and dropout", parse.SEED)
+    cpu: bool = training(False, "do not use a GPU")
+    fsdp: bool = training(False, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)")
 
-    evaluate_every: int = reports(250, COUNT, "updates from one validation to the next")
-    evaluate_tokens: int = reports(262144, COUNT, "tokens per validation, spread over the validation data")
-    log_every: int = reports(10, COUNT, "updates from one line of the log to the next", free=True)
-    save_every: int = reports(250, COUNT, "updates from one checkpoint to the next", free=True)
-    keep: int = reports(2, COUNT, "checkpoints to keep", free=True)
+    evaluate_every: int = reports(250, "updates from one validation to the next")
+    evaluate_tokens: int = reports(262144, "tokens per validation, spread over the validation data")
+    log_every: int = reports(10, "updates from one line of the log to the next", free=True)
+    save_every: int = reports(250, "updates from one checkpoint to the next", free=True)
+    keep: int = reports(2, "checkpoints to keep", free=True)
 
     def language_model(self, vocab_size: int) -> LanguageModelConfig:
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelOptions)}
@@ -124,31 +102,42 @@ class TrainOptions(ModelOptions):
         return self.steps or (2000 if self.minutes is None else 1_000_000)
 
 
+OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options without defaults, so that a resumed run can tell which were given."""
-    groups: dict[str, Any] = {}
-    for each in dataclasses.fields(TrainOptions):
-        name = each.metadata["group"]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        text = each.metadata["help"] + _default_text(each.default)
-        groups[name].add_argument(flag(each.name), default=argparse.SUPPRESS, help=text, **each.metadata["parsing"])
+    groups = {name: parser.add_argument_group(name) for name in ("model", "data", "training", "reports")}
+    for name, each in OPTIONS.items():
+        group = groups[each.metadata["group"]]
+        group.add_argument(flag(name), default=argparse.SUPPRESS, help=_help(each), **_parsing(each))
+
+
+def _help(each: dataclasses.Field) -> str:
+    if each.default is None or each.default is False or each.default == ():
+        return each.metadata["help"]
+    return f"{each.metadata['help']} (default: {_shown(each.default)})"
+
+
+def _parsing(each: dataclasses.Field) -> parse.Parsing:
+    if parsing := each.metadata["parsing"]:
+        return parsing
+    if choices := each.metadata.get("choices"):
+        return parse.one_of(*(choice for choice in choices if choice is not None))
+    return BY_TYPE.get(each.type) or parse.integers(each.metadata.get("least", 1))
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _default_text(default: Any) -> str:
-    if default is None or default is False or default == ():
-        return ""
-    return f" (default: {_shown(default)})"
+def _shown(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options on the command line, without the defaults."""
-    known = {each.name for each in dataclasses.fields(TrainOptions)}
-    return _with_tuples({name: value for name, value in vars(arguments).items() if name in known})
+    return _with_tuples({name: value for name, value in vars(arguments).items() if name in OPTIONS})
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,24 +145,17 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
-    known = {each.name for each in dataclasses.fields(TrainOptions)}
-    if unknown := sorted(set(recorded) - known):
+    if unknown := sorted(recorded.keys() - OPTIONS):
         raise CommandError(f"the run was made with options that this version does not know: {', '.join(unknown)}")
     return TrainOptions(**_with_tuples(recorded))
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:
     """Return the options of a resumed run: what is given again must be the same, unless weights do not depend on it."""
-    options = recorded_options(recorded)
-    for each in dataclasses.fields(TrainOptions):
-        before = getattr(options, each.name)
-        after = given.get(each.name, before)
-        if after != before and not each.metadata["free"]:
+    before = recorded_options(recorded)
+    for name, after in given.items():
+        if after != (began := getattr(before, name)) and not OPTIONS[name].metadata.get("free"):
             raise CommandError(
-                f"the run began with {flag(each.name)} {_shown(before)}, so it cannot go on with {_shown(after)}"
+                f"the run began with {flag(name)} {_shown(began)}, so it cannot go on with {_shown(after)}"
             )
-    return dataclasses.replace(options, **given)
-
-
-def _shown(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    return dataclasses.replace(before, **given)

@@ -1,43 +1,72 @@
-"""Prepare a run before training: its folder with the data and a description."""
+"""Prepare a run before training: files become rows of tokens in a new folder, with a description."""
 
 import dataclasses
-import json
+import fnmatch
+import hashlib
+import os
 import platform
 import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically, write_atomically
-from linattn.cli.corpus import Extent, entire, find_files, split, write_corpus
+import numpy as np
+
+from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import DESCRIPTION, FORMAT, TOKENIZER, is_run
+from linattn.cli.run_folder import FORMAT, TOKENIZER, Run, is_run, timestamp
 from linattn.cli.vocabulary import Vocabulary
 from linattn.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
+BLOCK_SIZE = 1 << 24
+"""Bytes read at a time."""
 
 
 def create_run(
     folder: Path, paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, *, processes: int
 ) -> None:
-    training, validation = _extents(paths, options)
+    files = find_files(paths, options.include, options.exclude)
+    if options.validation_data:
+        parts = entire(files), entire(find_files(options.validation_data, options.include, options.exclude))
+    else:
+        parts = split(files, options.validation_part)
     with atomic_folder(folder) as partial:
-        data = write_corpus(partial / "data", training, validation, vocabulary)
-        _require_tokens(data, options)
+        run = Run(partial, {"format": FORMAT, "created": timestamp(), "finished": None, "paths": list(paths)})
+        run.data.mkdir()
+        data = {
+            name: write_tokens(extents, vocabulary, run.tokens(name))
+            for name, extents in zip(("training", "validation"), parts, strict=True)
+        }
+        _require_tokens(data, options.context)
         if options.tokenizer is not None:
             copy_atomically(Path(options.tokenizer), partial / TOKENIZER)
-        description = _describe(paths, options, vocabulary, data) | {"processes": processes}
-        write_atomically(partial / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+        run.describe(
+            options=dataclasses.asdict(options),
+            tokenizer=None if options.tokenizer is None else vocabulary.name,
+            vocabulary=vocabulary.size,
+            data=data,
+            versions={"linattn": __version__, "python": platform.python_version()}
+            | {name: version(name) for name in PACKAGES},
+            processes=processes,
+        )
         if is_run(folder):
             remove_atomically(folder)
-    _say_what_is_lost(vocabulary, data)
+    _report_losses(vocabulary, data)
 
 
-def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
+def _require_tokens(data: dict[str, dict[str, Any]], context: int) -> None:
+    for name, part in data.items():
+        if part["tokens"] < context:
+            have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
+            raise CommandError(
+                f"the data are too short: there are {have}, but a context of {context:,} needs at least {context:,}"
+            )
+
+
+def _report_losses(vocabulary: Vocabulary, data: dict[str, dict[str, Any]]) -> None:
     lost, total = (sum(part[name] for part in data.values()) for name in ("lost_bytes", "bytes"))
     if lost:
         print(
@@ -47,35 +76,97 @@ def _say_what_is_lost(vocabulary: Vocabulary, data: dict[str, Any]) -> None:
         )
 
 
-def _extents(paths: Sequence[str], options: TrainOptions) -> tuple[list[Extent], list[Extent]]:
-    files = find_files(paths, options.include, options.exclude)
-    if options.validation_data:
-        return entire(files), entire(find_files(options.validation_data, options.include, options.exclude))
-    return split(files, options.validation_part)
+class Extent(NamedTuple):
+    """A part of a file."""
+
+    path: Path
+    start: int
+    stop: int
 
 
-def _require_tokens(data: dict[str, Any], options: TrainOptions) -> None:
-    for name, part in data.items():
-        if part["tokens"] < options.context:
-            have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
-            raise CommandError(
-                f"the data are too short: there are {have}, but a context of {options.context:,} needs at least "
-                f"{options.context:,}"
-            )
+def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
+    """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
+    skipped; `include` applies to files there, `exclude` to files and folders."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise CommandError(f"there is no file or folder {path}")
+        files += [path] if path.is_file() else _files_in(path, include, exclude)
+    if not files:
+        patterns = f" that fit --include {' '.join(include)}" if include else ""
+        raise CommandError(f"there are no files{patterns} in {', '.join(paths)}")
+    return files
 
 
-def _describe(
-    paths: Sequence[str], options: TrainOptions, vocabulary: Vocabulary, data: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "finished": None,
-        "paths": list(paths),
-        "options": dataclasses.asdict(options),
-        "tokenizer": vocabulary.name if options.tokenizer is not None else None,
-        "vocabulary": vocabulary.size,
-        "data": data,
-        "versions": {"linattn": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in PACKAGES},
-    }
+def _files_in(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if _fits(entry.name, (".*", *exclude)):
+            continue
+        # a link to a folder may lead back to where it is
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files_in(entry, include, exclude)
+        elif entry.is_file() and _fits(entry.name, include or ("*",)):
+            yield entry
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def entire(files: Iterable[Path]) -> list[Extent]:
+    return _non_empty(Extent(file, 0, os.path.getsize(file)) for file in files)
+
+
+def split(files: Iterable[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
+    """Keep the last part of all bytes for validation, the same text for every vocabulary."""
+    extents = entire(files)
+    total = sum(extent.stop for extent in extents)
+    left = total - int(total * validation_part)
+    training, validation = [], []
+    for file, _, size in extents:
+        cut = _character_boundary(file, left) if 0 < left < size else max(0, min(left, size))
+        training.append(Extent(file, 0, cut))
+        validation.append(Extent(file, cut, size))
+        left -= size
+    return _non_empty(training), _non_empty(validation)
+
+
+def _non_empty(extents: Iterable[Extent]) -> list[Extent]:
+    return [extent for extent in extents if extent.stop > extent.start]
+
+
+def _character_boundary(file: Path, cut: int) -> int:
+    """Return the first start of a UTF-8 character from `cut` on, or the file's end; in other data, `cut` itself."""
+    with open(file, "rb") as stream:
+        stream.seek(cut)
+        following = stream.read(4)
+    # a character has at most three bytes after its first, and they are 10xxxxxx
+    inside = next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+    return cut + inside % 4
+
+
+def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
+    """Write one row, in which each document begins with the separator, and return its description for `run.json`.
+
+    The `lost_bytes` cannot be restored from the tokens."""
+    part, digest = {"documents": len(extents), "bytes": 0, "tokens": 0, "lost_bytes": 0}, hashlib.sha256()
+    with open(path, "wb") as out:
+        for tokens, text in _documents(extents, vocabulary):
+            out.write(np.asarray(tokens, vocabulary.dtype).tobytes())
+            part["bytes"] += len(text)
+            part["tokens"] += len(tokens)
+            part["lost_bytes"] += vocabulary.lost(text, tokens)
+            digest.update(text)
+    return part | {"sha256": digest.hexdigest()}
+
+
+def _documents(extents: Iterable[Extent], vocabulary: Vocabulary) -> Iterator[tuple[Sequence[int], bytes]]:
+    """Yield tokens with their text, in pieces that end with a line, so that a tokenizer never meets half a word."""
+    for extent in extents:
+        yield [vocabulary.separator], b""
+        left = extent.stop - extent.start
+        with open(extent.path, "rb") as stream:
+            stream.seek(extent.start)
+            while text := (stream.read(BLOCK_SIZE) + stream.readline(left))[:left]:
+                left -= len(text)
+                yield vocabulary.encode(text), text

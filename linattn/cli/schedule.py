@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,8 +20,9 @@ ECHO_SECONDS = 1.0
 class Schedule(TrainerCallback, ExportableState):
     """Counts the seconds of training without interruptions; the learning rate follows them, or the steps."""
 
-    def __init__(self, *, steps: int, limit: float | None, warmup: float) -> None:
-        self.steps, self.limit, self.warmup = steps, limit, warmup
+    def __init__(self, *, steps: int, minutes: float | None, warmup: float) -> None:
+        self.steps, self.warmup = steps, warmup
+        self.limit = math.inf if minutes is None else 60 * minutes
         self.seconds = self.before = 0.0
         self.started = time.monotonic()
         self.interrupted = self.must_stop = False
@@ -31,8 +32,7 @@ class Schedule(TrainerCallback, ExportableState):
 
     def progress(self, step: int) -> float:
         """Return the progress from 0 to 1 in the middle of a step, so that no step has a learning rate of zero."""
-        by_steps = (step + 0.5) / self.steps
-        return min(1.0, by_steps if self.limit is None else max(by_steps, self.seconds / self.limit))
+        return min(1.0, max((step + 0.5) / self.steps, self.seconds / self.limit))
 
     def learning_rate_factor(self, step: int) -> float:
         """Rise linearly, then fall along half a cosine."""
@@ -47,9 +47,7 @@ class Schedule(TrainerCallback, ExportableState):
         self.before = self.seconds = saved["attributes"]["seconds"]
         self.started = time.monotonic()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Agree on the time before the scheduler's step: a process that stopped alone would leave others waiting."""
         self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device
@@ -59,7 +57,7 @@ class Schedule(TrainerCallback, ExportableState):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.must_stop:
             control.should_log = control.should_save = control.should_training_stop = True
-        elif self.limit is not None and self.seconds >= self.limit:
+        elif self.seconds >= self.limit:
             control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = True
 
     @contextmanager
@@ -74,12 +72,10 @@ class Schedule(TrainerCallback, ExportableState):
             asked_at = min(asked_at, time.monotonic())
             self.interrupted = True
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, ask))
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def largest(*values: float, device: torch.device) -> list[float]:

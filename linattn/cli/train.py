@@ -6,7 +6,7 @@ from pathlib import Path
 
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions, add_options, given_options, resumed_options
-from linattn.cli.run_folder import TOKENIZER, open_run, require_free
+from linattn.cli.run_folder import open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 
 SUMMARY = "train a language model on text files"
@@ -23,26 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = _options(arguments)
-    if arguments.resume and open_run(arguments.out).description["finished"]:
-        print(f"{arguments.out} is complete: there is nothing to go on with", file=sys.stderr)
-        return 0
-    tokenizer = arguments.out / TOKENIZER if arguments.resume else Path(options.tokenizer or "")
-    vocabulary = load_vocabulary(tokenizer if options.tokenizer is not None else None)
+    given = given_options(arguments)
+    if arguments.resume:
+        if arguments.data or arguments.replace:
+            raise CommandError("--resume goes on with the run's own data, so it takes neither DATA nor --replace")
+        begun = open_run(arguments.out)
+        options = resumed_options(begun.description["options"], given)
+        if begun.description["finished"]:
+            print(f"{arguments.out} is complete: there is nothing to go on with", file=sys.stderr)
+            return 0
+        vocabulary = begun.vocabulary()
+    else:
+        if not arguments.data:
+            raise CommandError("DATA is missing: name files or folders of text")
+        require_free(arguments.out, replace=arguments.replace)
+        options = TrainOptions(**given)
+        vocabulary = load_vocabulary(options.tokenizer)
     # imported late, because the import takes seconds and errors should come first
     from linattn.cli.training import train
 
     train(arguments, options, vocabulary)
     return 0
-
-
-def _options(arguments: argparse.Namespace) -> TrainOptions:
-    given = given_options(arguments)
-    if arguments.resume:
-        if arguments.data or arguments.replace:
-            raise CommandError("--resume goes on with the run's own data, so it takes neither DATA nor --replace")
-        return resumed_options(open_run(arguments.out).description["options"], given)
-    if not arguments.data:
-        raise CommandError("DATA is missing: name files or folders of text")
-    require_free(arguments.out, replace=arguments.replace)
-    return TrainOptions(**given)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from linattn.cli.errors import CommandError, one_line
+from linattn.cli.errors import CommandError, explained
 
 Decoder = Callable[[int], str]
 
@@ -15,17 +15,8 @@ Decoder = Callable[[int], str]
 class Vocabulary(ABC):
     """Converts text to tokens and back. The last token, `separator`, begins every document."""
 
-    name: str
-    size: int
-
-    @property
-    def separator(self) -> int:
-        return self.size - 1
-
-    @property
-    def dtype(self) -> str:
-        """The smallest numpy type that holds every token, little-endian on every machine."""
-        return "<u2" if self.size <= 1 << 16 else "<u4"
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.separator, self.dtype = name, size, size - 1, token_dtype(size)
 
     @abstractmethod
     def encode(self, text: bytes) -> Sequence[int]: ...
@@ -43,8 +34,8 @@ class Vocabulary(ABC):
 class Bytes(Vocabulary):
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
-    name = "bytes"
-    size = 257
+    def __init__(self) -> None:
+        super().__init__("bytes", size=257)
 
     def encode(self, text: bytes) -> Sequence[int]:
         # numpy would read bytes as one string, but reads a memoryview of them as numbers
@@ -70,17 +61,14 @@ class Tokenizer(Vocabulary):
 
         if not path.is_file():
             raise CommandError(f"there is no tokenizer {path}")
-        try:
-            self.backend = Backend.from_file(str(path))
         # the package raises no narrower class
-        except Exception as error:
-            raise CommandError(f"{path} is no file of the tokenizers package: {one_line(error)}") from error
+        with explained(f"{path} is no file of the tokenizers package", Exception):
+            self.backend = Backend.from_file(str(path))
         # truncation and padding are settings of a batch, not of a text
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.name = path.name
         # one more than the tokenizer's tokens, for the separator
-        self.size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2
+        super().__init__(path.name, max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2)
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
@@ -102,5 +90,10 @@ class Tokenizer(Vocabulary):
         return lambda token: "" if token == self.separator else stream.step(self.backend, token) or ""
 
 
-def load_vocabulary(tokenizer: Path | None) -> Vocabulary:
-    return Bytes() if tokenizer is None else Tokenizer(tokenizer)
+def token_dtype(size: int) -> str:
+    """Return the smallest numpy type that holds every token, little-endian on every machine."""
+    return "<u2" if size <= 1 << 16 else "<u4"
+
+
+def load_vocabulary(tokenizer: str | Path | None) -> Vocabulary:
+    return Bytes() if tokenizer is None else Tokenizer(Path(tokenizer))

@@ -2,12 +2,28 @@
 
 Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
+from functools import lru_cache
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from linattn.cli.errors import CommandError
+from linattn.cli.run_folder import Run
+from linattn.cli.vocabulary import token_dtype
+
+
+def open_tokens(run: Run, part: str) -> np.ndarray:
+    """Return the run's tokens for "training" or "validation" as a memory map."""
+    path, dtype = run.tokens(part), token_dtype(run.description["vocabulary"])
+    wanted = run.description["data"][part]["tokens"] * np.dtype(dtype).itemsize
+    if not path.is_file():
+        raise CommandError(f"the run has lost its data: there is no {path}")
+    if (size := path.stat().st_size) != wanted:
+        raise CommandError(f"the run's data are damaged: {path} has {size} bytes instead of {wanted}")
+    return np.memmap(path, dtype, mode="r")
 
 
 def window(tokens: np.ndarray, start: int, context: int) -> dict[str, Tensor]:
@@ -27,21 +43,21 @@ class TrainingWindows(Dataset):
         # one window fewer than fits, so that there are offsets to choose from
         self.per_pass = max(1, (len(tokens) - 1) // stride - 1)
         self.slack = len(tokens) - 1 - self.per_pass * stride
-        self._pass: tuple[int, int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number, position = divmod(index, self.per_pass)
-        offset, order = self._shuffle(number)
+        offset, order = _shuffle(self.seed, number, self.per_pass, self.slack)
         return window(self.tokens, offset + int(order[position]) * (self.context - 1), self.context)
 
-    def _shuffle(self, number: int) -> tuple[int, np.ndarray]:
-        if self._pass is None or self._pass[0] != number:
-            random = np.random.default_rng((self.seed, number))
-            self._pass = number, int(random.integers(self.slack + 1)), random.permutation(self.per_pass)
-        return self._pass[1:]
+
+@lru_cache(maxsize=1)
+def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.ndarray]:
+    """Return the offset and the order of the windows in a pass."""
+    random = np.random.default_rng((seed, number))
+    return int(random.integers(slack + 1)), random.permutation(windows)
 
 
 @final

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from linattn.cli import trainer
+from linattn.cli import training
 from linattn.cli.main import main
 
 make = AcceleratorState.__init__
@@ -21,5 +21,5 @@ def make_sharding(self: AcceleratorState, *positional: Any, **named: Any) -> Non
 
 if __name__ == "__main__":
     AcceleratorState.__init__ = make_sharding
-    trainer.can_shard = lambda args: args.world_size > 1
+    training.can_shard = lambda args: args.world_size > 1
     sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,8 @@ import pytest
 
 from linattn.cli.main import main, make_parser
 from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
-from linattn.cli.run_folder import open_run, read_log
-from linattn.cli.trainer import training_arguments
+from linattn.cli.run_folder import open_run
+from linattn.cli.training import training_arguments
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
 
@@ -76,8 +76,8 @@ def test_every_option_is_tested():
 
 
 def test_every_field_of_the_models_configuration_is_an_option():
-    """Under its own name; the vocabulary is the data's, and the longest length the context."""
-    fields = {each.name for each in dataclasses.fields(LanguageModelConfig)} - {"vocab_size", "max_length"}
+    """Under its own name; the vocabulary is the data's, the longest length the context, and no encoder predicts."""
+    fields = {each.name for each in dataclasses.fields(LanguageModelConfig)} - {"vocab_size", "max_length", "causal"}
     assert fields <= {each.name for each in dataclasses.fields(TrainOptions)}
 
 
@@ -88,7 +88,7 @@ def train(text: Path, run: Path, *options: str) -> bytes:
 
 
 def records(run: Path, name: str) -> list[dict]:
-    return [record for record in read_log(run / "log.jsonl") if name in record]
+    return [record for record in open_run(run).records() if name in record]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from linattn.cli.main import main
-from linattn.cli.run_folder import open_run, read_log
+from linattn.cli.run_folder import open_run
 from linattn.cli.windows import TrainingWindows
 from tests.cli.conftest import SHORT, TINY
 
@@ -50,7 +50,7 @@ def terminate() -> None:
 def outcome(run: Path) -> tuple:
     """The weights, and the log but for how long things took."""
     clock = ("seconds", "tokens_per_second")
-    records = [{name: x for name, x in record.items() if name not in clock} for record in read_log(run / "log.jsonl")]
+    records = [{name: x for name, x in record.items() if name not in clock} for record in open_run(run).records()]
     return (run / "model.safetensors").read_bytes(), records
 
 
@@ -62,7 +62,7 @@ def test_a_crash_is_made_good(text, uninterrupted, tmp_path, monkeypatch):
             main(["train", str(text), "--out", str(run), *OPTIONS])
     # the log had come to step 6, further than the last checkpoint
     assert open_run(run).saved_steps() == [4]
-    assert [record["step"] for record in read_log(run / "log.jsonl")][-1] == 6
+    assert [record["step"] for record in open_run(run).records()][-1] == 6
     with open(run / "log.jsonl", "a") as log:
         log.write('{"step": 7, "trai')
     assert main(["train", "--resume", "--out", str(run)]) == 0

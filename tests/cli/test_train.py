@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 
 import linattn
+from linattn.cli.checkpoints import last_step
 from linattn.cli.main import main
-from linattn.cli.run_folder import last_checkpoint, open_run, read_log
+from linattn.cli.run_folder import open_run
 from linattn.cli.schedule import Schedule
-from linattn.cli.trainer import RunTrainer
+from linattn.cli.training import RunTrainer
 from linattn.cli.windows import ValidationWindows
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 
 
 def log_of(run: Path, name: str) -> list[dict]:
-    return [record for record in read_log(run / "log.jsonl") if name in record]
+    return [record for record in open_run(run).records() if name in record]
 
 
 def test_the_folder_holds_what_a_run_is(finished):
@@ -224,7 +225,7 @@ def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(text, tmp_pat
     opened = open_run(run)
     assert opened.saved_steps() == [4] and opened.description["finished"] is None
     assert all(weight.isfinite().all() for weight in LanguageModel.load(run).parameters())
-    assert last_checkpoint(opened) == opened.checkpoint(4)
+    assert last_step(opened) == 4
     assert [path for path in run.rglob(".*")] == []
     # the log is JSON, which has no NaN
     for line in (run / "log.jsonl").read_text().splitlines():

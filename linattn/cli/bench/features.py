@@ -16,9 +16,9 @@ from torch import Tensor
 from linattn.cli import train
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
-from linattn.cli.corpus import open_tokens
 from linattn.cli.errors import CommandError
-from linattn.cli.run_folder import load_model, open_run, read_log
+from linattn.cli.run_folder import open_run
+from linattn.cli.windows import open_tokens
 from linattn.diagnostics import compare_with_softmax
 from linattn.feature_maps import (
     FEATURE_MAPS,
@@ -80,13 +80,13 @@ def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
 def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
     """Return each layer's queries, keys and values for text that the model has not seen, and a sentence on them."""
     run = open_run(folder)
-    vocabulary, size = run.vocabulary(), run.description["data"]["validation"]["tokens"]
+    vocabulary = run.vocabulary()
     if text is None:
-        tokens = open_tokens(run.data, "validation", vocabulary.dtype, size)
+        tokens = open_tokens(run, "validation")
     else:
         tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
     source = f"Queries and keys are those of the model in {folder} on {text or 'its validation data'}."
-    return _layers(load_model(run), tokens), source
+    return _layers(run.model(), tokens), source
 
 
 def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
@@ -98,7 +98,7 @@ def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
         run = Path(folder, "run")
         options = ["--out", str(run), "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
         train.run(parser.parse_args([*map(str, data), *options]))
-        *_, last = read_log(open_run(run).log)
+        *_, last = open_run(run).records()
         layers, _ = layers_of_run(run, None)
     return layers, (
         "Queries and keys are those of a softmax model of 2 layers, 2 heads of 64 channels and rotary positions, on "

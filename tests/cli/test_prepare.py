@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn.cli import corpus
-from linattn.cli.corpus import entire, find_files, open_tokens, split, tokens_path, write_corpus, write_tokens
+from linattn.cli import prepare
 from linattn.cli.errors import CommandError
+from linattn.cli.prepare import entire, find_files, split, write_tokens
+from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import Bytes, Tokenizer
+from linattn.cli.windows import open_tokens
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def test_each_document_begins_with_the_separator(tmp_path):
     part = write_tokens(entire(find_files([str(tmp_path)])), vocabulary, tmp_path / "tokens")
     tokens = np.fromfile(tmp_path / "tokens", vocabulary.dtype).tolist()
     assert tokens == [256, *contents[0], 256, *contents[1], 256, *contents[3]]
-    assert (part.documents, part.bytes, part.tokens) == (3, 15, 18)
+    assert (part["documents"], part["bytes"], part["tokens"]) == (3, 15, 18)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 1000])
@@ -93,25 +95,30 @@ def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
     for vocabulary in (Bytes(), Tokenizer(tokenizer)):
         expected = write_tokens(extents, vocabulary, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(corpus, "BLOCK_SIZE", piece)
+            patch.setattr(prepare, "BLOCK_SIZE", piece)
             assert write_tokens(extents, vocabulary, tmp_path / "pieces") == expected
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
-    extents = split(find_files([str(text)]), 0.2)
-    one = write_corpus(tmp_path / "bytes", *extents, Bytes())
-    other = write_corpus(tmp_path / "bpe", *extents, Tokenizer(tokenizer))
-    for part in ("training", "validation"):
-        assert one[part]["sha256"] == other[part]["sha256"]
-        assert one[part]["bytes"] == other[part]["bytes"]
-        assert one[part]["tokens"] > 2 * other[part]["tokens"]
+    for extents in split(find_files([str(text)]), 0.2):
+        one = write_tokens(extents, Bytes(), tmp_path / "bytes")
+        other = write_tokens(extents, Tokenizer(tokenizer), tmp_path / "bpe")
+        assert one["sha256"] == other["sha256"]
+        assert one["bytes"] == other["bytes"]
+        assert one["tokens"] > 2 * other["tokens"]
 
 
 def test_damaged_data_are_noticed(tmp_path):
-    tokens_path(tmp_path, "training").write_bytes(bytes(10))
-    assert len(open_tokens(tmp_path, "training", "<u2", 5)) == 5
+    tokens = {"training": 5, "validation": 6}
+    data = {name: {"tokens": number} for name, number in tokens.items()}
+    run = Run(tmp_path, {"vocabulary": 257, "data": data})
+    run.data.mkdir()
+    for name in tokens:
+        run.tokens(name).write_bytes(bytes(10))
+    assert len(open_tokens(run, "training")) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
-        open_tokens(tmp_path, "training", "<u2", 6)
+        open_tokens(run, "validation")
+    run.tokens("validation").unlink()
     with pytest.raises(CommandError, match=r"there is no .*validation"):
-        open_tokens(tmp_path, "validation", "<u2", 6)
+        open_tokens(run, "validation")
