@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues
-from linattn.attention.checks import checked_heads
+from linattn.attention.base import InnerAttention, KeysAndValues, finite
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
@@ -35,6 +34,7 @@ class BlindspotAttention(InnerAttention):
     cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""
 
     causal = True
+    state_kind = BlindspotState
 
     def __init__(self, inner: LinearAttention, size: int):
         super().__init__()
@@ -44,13 +44,12 @@ class BlindspotAttention(InnerAttention):
             raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
         self.inner, self.size = inner, size
 
-    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
-        return self.extend(q, k, v, key_mask=key_mask)[0]
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        return self._extend(q, k, v, None, key_mask)[0]
 
-    def extend(
-        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None = None, *, key_mask: KeyMask = None
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None, key_mask: KeyMask
     ) -> tuple[Outputs, BlindspotState]:
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=BlindspotState, causal=True)
         check_exported_length(k.shape[-2], "BlindspotAttention")
         past, held = None, 0
         if state is not None:
@@ -59,15 +58,15 @@ class BlindspotAttention(InnerAttention):
             held, key_mask = block.k.shape[-2], _join_masks(block, k, key_mask)
             k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
         if key_mask is None:
-            y, past = self._attend(q, k, v, past, None)
+            y, past = self._attend_blocks(q, k, v, past, None)
             return y, BlindspotState(past, _last_block(k, v, self.size), self.size)
         # the queries of the open block were answered before
         packed = pack_heads(F.pad(q, (0, 0, held, 0)), k, v, key_mask)
-        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total)
+        y, past = self._attend_blocks(packed.q, packed.k, packed.v, past, packed.total)
         block = _last_blocks(packed.k, packed.v, packed.total, self.size)
         return packed.unpack(y)[..., held:, :], BlindspotState(past, block, self.size)
 
-    def _attend(
+    def _attend_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor | None
     ) -> tuple[Tensor, LinearAttentionState]:
         """Attend from left-packed tokens, `total` per row (None: all). The keys begin with a block; the queries are the
@@ -100,7 +99,7 @@ class BlindspotAttention(InnerAttention):
             self.inner.check_state(past, keys, v, scaled=log_size is not None)
             if count == 0:
                 (S, z), log_scale = past
-                log_scale = None if log_scale is None else _finite(log_scale).unsqueeze(-1)
+                log_scale = None if log_scale is None else finite(log_scale).unsqueeze(-1)
                 return LinearAttentionState(LinearState(S.unsqueeze(-3), z.unsqueeze(-2)), log_scale), past
         start, scale, log_decay, largest = None, None, None, None
         if log_size is not None:
@@ -117,7 +116,7 @@ class BlindspotAttention(InnerAttention):
         sums = _accumulate(sums, None if past is None else past.sums, log_decay)
         last = LinearState(sums.S[..., -1, :, :].clone(), sums.z[..., -1, :].clone())
         if start is not None and scale is not None:
-            scale = torch.cat([_finite(start), scale], -1).unsqueeze(-1)
+            scale = torch.cat([finite(start), scale], -1).unsqueeze(-1)
         return LinearAttentionState(sums, scale), LinearAttentionState(last, largest)
 
     def _faded_keys(self, k: Tensor) -> Features:
@@ -144,11 +143,6 @@ class BlindspotAttention(InnerAttention):
 
     def extra_repr(self) -> str:
         return f"size={self.size}"
-
-
-def _finite(log_scale: Tensor) -> Tensor:
-    """Return zeros for −inf, the scale of no keys."""
-    return log_scale.masked_fill(log_scale == -torch.inf, 0)
 
 
 def _accumulate(sums: LinearState, start: LinearState | None, log_decay: Tensor | None) -> LinearState:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.models.causal import NAMES, NOT_CAUSAL, VOCABULARY, every_model, small_model, some_tokens
 
@@ -83,6 +83,15 @@ def test_a_block_alone_keeps_to_the_mask(options, where):
     y = block(x, key_mask=mask)
     for row in range(4):
         assert_close(y[row, mask[row]], block(x[row, mask[row]].unsqueeze(0))[0], **exactly)
+
+
+@pytest.mark.parametrize("attention", ["elu", "efficient", "local+softmax"])
+@pytest.mark.parametrize("where", ["right", "left", "holes"])
+def test_a_token_that_is_missing_for_an_encoder_is_no_token(attention, where):
+    model, tokens, mask = small_model({"attention": attention}, causal=False), some_tokens(4, 21), masks(4, 21)[where]
+    y = model(tokens, key_mask=mask)
+    for row in range(4):
+        assert_close(y[row, mask[row]], model(tokens[row, mask[row]].unsqueeze(0))[0], **exactly)
 
 
 @every_model

@@ -14,7 +14,7 @@ from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
-from linattn.nn.post_norm import PostNormSequence
+from linattn.nn.residual import PostNormSequence
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 MakeFeatureMap = Callable[[int], FeatureMap]

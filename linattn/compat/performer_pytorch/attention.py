@@ -49,6 +49,7 @@ class FastAttention(InnerAttention):
         super().__init__()
         self.dim_heads, self.causal = options.dim_heads, options.causal
         self.inner = _inner_attention(options)
+        self.state_kind = self.inner.state_kind
 
     @property
     def projection_matrix(self) -> Float[Tensor, "f d"] | None:
@@ -67,19 +68,17 @@ class FastAttention(InnerAttention):
             raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
         redraw_features_(self)
 
-    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         return self.inner(q, k, v, key_mask=key_mask)
 
-    def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
+    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
+        return self.inner.extend(q, k, v, state, key_mask=key_mask)
+
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
         return self.inner.summarize(k, v, key_mask=key_mask)
 
     def read(self, q: Queries, summary: Any) -> Outputs:
         return self.inner.read(q, summary)
-
-    def extend(
-        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None
-    ) -> tuple[Outputs, Any]:
-        return self.inner.extend(q, k, v, state, key_mask=key_mask)
 
 
 class AttentionBase(nn.Module, ABC):
