@@ -4,11 +4,10 @@ projected. Wang et al., https://arxiv.org/abs/2006.04768; Katharopoulos et al., 
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from linattn import FeatureMap, InnerAttention, LinearAttention, SequenceProjection
 from linattn.ops.backends.base import divide
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class Combination(InnerAttention):
@@ -34,14 +33,7 @@ class ProjectedFeatures(Combination):
     With one matrix for both it is linear attention with EᵀE between keys and values, so its weights may be negative,
     and their rows sum to one only on average over Gaussian E."""
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b h m d"],
-        v: Float[Tensor, "b h m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #h m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         phi_q, phi_k = self.feature_map.query(q).value(), self.feature_map.key(k).value()
         present = phi_k if key_mask is None else torch.where(key_mask.unsqueeze(-1), phi_k, 0)
         projected, _ = self.key_projection(phi_k, key_mask=key_mask)
@@ -55,14 +47,7 @@ class FeaturesOfProjected(Combination):
 
     Its weights over the r projected tokens are those of a kernel: never negative, and their rows sum to one."""
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b h m d"],
-        v: Float[Tensor, "b h m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #h m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         projected, present = self.key_projection(k, key_mask=key_mask)
         values, _ = self.value_projection(v, key_mask=key_mask)
         return LinearAttention(self.feature_map)(q, projected, values, key_mask=present)

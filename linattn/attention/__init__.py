@@ -1,7 +1,7 @@
 """Inner attentions map queries, keys and values, with heads already split, to outputs. `ATTENTIONS` lists all."""
 
 from linattn.attention.axial import AxialAttention
-from linattn.attention.base import InnerAttention, map_state
+from linattn.attention.base import InnerAttention
 from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.decay import Decay
 from linattn.attention.floored_favor import FlooredFavorAttention
@@ -19,6 +19,7 @@ from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.attention.states import map_state
 from linattn.attention.weights import attention_weights
 
 __all__ = [

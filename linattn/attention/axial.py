@@ -4,13 +4,14 @@ Ho et al., Axial Attention in Multidimensional Transformers, https://arxiv.org/a
 from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, checked_inner, map_state
-from linattn.attention.checks import checked_heads
+from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.states import map_state
 from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.compaction import pack_heads
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class AxialState(NamedTuple):
@@ -27,59 +28,35 @@ class AxialAttention(InnerAttention):
 
     The last row may be short. A masked token is a missing token: rows count present tokens only."""
 
+    state_kind = AxialState
+
     def __init__(self, inner: InnerAttention, window: int):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window holds at least one token, but window is {window}")
         self.inner, self.window, self.causal = checked_inner(inner), window, inner.causal
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        if key_mask is not None:
-            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
-            grid = _Grid.at_its_start(k, self.window, packed.total.squeeze(1))
-            return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=grid.mask)))
-        grid = _Grid.at_its_start(k, self.window, None)
-        # the padding of the last row lies in the future
-        mask = None if self.causal or k.shape[-2] % self.window == 0 else grid.mask
-        return grid.unfold(self.inner(*grid.fold(q, k, v), key_mask=mask))
-
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: AxialState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], AxialState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=AxialState, causal=True)
-        if key_mask is not None:
-            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
-            y, state = self._extend(packed.q, packed.k, packed.v, state, packed.total.squeeze(1))
-            return packed.unpack(y), state
-        return self._extend(q, k, v, state, None)
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+        grid = _Grid.over(k, self.window, packed.total)
+        # without a mask, the padding of the last row lies in the future
+        mask = None if key_mask is None and (self.causal or k.shape[-2] % self.window == 0) else grid.mask
+        return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=mask)))
 
     def _extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: AxialState | None, total: Tensor | None
-    ) -> tuple[Tensor, AxialState]:
-        b, window = k.shape[0], self.window
-        grid = _Grid.at_its_start(k, window, total) if state is None else _Grid.at(state.column, k, window, total)
+        self, q: Queries, k: Keys, v: Values, state: AxialState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, AxialState]:
+        packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+        grid = _Grid.over(k, self.window, packed.total, state and state.column)
         inner = None if state is None else map_state(self._columns, state.inner)
-        y, inner = self.inner.extend(*grid.fold(q, k, v), inner, key_mask=grid.mask)
-        arrived = k.shape[-2] if total is None else total
-        return grid.unfold(y), AxialState(
-            map_state(lambda x: x.unflatten(0, (b, window)), inner), (grid.column + arrived) % window
-        )
+        y, inner = self.inner.extend(*grid.fold(packed.q, packed.k, packed.v), inner, key_mask=grid.mask)
+        inner = map_state(lambda x: x.unflatten(0, (-1, self.window)), inner)
+        arrived = k.shape[-2] if packed.total is None else packed.total.squeeze(1)
+        return packed.unpack(grid.unfold(y)), AxialState(inner, (grid.column + arrived) % self.window)
+
+    def as_causal(self) -> "AxialAttention | None":
+        inner = self.inner.as_causal()
+        return None if inner is None else AxialAttention(inner, self.window)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Make each column a sequence: (b, window, …) becomes (b · window, …)."""
@@ -100,21 +77,16 @@ class _Grid(NamedTuple):
     window: int
 
     @staticmethod
-    def at_its_start(k: Tensor, window: int, total: Tensor | None) -> "_Grid":
-        column = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
-        return _Grid._from(column, k, window, total, -(-k.shape[-2] // window))
-
-    @staticmethod
-    def at(column: Tensor, k: Tensor, window: int, total: Tensor | None) -> "_Grid":
-        """Begin the first row in any column."""
-        return _Grid._from(column, k, window, total, -(-(window - 1 + k.shape[-2]) // window))
-
-    @staticmethod
-    def _from(column: Tensor, k: Tensor, window: int, total: Tensor | None, rows: int) -> "_Grid":
+    def over(k: Tensor, window: int, total: Tensor | None = None, column: Tensor | None = None) -> "_Grid":
+        """Place the first `total` tokens of k (None: all) from `column` on (None: from the start of a row)."""
         n = k.shape[-2]
         check_exported_length(n, "AxialAttention")
+        # the number of rows serves every column, as a graph cannot depend on numbers in a tensor
+        rows = -(-(n if column is None else window - 1 + n) // window)
+        if column is None:
+            column = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
         tokens = torch.arange(rows * window, device=k.device) - column.unsqueeze(1)
-        held = (tokens >= 0) & (tokens < (n if total is None else total.unsqueeze(1)))
+        held = (tokens >= 0) & (tokens < (n if total is None else total))
         places = torch.arange(n, device=k.device) + column.unsqueeze(1)
         return _Grid(tokens.masked_fill(~held, -1), places, column, window)
 
@@ -139,7 +111,7 @@ class _Grid(NamedTuple):
         return torch.take_along_dim(grid, self.places[:, None, :, None], -2)
 
 
-def _for_all_heads(key_mask: Tensor) -> Tensor:
-    if key_mask.shape[1] != 1:
+def _for_all_heads(key_mask: KeyMask) -> KeyMask:
+    if key_mask is not None and key_mask.shape[1] != 1:
         raise ValueError(f"rows are the same for all heads: the mask must be (b, 1, n), but is {tuple(key_mask.shape)}")
     return key_mask

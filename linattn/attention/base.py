@@ -1,69 +1,97 @@
 """The interface of an inner attention, a module from queries, keys and values, with heads already split, to outputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from copy import copy
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from linattn.attention.checks import check_keys, checked_heads
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.state import checked_kind
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class InnerAttention(nn.Module, ABC):
     """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
-    as in `scaled_dot_product_attention(enable_gqa=True)`."""
+    as in `scaled_dot_product_attention(enable_gqa=True)`.
+
+    The public methods check their arguments, and call what a subclass defines: `_attend`; `state_kind`, `_extend` and
+    `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values."""
 
     causal: bool
+    state_kind: type = tuple
+    """The class of the causal state."""
 
-    @abstractmethod
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]: ...
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+        q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
+        return self._attend(q, k, v, key_mask)
 
     def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: Any = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], Any]:
+        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None
+    ) -> tuple[Outputs, Any]:
         """Attend from the next tokens, any number of them. `state` holds the past; None means that there is none."""
-        raise NotImplementedError(f"{type(self).__name__} is not causal here, so it cannot be extended token by token")
+        if not self.causal:
+            raise NotImplementedError(
+                f"{type(self).__name__} is not causal here, so it cannot be extended token by token"
+            )
+        state = None if state is None else self._checked_state(state)
+        q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
+        return self._extend(q, k, v, state, key_mask)
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Any:
+    def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         """Return what `read` needs to know about the keys and values, for example about an encoder's output.
 
-        `read(q, summarize(k, v))` is `forward(q, k, v)`. This class keeps the keys and values themselves; attentions
-        with a smaller summary override both methods."""
-        self.check_not_causal()
-        return KeysAndValues(k, v, None if key_mask is None else key_mask.expand(k.shape[0], -1, -1))
-
-    def read(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
-        """Attend from any number of queries to summarized keys and values."""
-        summary = checked_kind(summary, KeysAndValues)
-        return self(q, summary.k, summary.v, key_mask=summary.key_mask)
-
-    def check_not_causal(self) -> None:
+        `read(q, summarize(k, v))` is `forward(q, k, v)`."""
         if self.causal:
             raise ValueError(
                 f"{type(self).__name__} is causal here, so each query sees different keys, which no summary can hold: "
                 "call extend"
             )
+        check_keys(k, v, key_mask)
+        return self._summarize(k, v, key_mask)
+
+    def read(self, q: Queries, summary: Any) -> Outputs:
+        """Attend from any number of queries to summarized keys and values."""
+        k, v, key_mask = checked_kind(summary, KeysAndValues)
+        return self(q, k, v, key_mask=key_mask)
+
+    def as_causal(self) -> "InnerAttention | None":
+        """Return the same attention over j ≤ i, a view that shares the weights: register, move and save only the
+        original. None means that there is no causal form, as for Linformer."""
+        return self if self.causal else None
+
+    @abstractmethod
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs: ...
+
+    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
+        raise NotImplementedError
+
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
+        return KeysAndValues(k, v, None if key_mask is None else key_mask.expand(k.shape[0], -1, -1))
+
+    def _checked_state(self, state: Any) -> Any:
+        return checked_kind(state, self.state_kind)
+
+
+_Inner = TypeVar("_Inner", bound=InnerAttention)
+
+
+def causal_view(self: _Inner) -> _Inner:
+    """Return a shallow copy with `causal` set: `as_causal` of attentions that need no more to be causal."""
+    view = copy(self)
+    view.causal = True
+    return view
+
+
+class KeysAndValues(NamedTuple):
+    """The summary for attentions that need every key and value."""
+
+    k: Float[Tensor, "b hk m d"]
+    v: Float[Tensor, "b hk m dv"]
+    key_mask: Bool[Tensor, " b #hk m"] | None
 
 
 def checked_inner(inner: object) -> InnerAttention:
@@ -79,15 +107,7 @@ def checked_inner(inner: object) -> InnerAttention:
     raise ValueError(f"an InnerAttention is needed here, but this is {hint}")
 
 
-class KeysAndValues(NamedTuple):
-    """The summary for attentions that need every key and value."""
-
-    k: Float[Tensor, "b hk m d"]
-    v: Float[Tensor, "b hk m dv"]
-    key_mask: Bool[Tensor, " b #hk m"] | None
-
-
-def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tensor, "b hk g n d"]:
+def group_queries(q: Queries, num_key_heads: int) -> Float[Tensor, "b hk g n d"]:
     """Group consecutive query heads that share a key head. Keys broadcast against the groups after `unsqueeze(2)`."""
     if q.shape[1] % num_key_heads:
         raise ValueError(
@@ -96,13 +116,11 @@ def group_queries(q: Float[Tensor, "b h n d"], num_key_heads: int) -> Float[Tens
     return q.unflatten(1, (num_key_heads, -1))
 
 
-def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
-    """Apply the function to every tensor of a state: nested tuples of tensors, each with the batch in front.
+def group_mask(key_mask: KeyMask) -> Bool[Tensor, "#b #hk 1 m"] | None:
+    """Give the mask a dimension for the groups of queries."""
+    return None if key_mask is None else key_mask.unsqueeze(2)
 
-    With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
-    if isinstance(state, leaf):
-        return function(state)
-    if isinstance(state, tuple):
-        parts = [map_state(function, part, leaf=leaf) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-    return state
+
+def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
+    """Return zeros for −inf, the scale of no keys."""
+    return log_scale.masked_fill(log_scale == -torch.inf, 0)

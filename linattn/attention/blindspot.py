@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues
-from linattn.attention.checks import checked_heads
+from linattn.attention.base import InnerAttention, KeysAndValues, group_mask
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
@@ -35,6 +34,7 @@ class BlindspotAttention(InnerAttention):
     cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""
 
     causal = True
+    state_kind = BlindspotState
 
     def __init__(self, inner: LinearAttention, size: int):
         super().__init__()
@@ -44,70 +44,67 @@ class BlindspotAttention(InnerAttention):
             raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
         self.inner, self.size = inner, size
 
-    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
-        return self.extend(q, k, v, key_mask=key_mask)[0]
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        return self._extend(q, k, v, None, key_mask)[0]
 
-    def extend(
-        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None = None, *, key_mask: KeyMask = None
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: BlindspotState | None, key_mask: KeyMask
     ) -> tuple[Outputs, BlindspotState]:
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=BlindspotState, causal=True)
         check_exported_length(k.shape[-2], "BlindspotAttention")
         past, held = None, 0
         if state is not None:
             self._check_state(state, k, v)
             past, block, _ = state
             held, key_mask = block.k.shape[-2], join_masks(block.k, block.key_mask, k, key_mask)
-            k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
             # the queries of the open block were answered before
             q = F.pad(q, (0, 0, held, 0))
-        if key_mask is None:
-            y, past = self._attend(q, k, v, past, None)
-            return y[..., held:, :], BlindspotState(past, _open_block(k, v, None, self.size), self.size)
+            k, v = torch.cat([block.k, k], -2), torch.cat([block.v, v], -2)
         packed = pack_heads(q, k, v, key_mask)
-        y, past = self._attend(packed.q, packed.k, packed.v, past, packed.total)
+        states, past = self._states(packed.k, packed.v, packed.total, past)
+        y = packed.unpack(self._read(packed.q, states).to(v.dtype))
         block = _open_block(packed.k, packed.v, packed.total, self.size)
-        return packed.unpack(y)[..., held:, :], BlindspotState(past, block, self.size)
+        return y[..., held:, :], BlindspotState(past, block, self.size)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, past: LinearAttentionState | None, total: Tensor | None
-    ) -> tuple[Tensor, LinearAttentionState]:
-        """Attend from left-packed tokens that begin with a block, `total` per row (None: all)."""
-        n, count, inner = k.shape[-2], k.shape[-2] // self.size, self.inner
-        complete = None if total is None else torch.arange(count, device=k.device) < (total // self.size).unsqueeze(-1)
-        k, v = k[..., : count * self.size, :], v[..., : count * self.size, :]
-        (sums, scale), last = self._states(k, v, past, complete)
-        queries = inner.per_group(inner.feature_map.query(F.pad(q, (0, 0, 0, (count + 1) * self.size - n))), k.shape[1])
-        y = read(self._cut(queries.x), sums, normalize=inner.normalize, feature_map=queries.function)
-        log_scale = None if queries.log_scale is None else self._cut(queries.log_scale.unsqueeze(-1)).squeeze(-1)
-        y = inner.rescaled(y, log_scale, None if scale is None else scale.unsqueeze(-1))
-        return y.flatten(-3, -2)[..., :n, :].flatten(1, 2).to(v.dtype), last
+    def _read(self, q: Tensor, states: LinearAttentionState) -> Tensor:
+        """Attend from the queries of each block to the state before it."""
+        inner, n, (sums, scale) = self.inner, q.shape[-2], states
+        q = F.pad(q, (0, 0, 0, sums.z.shape[3] * self.size - n))
+        x, log_scale, function = inner.per_group(inner.feature_map.query(q), sums.z.shape[1])
+        y = read(self._cut(x), sums, normalize=inner.normalize, feature_map=function)
+        y = inner.rescaled(y, None if log_scale is None else self._cut(log_scale, -1), scale)
+        return y.flatten(-3, -2)[..., :n, :].flatten(1, 2)
 
     def _states(
-        self, k: Tensor, v: Tensor, past: LinearAttentionState | None, complete: Tensor | None
+        self, k: Tensor, v: Tensor, total: Tensor | None, past: LinearAttentionState | None
     ) -> tuple[LinearAttentionState, LinearAttentionState]:
-        """Return the states before each block and after the last, (b hk 1 count+1 …); and the last. The past counts as
-        a block, the first."""
-        key_mask = None if complete is None else complete.repeat_interleave(self.size, -1).unsqueeze(2)
+        """Return the states before each block and after the last complete one, (b hk 1 blocks …); and the last again.
+        The tokens are packed, `total` per row (None: all). The past counts as a block, the first."""
+        end = k.shape[-2] // self.size * self.size
+        key_mask = None
+        if total is not None:
+            key_mask = torch.arange(end, device=k.device) < (total // self.size * self.size).unsqueeze(-1)
+        key_mask = group_mask(key_mask)
+        k, v = k[..., :end, :], v[..., :end, :]
         keys, log_size = per_key_head(self._faded(self.inner.feature_map.key(k)), key_mask)
         if past is not None:
             self.inner.check_state(past, keys, v, scaled=log_size is not None)
-        scales, scale, log_decay, largest = None, None, None, None
+        key_scale, scale, log_decay, last_scale = None, None, None, None
         if log_size is not None:
-            count = k.shape[-2] // self.size
-            first = None if past is None else past.log_scale
-            first = log_size.new_full((*log_size.shape[:-1], 1), -torch.inf) if first is None else first
-            tops = torch.cat([first, log_size.unflatten(-1, (count, self.size)).amax(-1)], -1)
-            scale, log_decay, largest = running_scale(tops, self._decay_per_block(tops, complete))
-            scales = scale[..., 1:].repeat_interleave(self.size, -1)
+            start = None if past is None else past.log_scale
+            start = log_size.new_full((*log_size.shape[:-1], 1), -torch.inf) if start is None else start
+            tops = torch.cat([start, self._cut(log_size, -1).amax(-1)], -1)
+            scale, log_decay, last_scale = running_scale(tops, self._decay_per_block(tops, key_mask))
+            key_scale, scale = scale[..., 1:].repeat_interleave(self.size, -1), scale.unsqueeze(-1)
         sums = summarize(
-            self._cut(keys.relative_to(scales)),
+            self._cut(keys.relative_to(key_scale)),
             self._cut(v.unsqueeze(2)),
-            key_mask=None if key_mask is None else self._cut(key_mask.unsqueeze(-1)).squeeze(-1),
+            key_mask=None if key_mask is None else self._cut(key_mask, -1),
             feature_map=keys.function,
         )
         sums = LinearState(*(_accumulate(past and past.sums[i], x, log_decay) for i, x in enumerate(sums)))
+        # copies, as views would keep the states of all blocks alive
         last = LinearState(*(x[:, :, :, -1].clone() for x in sums))
-        return LinearAttentionState(sums, scale), LinearAttentionState(last, largest)
+        return LinearAttentionState(sums, scale), LinearAttentionState(last, last_scale)
 
     def _faded(self, keys: Features) -> Features:
         """Return the features of the keys as they are when their block ends."""
@@ -117,14 +114,15 @@ class BlindspotAttention(InnerAttention):
             keys = keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
         return keys.scalable()
 
-    def _decay_per_block(self, tops: Tensor, complete: Tensor | None) -> Tensor:
+    def _decay_per_block(self, tops: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return zeros without a decay, and for blocks that are not complete."""
         if self.inner.decay is None:
             return torch.zeros_like(tops)
         log_decay = (self.size * self.inner.decay()).unsqueeze(-1).expand_as(tops)
-        return log_decay if complete is None else log_decay * F.pad(complete, (1, 0)).unsqueeze(2)
+        return log_decay if key_mask is None else log_decay * F.pad(key_mask[..., :: self.size], (1, 0))
 
-    def _cut(self, x: Tensor) -> Tensor:
-        return x.unflatten(-2, (x.shape[-2] // self.size, self.size))
+    def _cut(self, x: Tensor, dim: int = -2) -> Tensor:
+        return x.unflatten(dim, (x.shape[dim] // self.size, self.size))
 
     def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
         if state.size != self.size:

@@ -1,14 +1,11 @@
 """Checks for the arguments of inner attentions, once at the boundary, so that errors show what the caller passed."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from linattn.attention.base import map_state
-from linattn.ops.state import checked_kind
-
-_State = TypeVar("_State")
+from linattn.attention.states import batch_size, for_batch
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -30,21 +27,14 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
 
 
 def checked_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    state: Any = None,
-    *,
-    kind: type = object,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Raise ValueError for arguments that do not fit. Arguments with a batch of 1 are expanded."""
     # each shape is read once, as checks should cost little beside a step of one token
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if len(of_q) != 4:
         raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")
-    made = of_q[0] if state is None else _batch(checked_kind(state, kind))
+    made = of_q[0] if state is None else batch_size(state)
     if made == of_q[0] == of_k[0] == of_v[0]:
         if key_mask is not None or len(of_k) != 4 or len(of_v) != 4 or of_k[1:3] != of_v[1:3]:
             check_keys(k, v, key_mask)
@@ -65,39 +55,14 @@ def _same_batch(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     sizes = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]}
     if state is not None:
-        sizes["state"] = _batch(state) or 0
+        sizes["state"] = batch_size(state) or 0
     b = next((size for size in sizes.values() if size != 1), 1)
     if any(size not in (1, b) for size in sizes.values()):
         described = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"batch sizes must be the same, or 1, but they are {described}")
     q, k, v = (x.expand(b, *x.shape[1:]) for x in (q, k, v))
     check_keys(k, v, key_mask)
-    return q, k, v, None if state is None else repeat_state(state, b)
-
-
-def repeat_state(state: Any, batch: int) -> Any:
-    """Expand the state of one sequence to a batch, without a copy."""
-    return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
-
-
-def for_batch(state: _State, batch: int) -> _State:
-    """Return the state for `batch` sequences, expanded if it is that of one sequence."""
-    made = _batch(state)
-    if made in (batch, None):
-        return state
-    if made != 1:
-        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
-    return repeat_state(state, batch)
-
-
-def _batch(state: Any) -> int | None:
-    """Return the batch size of the first tensor, None if there is no tensor."""
-    if isinstance(state, Tensor):
-        return state.shape[0] if state.ndim else None
-    for part in state if isinstance(state, tuple) else ():
-        if (batch := _batch(part)) is not None:
-            return batch
-    return None
+    return q, k, v, for_batch(state, b)
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

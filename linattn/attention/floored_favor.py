@@ -4,11 +4,10 @@ Choromanski et al., https://arxiv.org/abs/2009.14794, and the code that came wit
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, group_queries
-from linattn.attention.checks import check_keys, checked_heads
+from linattn.attention.base import InnerAttention, causal_view, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
@@ -16,6 +15,7 @@ from linattn.ops.compaction import finite_queries
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class FlooredFavorState(NamedTuple):
@@ -43,6 +43,9 @@ class FlooredFavorAttention(InnerAttention):
     If causal, a query sees the keys up to its own, so each output depends on its prefix alone; the published code takes
     the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
+    state_kind = FlooredFavorState
+    as_causal = causal_view
+
     def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
         super().__init__()
         if not epsilon > 0:
@@ -50,53 +53,28 @@ class FlooredFavorAttention(InnerAttention):
         self.feature_map = checked_feature_map(feature_map, FavorFeatureMap)
         self.epsilon, self.causal = epsilon, causal
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self.extend(q, k, v, key_mask=key_mask)[0]
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.read(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+            return self._extend(q, k, v, None, key_mask)[0]
+        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> FlooredFavorState:
-        self.check_not_causal()
-        check_keys(k, v, key_mask)
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FlooredFavorState:
         keys = self._keys(k, v, key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
-        features = (keys.exponent - _finite(largest).detach().unsqueeze(-1)).exp()
+        features = (keys.exponent - finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
         return FlooredFavorState(sums, keys.values.sum(-2), largest)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: FlooredFavorState) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: FlooredFavorState) -> Outputs:
         summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
         y = read(features, summary.features, normalize=None)
-        largest = _finite(summary.largest)
+        largest = finite(summary.largest)
         return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: FlooredFavorState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], FlooredFavorState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=FlooredFavorState, causal=True)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: FlooredFavorState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, FlooredFavorState]:
         q = q if key_mask is None else finite_queries(q, key_mask)
         keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
         if state is None:
@@ -118,7 +96,7 @@ class FlooredFavorAttention(InnerAttention):
             normalize=None,
         )
         floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
-        y = self._with_floor(y, features, floors[..., 1:, :], _finite(largest[..., 1:]) - top)
+        y = self._with_floor(y, features, floors[..., 1:, :], finite(largest[..., 1:]) - top)
         # copies, as views would keep the whole sequence alive in a state of constant size
         state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
         return y.to(v.dtype), state
@@ -129,7 +107,7 @@ class FlooredFavorAttention(InnerAttention):
         features = (exponent - largest.unsqueeze(-1)).exp() + self.epsilon
         return group_queries(features, num_key_heads)
 
-    def _keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> _Keys:
+    def _keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> _Keys:
         v = v.to(accumulator(v.dtype))
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         if key_mask is None:
@@ -156,8 +134,3 @@ class FlooredFavorAttention(InnerAttention):
 
 def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:
     return torch.full((*k.shape[:2], 1), -torch.inf, dtype=accumulator(k.dtype), device=k.device)
-
-
-def _finite(largest: Tensor) -> Tensor:
-    """Replace −inf, which stands for no key, by zero."""
-    return largest.masked_fill(largest == -torch.inf, 0)

@@ -5,11 +5,10 @@ from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, group_queries
-from linattn.attention.checks import check_keys, checked_heads
+from linattn.attention.base import InnerAttention, causal_view, finite, group_mask, group_queries
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.arguments import NORMALIZATIONS, checked_decay
@@ -19,6 +18,7 @@ from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class LinearAttentionState(NamedTuple):
@@ -35,6 +35,9 @@ class LinearAttention(InnerAttention):
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade. The causal state has constant size."""
+
+    state_kind = LinearAttentionState
+    as_causal = causal_view
 
     def __init__(
         self,
@@ -54,80 +57,54 @@ class LinearAttention(InnerAttention):
         self.feature_map, self.decay = feature_map, decay
         self.causal, self.normalize = causal, normalize
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self.extend(q, k, v, key_mask=key_mask)[0]
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.read(q, self.summarize(k, v, key_mask=key_mask)).to(v.dtype)
+            return self._extend(q, k, v, None, key_mask)[0]
+        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> LinearAttentionState:
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> LinearAttentionState:
         """Return S and z, whose size does not depend on m."""
-        self.check_not_causal()
-        check_keys(k, v, key_mask)
         if key_mask is not None:
             k, v = without(k, key_mask), without(v, key_mask)
-        key_mask, top = _for_groups(key_mask), None
+        key_mask, top = group_mask(key_mask), None
         keys, log_size = per_key_head(self.feature_map.key(k).scalable(), key_mask)
         if log_size is not None:
             # the maximum over no keys is −inf, with a length of zero too
-            top = F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
-            top = top.masked_fill(top == -torch.inf, 0)
+            top = finite(F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True))
         sums = summarize(keys.relative_to(top), v.unsqueeze(2), key_mask=key_mask, feature_map=keys.function)
         return LinearAttentionState(sums, top)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: LinearAttentionState) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: LinearAttentionState) -> Outputs:
         sums = checked_kind(checked_kind(summary, LinearAttentionState).sums, LinearState)
         queries = self.per_group(self.feature_map.query(q), sums.z.shape[1])
         y = read(queries.x, sums, normalize=self.normalize, feature_map=queries.function)
         return self.rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: LinearAttentionState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], LinearAttentionState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LinearAttentionState, causal=True)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, LinearAttentionState]:
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
-        key_mask = _for_groups(key_mask)
+        key_mask = group_mask(key_mask)
         queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
         if queries.function != keys.function:
             queries, keys = queries.evaluated(), keys.evaluated()
         queries, (keys, log_size) = self.per_group(queries, k.shape[1]), per_key_head(keys, key_mask)
         if state is not None:
             self.check_state(state, keys, v, scaled=log_size is not None)
-        top, log_scale = None, None
+        sums, log_scale = state or (None, None)
+        top = None
         log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
         if log_size is not None:
             log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
-            start = None if state is None else state.log_scale
-            top, log_decay, log_scale = running_scale(log_size, log_decay, start)
+            top, log_decay, log_scale = running_scale(log_size, log_decay, log_scale)
         y, sums = causal_linear_attention(
             queries.x,
             keys.relative_to(top),
             v.unsqueeze(2),
-            None if state is None else state.sums,
+            sums,
             log_decay=log_decay,
             key_mask=key_mask,
             normalize=self.normalize,
@@ -164,10 +141,6 @@ class LinearAttention(InnerAttention):
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, normalize={self.normalize!r}"
-
-
-def _for_groups(key_mask: Tensor | None) -> Tensor | None:
-    return None if key_mask is None else key_mask.unsqueeze(2)
 
 
 def per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:

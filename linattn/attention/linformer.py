@@ -9,10 +9,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, KeysAndValues
-from linattn.attention.checks import check_keys, checked_heads
+from linattn.attention.checks import checked_heads
 from linattn.ops.linformer import pool_sequence, project_sequence
 from linattn.ops.softmax import softmax_attention
 from linattn.ops.state import checked_kind
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
+
+_Projected = Float[Tensor, "b hk r d"]
+_Present = Bool[Tensor, " b #hk r"] | None
 
 
 class SequenceProjection(nn.Module, ABC):
@@ -28,9 +32,7 @@ class SequenceProjection(nn.Module, ABC):
         self.max_length, self.projected_length = max_length, projected_length
 
     @abstractmethod
-    def forward(
-        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
+    def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, _Present]:
         """Return the projected tokens and a mask of those that exist (None: all). A masked token is a missing token."""
 
     @property
@@ -59,9 +61,7 @@ class LearnedProjection(SequenceProjection):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.projected_length**-0.5)
 
-    def forward(
-        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], None]:
+    def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, None]:
         if self.weight.ndim == 3 and len(self.weight) != x.shape[1]:
             raise ValueError(f"made for {len(self.weight)} key heads, but there are {x.shape[1]}")
         return project_sequence(x, self.weight, key_mask=key_mask), None
@@ -71,9 +71,7 @@ class LearnedProjection(SequenceProjection):
 class MeanPooling(SequenceProjection):
     """Takes the mean of each ⌈max_length / projected_length⌉ present tokens, or fewer at the end. It has no weights."""
 
-    def forward(
-        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
+    def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, _Present]:
         return pool_sequence(x, self.window, key_mask=key_mask)
 
 
@@ -90,9 +88,7 @@ class StridedConvolution(SequenceProjection):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 1 / self.window)
 
-    def forward(
-        self, x: Float[Tensor, "b hk m d"], *, key_mask: Bool[Tensor, "#b #hk m"] | None = None
-    ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
+    def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, _Present]:
         if x.shape[-1] != self.weight.shape[-1]:
             raise ValueError(f"made for {self.weight.shape[-1]} channels per head, but there are {x.shape[-1]}")
         return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)
@@ -113,26 +109,11 @@ class LinformerAttention(InnerAttention):
         self.key_projection = key_projection
         self.value_projection = key_projection if value_projection is None else value_projection
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        return self.read(q, self.summarize(k, v, key_mask=key_mask))
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        return self.read(q, self._summarize(k, v, key_mask))
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> KeysAndValues:
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> KeysAndValues:
         """Return the r projected keys and values."""
-        check_keys(k, v, key_mask)
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)
         if m > longest:
             raise ValueError(f"made for at most {longest} keys, but there are {m}")
@@ -142,7 +123,7 @@ class LinformerAttention(InnerAttention):
             raise ValueError(f"keys are projected to {k.shape[-2]} and values to {v.shape[-2]}: the two must agree")
         return KeysAndValues(k, v, present_values if present is None else present)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: KeysAndValues) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: KeysAndValues) -> Outputs:
         summary = checked_kind(summary, KeysAndValues)
         q, k, v, _ = checked_heads(q, summary.k, summary.v, summary.key_mask)
         return softmax_attention(q, k, v, key_mask=summary.key_mask)

@@ -3,12 +3,9 @@ Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://
 
 from typing import final
 
-from jaxtyping import Bool, Float
-from torch import Tensor
-
-from linattn.attention.base import InnerAttention
-from linattn.attention.checks import checked_heads
+from linattn.attention.base import InnerAttention, causal_view
 from linattn.ops.local import LocalState, Window, extend_local, local_attention
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 @final
@@ -24,37 +21,26 @@ class LocalAttention(InnerAttention):
     The state holds the last window − 1 (bucketed: 2 · window − 1) present keys and values per sequence.
     """
 
+    state_kind = LocalState
+    as_causal = causal_view
+
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window holds at least one token, but window is {window}")
-        self.window = Window(window, causal, bucketed)
-        self.causal = causal
+        self.size, self.causal, self.bucketed = window, causal, bucketed
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
+    @property
+    def window(self) -> Window:
+        return Window(self.size, self.causal, self.bucketed)
+
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         return local_attention(q, k, v, window=self.window, key_mask=key_mask)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: LocalState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=LocalState, causal=True)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: LocalState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, LocalState]:
         return extend_local(q, k, v, state, window=self.window, key_mask=key_mask)
 
     def extra_repr(self) -> str:
-        return f"{self.window.size}, causal={self.causal}, bucketed={self.window.bucketed}"
+        return f"{self.size}, causal={self.causal}, bucketed={self.bucketed}"

@@ -21,7 +21,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.feature_maps import FEATURE_MAPS, ScaledFeatureMap
+from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.names import did_you_mean
 
@@ -48,15 +48,6 @@ def _linear(name: str) -> Builder:
     return lambda x: LinearAttention(make(x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
 
 
-def _unnormalized(x: Heads) -> InnerAttention:
-    identity = FEATURE_MAPS["identity"](x.head_dim, x.num_heads, x.num_key_heads)
-    return LinearAttention(identity, causal=x.causal, normalize=None)
-
-
-def _roformer(x: Heads) -> InnerAttention:
-    return RotaryLinearAttention(FEATURE_MAPS["elu"](x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
-
-
 def _retention(x: Heads) -> InnerAttention:
     if not x.causal:
         raise ValueError("retention is causal only, but causal is False: give causal=True to named_attention")
@@ -76,9 +67,11 @@ def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Bui
 
 ATTENTIONS: dict[str, Builder] = {
     **{name: _linear(name) for name in FEATURE_MAPS},
-    "linear_unnormalized": _unnormalized,
+    "linear_unnormalized": lambda x: LinearAttention(
+        ElementwiseFeatureMap("identity"), causal=x.causal, normalize=None
+    ),
     "retention": _retention,
-    "roformer": _roformer,
+    "roformer": lambda x: RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=x.causal),
     "softmax": lambda x: SoftmaxAttention(causal=x.causal),
     "local": lambda x: LocalAttention(x.window, causal=x.causal),
     "local_bucketed": lambda x: LocalAttention(x.window, causal=x.causal, bucketed=True),

@@ -8,17 +8,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
-from linattn.attention.checks import checked_heads
 from linattn.ops.compaction import per_query_head
-from linattn.ops.rotary import rotate
+from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class RotaryState(NamedTuple):
     """The state of the inner attention and the number of tokens seen."""
 
     inner: Any
-    position: Int[Tensor, "b hk 1"]
+    position: Int[Tensor, "b hk"]
 
 
 @final
@@ -28,60 +28,57 @@ class RotaryAttention(InnerAttention):
     q·k then depends on i − j alone, and so does softmax attention. A feature map sees channels, so with one the output
     depends on absolute positions too. Masked tokens have no position."""
 
+    state_kind = RotaryState
+
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
         self.inner, self.base, self.causal = checked_inner(inner), base, inner.causal
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        q, k = self._rotated(q, k, count_places(k, key_mask, 0))
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        q, k, _ = self._rotated(q, k, None, key_mask)
         return self.inner(q, k, v, key_mask=key_mask)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: RotaryState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], RotaryState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=RotaryState, causal=True)
-        if state is None:
-            seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device)
-        else:
-            seen = state.position
-            check_part("position", seen, torch.int64, k.shape[1], 1)
-        places = count_places(k, key_mask, seen)
-        q, k = self._rotated(q, k, places)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, RotaryState]:
+        if state is not None:
+            check_part("position", state.position, torch.int64, k.shape[1])
+        q, k, position = self._rotated(q, k, state and state.position, key_mask)
         y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask)
-        arrived = k.shape[-2] if key_mask is None else key_mask.sum(-1, keepdim=True)
-        return y, RotaryState(inner, seen + arrived)
+        return y, RotaryState(inner, position)
 
-    def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        if q.shape[-2] != k.shape[-2]:
-            raise ValueError(
-                f"queries and keys must be those of the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
-            )
-        of_queries = per_query_head(places, q.shape[1])
-        return rotate(q, of_queries, base=self.base), rotate(k, places, base=self.base)
+    def _rotated(self, q: Tensor, k: Tensor, start: Tensor | None, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rotated queries and keys, and the number of tokens seen by their end."""
+        check_same_tokens(q, k)
+        positions, end = count_positions(k, start, key_mask)
+        angles = turns(positions, k.shape[-1], k.dtype, base=self.base)
+        of_queries = (per_query_head(x, q.shape[1]) for x in angles)
+        return turn(q, *of_queries), turn(k, *angles), end
+
+    def as_causal(self) -> "RotaryAttention | None":
+        inner = self.inner.as_causal()
+        return None if inner is None else RotaryAttention(inner, base=self.base)
 
     def extra_repr(self) -> str:
         return f"base={self.base}"
 
 
-def count_places(
-    k: Float[Tensor, "b hk n d"], key_mask: Bool[Tensor, "#b #hk n"] | None, seen: Int[Tensor, "b hk 1"] | int
-) -> Int[Tensor, "b hk n"]:
-    """Return the position of each token, the number of present tokens before it."""
-    present = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-    return (present.expand(k.shape[:-1]).cumsum(-1) - 1 + seen).clamp(min=0)
+def check_same_tokens(q: Tensor, k: Tensor) -> None:
+    n, m = q.shape[-2], k.shape[-2]
+    if n != m:
+        raise ValueError(f"queries and keys must be those of the same tokens, but there are {n} and {m}")
+
+
+def count_positions(
+    x: Float[Tensor, "*b n d"], start: Int[Tensor, "*b"] | None, key_mask: Bool[Tensor, "*#b n"] | None
+) -> tuple[Int[Tensor, "*#b n"], Int[Tensor, "*b"]]:
+    """Return each token's position, which counts present tokens only, and the number of tokens seen by the end."""
+    *lead, n, _ = x.shape
+    if start is None:
+        # all sequences share these positions, and so the angles of a rotation
+        start = torch.zeros([1] * len(lead), dtype=torch.int64, device=x.device)
+    first, seen = start.unsqueeze(-1), start.expand(lead)
+    if key_mask is None:
+        return first + torch.arange(n, device=x.device), seen + n
+    # missing tokens before the first present one would get position -1, which no table of positions holds
+    return (first + key_mask.cumsum(-1) - 1).clamp(min=0), seen + key_mask.sum(-1)

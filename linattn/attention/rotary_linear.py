@@ -1,20 +1,21 @@
 """Rotary positions after the feature map. Su et al., RoFormer, https://arxiv.org/abs/2104.09864, eq. 19"""
 
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, group_queries
-from linattn.attention.checks import checked_heads
-from linattn.attention.rotary import count_places
+from linattn.attention.base import InnerAttention, causal_view, group_mask, group_queries
+from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
 from linattn.ops.compaction import finite_queries, without
 from linattn.ops.linear import causal_linear_attention, linear_attention
-from linattn.ops.rotary import rotate
+from linattn.ops.rotary import turn, turns
 from linattn.ops.state import LinearState, check_part
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class RotaryLinearAttentionState(NamedTuple):
@@ -22,7 +23,7 @@ class RotaryLinearAttentionState(NamedTuple):
 
     numerator: LinearState
     denominator: LinearState
-    position: Int[Tensor, "b hk 1"]
+    position: Int[Tensor, "b hk"]
 
 
 @final
@@ -32,69 +33,46 @@ class RotaryLinearAttention(InnerAttention):
 
     Feature maps with a scale per token, such as FAVOR+ and exp, are refused."""
 
+    state_kind = RotaryLinearAttentionState
+    as_causal = causal_view
+
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
         self.feature_map = checked_feature_map(feature_map, FeatureMap)
         self.causal, self.base = causal, base
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self.extend(q, k, v, key_mask=key_mask)[0]
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        dtype, places = v.dtype, count_places(k, key_mask, 0)
-        q, k, v, key_mask = self._features(q, k, v, key_mask)
-        numerator = linear_attention(*self._rotated(q, k, places), v, key_mask=key_mask, normalize=None)
-        denominator = linear_attention(q, k, torch.ones_like(v[..., :1]), key_mask=key_mask, normalize=None)
+            return self._extend(q, k, v, None, key_mask)[0]
+        check_same_tokens(q, k)
+        positions, _ = count_positions(k, None, key_mask)
+        dtype = v.dtype
+        q, k, v = self._features(q, k, v, key_mask)
+        attend = partial(linear_attention, key_mask=group_mask(key_mask), normalize=None)
+        numerator = attend(*self._rotated(q, k, positions), v)
+        denominator = attend(q, k, torch.ones_like(v[..., :1]))
         return divide(numerator, denominator).to(dtype).flatten(1, 2)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: RotaryLinearAttentionState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], RotaryLinearAttentionState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=RotaryLinearAttentionState, causal=True)
-        if state is None:
-            seen = torch.zeros(*k.shape[:2], 1, dtype=torch.int64, device=k.device)
-        else:
-            seen = state.position
-            check_part("position", seen, torch.int64, k.shape[1], 1)
-        dtype, places = v.dtype, count_places(k, key_mask, seen)
-        q, k, v, key_mask = self._features(q, k, v, key_mask)
-        past = (None, None) if state is None else state[:2]
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: RotaryLinearAttentionState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, RotaryLinearAttentionState]:
+        past, past_keys, start = state or (None, None, None)
+        if state is not None:
+            check_part("position", start, torch.int64, k.shape[1])
+        positions, end = count_positions(k, start, key_mask)
+        dtype = v.dtype
+        q, k, v = self._features(q, k, v, key_mask)
         if state is not None:
             lead = (k.shape[1], 1, k.shape[-1])
             check_part("numerator", state.numerator.S, k.dtype, *lead, v.shape[-1])
             check_part("denominator", state.denominator.S, k.dtype, *lead, 1)
-        y, numerator = causal_linear_attention(
-            *self._rotated(q, k, places), v, past[0], key_mask=key_mask, normalize=None
-        )
-        total, denominator = causal_linear_attention(
-            q, k, torch.ones_like(v[..., :1]), past[1], key_mask=key_mask, normalize=None
-        )
-        seen = torch.cat([seen, places + 1], -1)[..., -1:].clone()
-        return divide(y, total).to(dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, seen)
+        attend = partial(causal_linear_attention, key_mask=group_mask(key_mask), normalize=None)
+        y, numerator = attend(*self._rotated(q, k, positions), v, past)
+        total, denominator = attend(q, k, torch.ones_like(v[..., :1]), past_keys)
+        return divide(y, total).to(dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, end)
 
-    def _features(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return features of queries, (b hk g n f), and those of keys, values and mask with a dimension for groups."""
-        if q.shape[-2] != k.shape[-2]:
-            raise ValueError(
-                f"queries and keys must be those of the same tokens, but there are {q.shape[-2]} and {k.shape[-2]}"
-            )
+    def _features(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features of queries, (b hk g n f), those of keys, (b hk 1 n f), and values, (b hk 1 n dv)."""
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
         # numerator and denominator are rounded once, after the division
@@ -106,10 +84,11 @@ class RotaryLinearAttention(InnerAttention):
                 "plain features would not share: rotate queries and keys before such a map"
             )
         q, k, v = queries.value().to(dtype), keys.value().to(dtype), v.to(dtype)
-        return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2), None if key_mask is None else key_mask.unsqueeze(2)
+        return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2)
 
-    def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q, places.unsqueeze(2), base=self.base), rotate(k, places.unsqueeze(2), base=self.base)
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = turns(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
+        return turn(q, *angles), turn(k, *angles)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, base={self.base}"

@@ -2,12 +2,9 @@
 
 from typing import final
 
-from jaxtyping import Bool, Float
-from torch import Tensor
-
-from linattn.attention.base import InnerAttention
-from linattn.attention.checks import checked_heads
+from linattn.attention.base import InnerAttention, causal_view
 from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 @final
@@ -18,33 +15,19 @@ class SoftmaxAttention(InnerAttention):
     other attentions have constant size.
     """
 
+    state_kind = SoftmaxState
+    as_causal = causal_view
+
     def __init__(self, *, causal: bool = False):
         super().__init__()
         self.causal = causal
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         return softmax_attention(q, k, v, causal=self.causal, key_mask=key_mask)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: SoftmaxState | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], SoftmaxState]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        q, k, v, state = checked_heads(q, k, v, key_mask, state, kind=SoftmaxState, causal=True)
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: SoftmaxState | None, key_mask: KeyMask
+    ) -> tuple[Outputs, SoftmaxState]:
         return extend_softmax(q, k, v, state, key_mask=key_mask)
 
     def extra_repr(self) -> str:

@@ -3,12 +3,11 @@
 from typing import Any, cast, final
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
-from linattn.attention.checks import check_keys, checked_heads
 from linattn.ops.state import checked_parts
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 @final
@@ -29,65 +28,42 @@ class SplitHeads(InnerAttention):
         self.parts = nn.ModuleList(part for _, part in parts)
         self.causal = parts[0][1].causal
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
-        q, k, v, _ = checked_heads(q, k, v, key_mask)
-        pieces = zip(self.parts, *self._split(q, k, v, key_mask), strict=True)
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        pieces = zip(self.parts, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
         return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
 
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: tuple[Any, ...] | None = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], tuple[Any, ...]]:
-        if not self.causal:
-            return super().extend(q, k, v, state, key_mask=key_mask)
-        past = None if state is None else checked_parts(state, len(self.parts))
-        q, k, v, past = checked_heads(q, k, v, key_mask, past, causal=True)
-        states = checked_parts(past, len(self.parts))
-        pieces = zip(self.parts, states, *self._split(q, k, v, key_mask), strict=True)
-        ys, states = zip(
-            *(part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces), strict=True
-        )
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: tuple[Any, ...] | None, key_mask: KeyMask
+    ) -> tuple[Outputs, tuple[Any, ...]]:
+        states = checked_parts(state, len(self.parts))
+        pieces = zip(self.parts, states, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        results = [part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces]
+        ys, states = zip(*results, strict=True)
         return torch.cat(ys, 1), states
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> tuple[Any, ...]:
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> tuple[Any, ...]:
         """Return a tuple with the summary of each part."""
-        self.check_not_causal()
-        check_keys(k, v, key_mask)
         pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: tuple[Any, ...]) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: tuple[Any, ...]) -> Outputs:
         pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
         return torch.cat([cast(InnerAttention, part).read(piece, kept) for part, piece, kept in pieces], 1)
 
-    def _split(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
-        """Return queries, keys, values and masks, each as a tuple over the parts."""
-        return self._split_queries(q), *self._split_keys(k, v, key_mask)
+    def as_causal(self) -> "SplitHeads | None":
+        parts = [cast(InnerAttention, part).as_causal() for part in self.parts]
+        known = [(count, part) for count, part in zip(self.heads, parts, strict=True) if part is not None]
+        return SplitHeads(*known) if len(known) == len(parts) else None
+
+    def _checked_state(self, state: Any) -> tuple[Any, ...]:
+        return checked_parts(state, len(self.parts))
 
     def _split_queries(self, q: Tensor) -> tuple[Tensor, ...]:
         if q.shape[1] != sum(self.heads):
             raise ValueError(f"made for {self.heads}, together {sum(self.heads)} heads, but there are {q.shape[1]}")
         return q.split(self.heads, 1)
 
-    def _split_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Any, ...]:
+    def _split_keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Any, ...]:
         total, hk = sum(self.heads), k.shape[1]
         if any(count * hk % total for count in self.heads):
             raise ValueError(

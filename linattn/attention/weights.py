@@ -1,20 +1,17 @@
 """The attention matrix of a method that never builds it, for pictures and tests."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.linformer import LinformerAttention, StridedConvolution
 from linattn.attention.softmax import SoftmaxAttention
+from linattn.types import KeyMask, Keys, Queries
 
 
 def attention_weights(
-    inner: InnerAttention,
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk m d"],
-    *,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    inner: InnerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None
 ) -> Float[Tensor, "b h n m"]:
     """Return the matrix A with inner(q, k, v) = A v for every v, from the outputs for one-hot values.
 
@@ -29,11 +26,7 @@ def attention_weights(
 
 
 def projected_weights(
-    inner: LinformerAttention,
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk m d"],
-    *,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    inner: LinformerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None
 ) -> Float[Tensor, "b h n r"]:
     """Return the softmax weights over the projected keys. Rows sum to one, and the cost is linear in the length."""
     projected, present = inner.key_projection(k, key_mask=key_mask)

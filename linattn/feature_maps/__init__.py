@@ -1,4 +1,4 @@
-"""Feature maps, one φ per file. `FEATURE_MAPS` makes each from (head_dim, num_heads, num_key_heads)."""
+"""Feature maps, one method per file. `FEATURE_MAPS` makes each from (head_dim, num_heads, num_key_heads)."""
 
 from collections.abc import Callable
 
@@ -6,23 +6,13 @@ import torch
 
 from linattn.feature_maps.base import FeatureMap, Features
 from linattn.feature_maps.efficient import EfficientFeatureMap
-from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.feature_maps.favor import FavorFeatureMap
-from linattn.feature_maps.favor_hyperbolic import HyperbolicFavorFeatureMap
-from linattn.feature_maps.favor_trigonometric import TrigonometricFavorFeatureMap
+from linattn.feature_maps.elementwise import ElementwiseFeatureMap, ScaledFeatureMap
+from linattn.feature_maps.favor import FavorFeatureMap, HyperbolicFavorFeatureMap, TrigonometricFavorFeatureMap
 from linattn.feature_maps.generalized import GeneralizedFeatureMap
 from linattn.feature_maps.hedgehog import HedgehogFeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features, redraw_features_
-from linattn.feature_maps.scaled import ScaledFeatureMap
-from linattn.feature_maps.second_order_taylor import SecondOrderTaylorFeatureMap
 from linattn.feature_maps.t2r import T2RFeatureMap
-from linattn.feature_maps.taylor import TaylorFeatureMap
-
-
-def _favor_relu(d: int) -> FeatureMap:
-    # the epsilon is the Performer's
-    return GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, default_num_features(d)))
-
+from linattn.feature_maps.taylor import SecondOrderTaylorFeatureMap, TaylorFeatureMap
 
 FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "identity": lambda d, h, hk: ElementwiseFeatureMap("identity"),
@@ -38,7 +28,10 @@ FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "favor": lambda d, h, hk: FavorFeatureMap(d),
     "favor_hyperbolic": lambda d, h, hk: HyperbolicFavorFeatureMap(d),
     "favor_trigonometric": lambda d, h, hk: TrigonometricFavorFeatureMap(d),
-    "favor_relu": lambda d, h, hk: _favor_relu(d),
+    # the epsilon is the Performer's
+    "favor_relu": lambda d, h, hk: GeneralizedFeatureMap(
+        torch.relu, epsilon=1e-3, projection=RandomProjection(d, default_num_features(d))
+    ),
     "t2r": lambda d, h, hk: T2RFeatureMap(d, h, num_key_heads=hk),
     "hedgehog": lambda d, h, hk: HedgehogFeatureMap(d, h, num_key_heads=hk),
 }

@@ -1,5 +1,5 @@
-"""Feature maps that act on each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, exp, or none. The
-operator applies them in its loop. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
+"""Feature maps that act on each number alone: a scale of queries; or elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid,
+exp, or none, applied by the operator in its loop. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
 
 from typing import final
 
@@ -27,8 +27,21 @@ class ElementwiseFeatureMap(FeatureMap):
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         return Features(x, function=self.function)
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
-        return Features(x, function=self.function)
+    key = query
 
     def extra_repr(self) -> str:
         return repr(self.function)
+
+
+@final
+class ScaledFeatureMap(FeatureMap):
+    """φ(q) = q / √d and φ(k) = k, so that φ(q)·φ(k) = q·k / √d, as in softmax attention and in retention: Sun et al.,
+    https://arxiv.org/abs/2307.08621, section 2.2. Similarities may be negative."""
+
+    normalize = None
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x * x.shape[-1] ** -0.5)
+
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return Features(x)

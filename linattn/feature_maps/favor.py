@@ -1,14 +1,75 @@
-"""FAVOR+: positive random features of exp(q·k). Choromanski et al., https://arxiv.org/abs/2009.14794, Lemma 1"""
+"""FAVOR+: random features of exp(q·k), positive ones, and trigonometric ones for comparison.
+Choromanski et al., https://arxiv.org/abs/2009.14794, Lemma 1 and eq. 6"""
 
 import math
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap, Features, value_dtype
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
 from linattn.ops.backends.base import accumulator
+
+
+class _RandomFeatureMap(FeatureMap):
+    """Features of Ω u with u = x/d^¼, `features_per_row` for each row of Ω; the same for queries and keys."""
+
+    features_per_row = 1
+
+    def __init__(self, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, scaling: int = 0):
+        super().__init__()
+        if num_features is None:
+            rows = -(-default_num_features(head_dim) // self.features_per_row)
+        elif num_features % self.features_per_row:
+            raise ValueError(f"these features come in pairs, so num_features must be even, but is {num_features}")
+        else:
+            rows = num_features // self.features_per_row
+        self.projection = RandomProjection(head_dim, rows, orthogonal=orthogonal, scaling=scaling)
+
+    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return self.query(x)
+
+
+@final
+class FavorFeatureMap(_RandomFeatureMap):
+    """φ(x) = exp(Ω u − ‖u‖²/2) / √f with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d) over draws of Ω.
+
+    No constant is added, as log_scale keeps the features in range. The relative variance is exp(‖q + k‖²/√d) / f: at
+    unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures it on your q and k."""
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        return _positive(self.projection(x), x)
+
+
+@final
+class HyperbolicFavorFeatureMap(_RandomFeatureMap):
+    """φ(x) = exp([Ω u, −Ω u] − ‖u‖²/2) / √f with u = x/d^¼: each direction is used both ways.
+
+    They behave as positive features do, with half the rows and a lower variance for the same number of features."""
+
+    features_per_row = 2
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        projected = self.projection(x)
+        return _positive(torch.cat([projected, -projected], dim=-1), x)
+
+
+@final
+class TrigonometricFavorFeatureMap(_RandomFeatureMap):
+    """φ(x) = exp(‖u‖²/2) [cos Ω u, sin Ω u] / √(f/2) with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d).
+    FAVOR+ exists because these fail (eq. 6, after Rahimi and Recht).
+
+    They are more precise than positive features where q and k are short. Similarities may be negative, and the
+    denominator may be negative or nearly zero: where q and k are long, outputs are noise of any size."""
+
+    features_per_row = 2
+
+    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
+        projected = self.projection(x)
+        value = torch.cat([projected.cos(), projected.sin()], dim=-1).to(value_dtype(x.dtype))
+        return Features(value, half_squared_norm(x) - 0.5 * math.log(projected.shape[-1]))
 
 
 def half_squared_norm(x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"]:
@@ -16,25 +77,6 @@ def half_squared_norm(x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"]:
     return x.to(accumulator(x.dtype)).square().sum(-1) / (2 * math.sqrt(x.shape[-1]))
 
 
-def positive_features(projected: Float[Tensor, "*b n f"], x: Float[Tensor, "*b n d"]) -> Features:
+def _positive(projected: Float[Tensor, "*b n f"], x: Float[Tensor, "*b n d"]) -> Features:
     """Return exp(projected − ‖x/d^¼‖²/2) / √f."""
     return Features(projected, -half_squared_norm(x) - 0.5 * math.log(projected.shape[-1]), "exp")
-
-
-@final
-class FavorFeatureMap(FeatureMap):
-    """φ(x) = exp(Ω u − ‖u‖²/2) / √f with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d) over draws of Ω.
-
-    No constant is added, as log_scale keeps the features in range. The relative variance is exp(‖q + k‖²/√d) / f: at
-    unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures it on your q and k."""
-
-    def __init__(self, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, scaling: int = 0):
-        super().__init__()
-        rows = default_num_features(head_dim) if num_features is None else num_features
-        self.projection = RandomProjection(head_dim, rows, orthogonal=orthogonal, scaling=scaling)
-
-    def query(self, x: Float[Tensor, "*b n d"]) -> Features:
-        return positive_features(self.projection(x), x)
-
-    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
-        return self.query(x)

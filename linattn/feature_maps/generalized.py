@@ -32,8 +32,7 @@ class GeneralizedFeatureMap(FeatureMap):
         projected = x if self.projection is None else self.projection(x)
         return Features((self.kernel(projected) + self.epsilon).to(x.dtype))
 
-    def key(self, x: Float[Tensor, "*b n d"]) -> Features:
-        return self.query(x)
+    key = query
 
     def extra_repr(self) -> str:
         return f"{getattr(self.kernel, '__name__', self.kernel)}, epsilon={self.epsilon}"

@@ -84,15 +84,6 @@ def default_num_features(head_dim: int) -> int:
     return max(1, int(head_dim * math.log(head_dim)))
 
 
-def num_pairs(num_features: int | None, head_dim: int) -> int:
-    """Return the number of rows for `num_features` if each row makes two. None means the default number, rounded up."""
-    if num_features is None:
-        return -(-default_num_features(head_dim) // 2)
-    if num_features < 2 or num_features % 2:
-        raise ValueError(f"these features come in pairs, so num_features must be even, but is {num_features}")
-    return num_features // 2
-
-
 def redraw_features_(module: nn.Module, generator: torch.Generator | None = None) -> None:
     """Resample every random feature map in the module, in the order of `module.modules()`.
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.attention.checks import for_batch
+from linattn.attention.rotary import count_positions
+from linattn.attention.states import for_batch
 from linattn.nn import MultiheadAttention
-from linattn.nn.attention import count_positions
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.compaction import compact, pack, unpack
 from linattn.ops.state import check_part, checked_kind

@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.checks import for_batch
 from linattn.attention.named import resolved_attention
+from linattn.attention.rotary import count_positions
+from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ShortConvolution
 from linattn.nn.norms import HeadNorm
@@ -163,19 +164,6 @@ class MultiheadAttention(nn.Module):
             raise ValueError("cross attention has no order of queries and keys: the inner attention must not be causal")
         if self.convolution is not None or self.rotary is not None:
             raise ValueError("convolution and rotary belong to self attention: cross attention takes neither")
-
-
-def count_positions(
-    x: Float[Tensor, "b n d"], start: Int[Tensor, " b"] | None, key_mask: Bool[Tensor, "b n"] | None
-) -> tuple[Int[Tensor, "#b n"], Int[Tensor, " b"]]:
-    """Return each token's position, which counts present tokens only, and the number of tokens seen by the end."""
-    b, n = x.shape[:2]
-    if start is None:
-        start = torch.zeros(b, dtype=torch.long, device=x.device)
-    if key_mask is None:
-        return start.unsqueeze(1) + torch.arange(n, device=x.device), start + n
-    # missing tokens before the first present one would get position -1, which no table of positions holds
-    return start.unsqueeze(1) + (key_mask.cumsum(1) - 1).clamp(min=0), start + key_mask.sum(1)
 
 
 def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:

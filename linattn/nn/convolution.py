@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linattn.attention.checks import for_batch
+from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
 from linattn.ops.state import check_part

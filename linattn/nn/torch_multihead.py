@@ -9,7 +9,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.causality import causal_form
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
@@ -67,7 +66,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if self._extra_keys and any(isinstance(part, LocalAttention) for part in inner.modules()):
             raise ValueError("add_bias_kv and add_zero_attn add keys that all queries see: no window has them")
         # in a tuple, so that its weights, which are those of `inner`, are not registered twice
-        self._causal_form = (causal_form(self.inner),)
+        self._causal_form = (self.inner.as_causal(),)
 
     def _reset_parameters(self) -> None:
         # this attribute makes torch initialise packed projections, so that the weights are the same to the bit

@@ -76,27 +76,31 @@ def finite_queries(q: Queries, key_mask: Bool[Tensor, "#b #hk n"], /) -> Queries
 
 
 class PackedHeads(NamedTuple):
-    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row."""
+    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row.
+
+    Where all tokens are present they stay as they are, and the other fields are None."""
 
     q: Queries
     k: Keys
     v: Values
-    real: Bool[Tensor, " b #hk n"]
-    total: Int[Tensor, " b #hk"]
-    queries: Compaction
-    query_mask: Bool[Tensor, " b #h n"]
+    real: Bool[Tensor, " b #hk n"] | None = None
+    total: Int[Tensor, " b #hk"] | None = None
+    queries: tuple[Compaction, Bool[Tensor, " b #h n"]] | None = None
 
     def unpack(self, y: Outputs) -> Outputs:
         """Move outputs back to the places of their queries."""
-        return unpack(y, self.queries, self.query_mask)
+        return y if self.queries is None else unpack(y, *self.queries)
 
 
-def pack_heads(q: Queries, k: Keys, v: Values, key_mask: Bool[Tensor, "#b #hk n"], /) -> PackedHeads:
+def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHeads:
     """Pack the tokens of self-attention, where a masked key's token is masked as a query too."""
+    if key_mask is None:
+        return PackedHeads(q, k, v)
     key_mask = key_mask.expand(k.shape[0], -1, -1)
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
-    return PackedHeads(pack(q, queries), pack(k, where), pack(v, where), real(where), where.total, queries, query_mask)
+    q, k, v = pack(q, queries), pack(k, where), pack(v, where)
+    return PackedHeads(q, k, v, real(where), where.total, (queries, query_mask))
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
@@ -104,7 +108,9 @@ def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped
     return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
 
 
-def join_masks(past: Keys, past_mask: KeyMask, new: Keys, new_mask: KeyMask, /) -> KeyMask:
+def join_masks(
+    past: Float[Tensor, "b hk s d"], past_mask: Bool[Tensor, "#b #hk s"] | None, new: Keys, new_mask: KeyMask, /
+) -> Bool[Tensor, " b #hk past"] | None:
     """Return the mask of past ⊕ new keys, None if all are present."""
     if past_mask is None and new_mask is None:
         return None

@@ -34,8 +34,6 @@ def local_attention(q: Queries, k: Keys, v: Values, /, *, window: Window, key_ma
 
     A masked token is a missing one: the window counts present tokens only, and the outputs of masked ones are zeros."""
     _check(q, k, v, window)
-    if key_mask is None:
-        return _attend(q, k, v, window, None)
     packed = pack_heads(q, k, v, key_mask)
     # zeros from packing stand behind every present token, where no causal query sees them
     return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.real))
@@ -49,8 +47,6 @@ def extend_local(
     if state is not None:
         for name, x, new in (("k", state.k, k), ("v", state.v, v)):
             check_part(name, x, new.dtype, new.shape[1], window.past, new.shape[3])
-    if key_mask is None:
-        return _extend(q, k, v, state, window, None)
     packed = pack_heads(q, k, v, key_mask)
     y, state = _extend(packed.q, packed.k, packed.v, state, window, packed.total)
     return packed.unpack(y), state
@@ -171,9 +167,9 @@ def _extend(
     # rows may stand at different places in their buckets, so bucketed windows are computed one bucket at a time
     size = window.block if window.bucketed else max(n, 1)
     parts = []
-    for i, piece in enumerate(zip(*(x.split(size, -2) for x in (q, k, v)), strict=True)):
-        parts.append(in_blocks(*piece, window, None, state))
-        state = _advance(state, *piece[1:], None if total is None else (total - i * size).clamp(0, size))
+    for i, (q1, k1, v1) in enumerate(zip(*(x.split(size, -2) for x in (q, k, v)), strict=True)):
+        parts.append(in_blocks(q1, k1, v1, window, None, state))
+        state = _advance(state, k1, v1, None if total is None else (total - i * size).clamp(0, size))
     return torch.cat(parts, -2), state
 
 

@@ -28,13 +28,11 @@ def softmax_attention(q: Queries, k: Keys, v: Values, /, *, causal: bool = False
         raise ValueError(
             f"causal attention needs as many queries as keys, but there are {q.shape[-2]} and {k.shape[-2]}"
         )
-    if key_mask is None:
-        return fused_softmax(q, k, v, causal=causal)
-    if causal:
+    if causal or key_mask is None:
         # after packing, a present query sees the present keys before it: no mask is needed, whose size would be
         # quadratic
         packed = pack_heads(q, k, v, key_mask)
-        return packed.unpack(fused_softmax(packed.q, packed.k, packed.v, causal=True))
+        return packed.unpack(fused_softmax(packed.q, packed.k, packed.v, causal=causal))
     some = key_mask.any(-1, keepdim=True)
     visible, some = (per_query_head(x.unsqueeze(-2), q.shape[1]) for x in (key_mask | ~some, some))
     y = fused_softmax(q, without(k, key_mask), without(v, key_mask), visible=visible)

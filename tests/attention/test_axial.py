@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from linattn.attention import named_attention
 from linattn.attention.axial import AxialAttention
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from tests import laws
 from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, heads
 
@@ -56,6 +56,12 @@ def test_the_state_has_the_batch_in_front():
     _, state = axial.extend(q, k, v)
     chosen = map_state(lambda x: x[[2, 0]], state)
     assert_close(axial.extend(q[[2, 0]], k[[2, 0]], v[[2, 0]], chosen)[0], axial.extend(q, k, v, state)[0][[2, 0]])
+
+
+@every_inner
+def test_the_causal_form(name):
+    form, parts = make(name, False).as_causal(), heads(41)
+    assert_close(form(*parts), make(name, True)(*parts))
 
 
 @either_order

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import InnerAttention, LinearAttention
-from linattn.attention.causality import causal_form
 from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.feature_maps import FavorFeatureMap
 from tests import laws
@@ -149,6 +148,6 @@ def test_an_epsilon_of_zero_is_refused():
 
 def test_the_causal_form_has_the_same_features():
     inner, x = make(False), laws.tokens(9)
-    form = causal_form(inner)
+    form = inner.as_causal()
     assert_close(form(*x), define(form, *x))
     assert not inner.causal and form.feature_map is inner.feature_map

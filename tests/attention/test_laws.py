@@ -204,6 +204,18 @@ def test_a_state_of_constant_size_unless_softmax(spec):
         assert alive == sizes, "a view keeps a whole sequence alive"
 
 
+@over(GLOBAL)
+def test_the_causal_form_agrees_with_the_definition(spec, causal):
+    """It is there unless the attention never can be causal, and shares the weights."""
+    inner, x = make(spec, causal), heads(65)
+    form = inner.as_causal()
+    assert (form is None) == (spec in NEVER_CAUSAL)
+    if form is not None:
+        assert form.causal and not inner.causal
+        assert_close(form(*x), define(form, *x))
+        assert [id(x) for x in form.parameters()] == [id(x) for x in inner.parameters()]
+
+
 @every_causal
 def test_the_past_does_not_see_the_future(spec):
     laws.the_past_does_not_see_the_future(make(spec, True), *heads(150), at=70)

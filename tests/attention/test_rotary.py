@@ -10,7 +10,6 @@ from linattn.attention import (
     MeanPooling,
     SoftmaxAttention,
 )
-from linattn.attention.causality import causal_form
 from linattn.attention.rotary import RotaryAttention
 from linattn.feature_maps import ElementwiseFeatureMap
 from linattn.ops.rotary import rotate
@@ -82,8 +81,8 @@ def test_queries_and_keys_are_of_the_same_tokens():
 @every_inner
 def test_the_causal_form(name):
     x = laws.tokens(20)
-    assert_close(causal_form(make(name, False))(*x), make(name, True)(*x))
+    assert_close(make(name, False).as_causal()(*x), make(name, True)(*x))
 
 
 def test_what_has_no_causal_form_has_none_with_rotary_positions():
-    assert causal_form(RotaryAttention(LinformerAttention(MeanPooling(20, 5)))) is None
+    assert RotaryAttention(LinformerAttention(MeanPooling(20, 5))).as_causal() is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.models.causal import NAMES, NOT_CAUSAL, VOCABULARY, every_model, small_model, some_tokens
 

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from linattn.attention.base import map_state
 from linattn.attention.named import named_attention
 from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.states import map_state
 from linattn.nn import MultiheadAttention
 
 DIM, HEADS = 24, 4

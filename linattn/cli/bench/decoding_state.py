@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.ops.softmax import SoftmaxState
 
 

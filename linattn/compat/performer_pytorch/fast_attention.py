@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from linattn.attention import InnerAttention, LinearAttention
@@ -19,6 +19,7 @@ from linattn.feature_maps import (
     redraw_features_,
 )
 from linattn.feature_maps.random_projection import default_num_features
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 @final
@@ -57,6 +58,7 @@ class FastAttention(InnerAttention):
         else:
             favor = FavorFeatureMap(dim_heads, nb_features, scaling=ortho_scaling)
             self.inner = _favor(favor, softmax_epsilon, causal)
+        self.state_kind = self.inner.state_kind
 
     @property
     def projection_matrix(self) -> Float[Tensor, "f d"] | None:
@@ -75,38 +77,17 @@ class FastAttention(InnerAttention):
             raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
         redraw_features_(self)
 
-    def forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Float[Tensor, "b h n dv"]:
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         return self.inner(q, k, v, key_mask=key_mask)
 
-    def summarize(
-        self,
-        k: Float[Tensor, "b hk m d"],
-        v: Float[Tensor, "b hk m dv"],
-        *,
-        key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-    ) -> Any:
+    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
+        return self.inner.extend(q, k, v, state, key_mask=key_mask)
+
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
         return self.inner.summarize(k, v, key_mask=key_mask)
 
-    def read(self, q: Float[Tensor, "b h n d"], summary: Any) -> Float[Tensor, "b h n dv"]:
+    def read(self, q: Queries, summary: Any) -> Outputs:
         return self.inner.read(q, summary)
-
-    def extend(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b hk n d"],
-        v: Float[Tensor, "b hk n dv"],
-        state: Any = None,
-        *,
-        key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-    ) -> tuple[Float[Tensor, "b h n dv"], Any]:
-        return self.inner.extend(q, k, v, state, key_mask=key_mask)
 
 
 def _favor(feature_map: FavorFeatureMap, epsilon: float, causal: bool) -> InnerAttention:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.models import TokenModelState
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.attention.base import map_state
+from linattn.attention.states import map_state
 from linattn.integrations.transformers import LinattnCache
 
 from .models import every_model, left_padded, make, prompts
