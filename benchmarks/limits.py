@@ -25,8 +25,8 @@ from torch.nn.functional import elu as elu_map
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from linattn.attention import LearnedProjection, LinformerAttention
-from linattn.cli.bench.cases import Call
-from linattn.cli.bench.timing import alternate
+from linattn.cli.bench.measure import alternate
+from linattn.cli.bench.workloads import Call
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss

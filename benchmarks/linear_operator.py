@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from linattn.cli.bench import memory
-from linattn.cli.bench.cases import DECODING, FORWARD, RATE, TRAINING, Call, Case, Setup
-from linattn.cli.bench.record import BYTES, SECONDS, Measurement, Record, describe_machine, write_record
+from linattn.cli.bench import DECODING, FORWARD, RATE, TRAINING
+from linattn.cli.bench.measure import alternate, peak_memory
+from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, describe_machine, write_record
 from linattn.cli.bench.report import printed
-from linattn.cli.bench.timing import alternate, products
-from linattn.cli.bench.workloads import operator_flop
+from linattn.cli.bench.workloads import Call, batched_products, operator_flop
 from linattn.ops import causal_linear_attention
 from linattn.ops.softmax import softmax_attention
 
@@ -64,9 +63,9 @@ def step() -> Call:
 def measure(n: int, repeats: int) -> list[Measurement]:
     works = {FORWARD: forward, TRAINING: training}
     calls = {(work, name): make(each, n) for work, make in works.items() for name, each in ATTENTIONS.items()}
-    rate, flop = products("cpu", torch.float32)
-    times = alternate(calls | {(FORWARD, RATE): rate, (DECODING, ELU): step()}, repeats, warm=1.0)
-    per_flop = statistics.median(times[FORWARD, RATE]) / flop
+    products = batched_products("cpu", torch.float32)
+    times = alternate(calls | {(FORWARD, RATE): products.call, (DECODING, ELU): step()}, repeats, warm=1.0)
+    per_flop = statistics.median(times[FORWARD, RATE]) / products.flop
     found = []
     for (work, name), values in times.items():
         limit = None
@@ -87,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     started = time.monotonic()
     setup = Setup(heads=HEADS, head_dim=CHANNELS, threads=options.threads)
-    peak = memory.peak(setup, Case(FORWARD, "elu", "float32", LONG), 600.0).bytes
+    peak = peak_memory(setup, Case(FORWARD, "elu", "float32", LONG), 600.0).bytes
     record = Record(
         command="python benchmarks/linear_operator.py " + " ".join(sys.argv[1:]),
         machine=describe_machine("cpu", options.threads),
@@ -102,7 +101,7 @@ def main() -> None:
     print(printed(record))
     for each in record.measurements:
         if each.quantity == SECONDS and each.workload != DECODING and each.method != RATE:
-            print(f"{each.workload}, {each.method}: {each.median / each.n / HEADS * 1e9:,.0f} ns a token and head")
+            print(f"{each.workload}, {each.method}: {each.point.value / each.n / HEADS * 1e9:,.0f} ns a token and head")
     of_output = 4 * HEADS * LONG * CHANNELS
     print(f"\npeak above inputs and output at n = {LONG:,}: {100 * (peak / of_output - 1) / 3:.1f} % of q, k and v")
     if options.json:

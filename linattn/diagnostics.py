@@ -2,8 +2,7 @@
 attention. An error that is no smaller than that of uniform attention is no approximation, however small it looks."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,10 +11,16 @@ from torch import Tensor
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
 from linattn.ops.backends.base import accumulator, divide
+from linattn.types import KeyMask, Keys, Queries, Values
 
 # number of weights, of all heads together, in memory at a time
 _WEIGHTS_AT_A_TIME = 2**22
 _SMALL = math.log(1e-4)
+
+PerHead = Float[Tensor, " h"]
+# of a chunk of c queries
+Weights = Float[Tensor, "b h c m"]
+Visible = Bool[Tensor, "b h c m"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,19 +32,19 @@ class SoftmaxComparison:
     has no weight for a key that softmax weighs."""
 
     feature_map: str
-    output_error: Float[Tensor, " h"]
-    uniform_output_error: Float[Tensor, " h"]
-    total_variation: Float[Tensor, " h"]
-    uniform_total_variation: Float[Tensor, " h"]
-    divergence: Float[Tensor, " h"]
-    uniform_divergence: Float[Tensor, " h"]
-    entropy: Float[Tensor, " h"]
-    softmax_entropy: Float[Tensor, " h"]
-    negative_weight: Float[Tensor, " h"]
+    output_error: PerHead = field(metadata={"title": "error"})
+    uniform_output_error: PerHead = field(metadata={"title": "uniform"})
+    total_variation: PerHead = field(metadata={"title": "variation"})
+    uniform_total_variation: PerHead = field(metadata={"title": "uniform"})
+    divergence: PerHead = field(metadata={"title": "KL"})
+    uniform_divergence: PerHead = field(metadata={"title": "uniform"})
+    entropy: PerHead = field(metadata={"title": "entropy"})
+    softmax_entropy: PerHead = field(metadata={"title": "softmax"})
+    negative_weight: PerHead = field(metadata={"title": "negative"})
     """The sum of the absolute values of negative weights."""
-    small_features: Float[Tensor, " h"]
+    small_features: PerHead = field(metadata={"title": "small φ(k)"})
     """The share of the keys' features below 1e-4 of the head's largest, which hardly contribute."""
-    norm_product: Float[Tensor, " h"]
+    norm_product: PerHead = field(metadata={"title": "|q||k|/√d"})
     """‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
 
     @property
@@ -55,40 +60,23 @@ class SoftmaxComparison:
         return f"{self.feature_map} beats uniform attention in {better} of {heads} heads, but is not softmax: {figures}"
 
     def __str__(self) -> str:
-        columns = (
-            ("error", self.output_error),
-            ("uniform", self.uniform_output_error),
-            ("variation", self.total_variation),
-            ("uniform", self.uniform_total_variation),
-            ("KL", self.divergence),
-            ("uniform", self.uniform_divergence),
-            ("entropy", self.entropy),
-            ("softmax", self.softmax_entropy),
-            ("negative", self.negative_weight),
-            ("small φ(k)", self.small_features),
-            ("|q||k|/√d", self.norm_product),
-        )
+        columns = [(each.metadata["title"], getattr(self, each.name)) for each in fields(self)[1:]]
         lines = ["head  " + "  ".join(f"{title:>8}" for title, _ in columns)]
-        for head, *figures in zip(range(len(self.output_error)), *(x.tolist() for _, x in columns), strict=True):
-            lines.append(_line(str(head), columns, figures))
-        lines.append(_line("mean", columns, [x.mean().item() for _, x in columns]))
+        for row in [*range(len(self.output_error)), "mean"]:
+            figures = [(title, x.mean() if row == "mean" else x[row]) for title, x in columns]
+            lines.append(f"{row:<4}  " + "  ".join(f"{x.item():>{max(8, len(title))}.3g}" for title, x in figures))
         return "\n".join([*lines, self.verdict])
-
-
-def _line(label: str, columns: tuple[tuple[str, Tensor], ...], figures: list[float]) -> str:
-    texts = (f"{figure:>{max(8, len(title))}.3g}" for (title, _), figure in zip(columns, figures, strict=True))
-    return f"{label:<4}  " + "  ".join(texts)
 
 
 @torch.no_grad()
 def compare_with_softmax(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk m d"],
+    q: Queries,
+    k: Keys,
     feature_map: FeatureMap,
     *,
-    v: Float[Tensor, "b hk m dv"] | None = None,
+    v: Values | None = None,
     causal: bool = False,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    key_mask: KeyMask = None,
 ) -> SoftmaxComparison:
     """Compare a feature map's attention weights, and the outputs if there are values, with those of softmax.
 
@@ -108,17 +96,25 @@ def compare_with_softmax(
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))
     v = None if v is None else v.to(dtype).repeat_interleave(group, 1)
-    map_weights = _weights_by_key if by_key else _weights_by_query
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
-    for rows in _chunks(q.shape[2], q.shape[0] * q.shape[1] * k.shape[2]):
+    size = max(1, _WEIGHTS_AT_A_TIME // (q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], size):
+        rows = slice(start, min(q.shape[2], start + size))
         visible = _visible(present, rows, causal)
-        exponent = q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1])
-        softmax = _normalized(torch.ones_like(exponent), exponent, visible)
-        weights = map_weights(phi_q[:, :, rows], phi_k, log_scale, visible)
+        softmax = _divided_by_sum(_relative(q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1]), visible))
+        scale = _relative(log_scale.unsqueeze(-2), visible)
+        weights = (_weights_by_key if by_key else _weights_by_query)(phi_q[:, :, rows], phi_k, scale)
         total += _sums(softmax, weights, visible, v).double().cpu()
-    features = _small_features(phi_k, log_scale, present).cpu()
+    count, error, uniform_error, norm, *means = total
     name = feature_map.function if isinstance(feature_map, ElementwiseFeatureMap) else type(feature_map).__name__
-    return _report(name, total, features, _norm_product(q, k, present).cpu())
+    return SoftmaxComparison(
+        name,
+        (error / norm).sqrt(),
+        (uniform_error / norm).sqrt(),
+        *(x / count for x in means),
+        small_features=_small_features(phi_k, log_scale, present).cpu(),
+        norm_product=_norm_product(q, k, present).cpu(),
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor | None, causal: bool) -> None:
@@ -133,59 +129,39 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, causal: bool) -> None:
         raise ValueError(f"every key must have a value, but k is {tuple(k.shape)} and v is {tuple(v.shape)}")
 
 
-def _chunks(n: int, weights_per_query: int) -> Iterator[slice]:
-    size = max(1, _WEIGHTS_AT_A_TIME // weights_per_query)
-    for start in range(0, n, size):
-        yield slice(start, min(n, start + size))
-
-
-def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Bool[Tensor, "b h c m"]:
+def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Visible:
     """Return the mask of the keys that each query of the chunk sees, all False for queries that are left out."""
     visible = present.unsqueeze(-2).expand(-1, -1, rows.stop - rows.start, -1)
     return visible.tril(rows.start) & present[..., rows].unsqueeze(-1) if causal else visible
 
 
-def _normalized(
-    similarity: Float[Tensor, "b h c m"], log_scale: Float[Tensor, "b h #c m"], visible: Bool[Tensor, "b h c m"]
-) -> Float[Tensor, "b h c m"]:
-    """Return similarity · exp(log_scale) divided by its sum; the largest visible scale is subtracted first."""
+def _relative(log_scale: Float[Tensor, "b h #c m"], visible: Visible) -> Weights:
+    """Return exp(log_scale) in units of each query's largest visible scale, zero for keys that it does not see."""
     scale = torch.where(visible, log_scale, -torch.inf)
     largest = scale.amax(-1, keepdim=True)
-    similarity = similarity * (scale - largest.masked_fill(largest == -torch.inf, 0)).exp()
+    return (scale - largest.masked_fill(largest == -torch.inf, 0)).exp()
+
+
+def _divided_by_sum(similarity: Weights) -> Weights:
     return divide(similarity, similarity.sum(-1, keepdim=True))
 
 
-def _weights_by_query(
-    phi_q: Float[Tensor, "b h c f"],
-    phi_k: Float[Tensor, "b h m f"],
-    log_scale: Float[Tensor, "b h m"],
-    visible: Bool[Tensor, "b h c m"],
-) -> Float[Tensor, "b h c m"]:
-    return _normalized(phi_q @ phi_k.mT, log_scale.unsqueeze(-2), visible)
+def _weights_by_query(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m f"], scale: Weights) -> Weights:
+    return _divided_by_sum(phi_q @ phi_k.mT * scale)
 
 
-def _weights_by_key(
-    phi_q: Float[Tensor, "b h c f"],
-    phi_k: Float[Tensor, "b h m f"],
-    log_scale: Float[Tensor, "b h m"],
-    visible: Bool[Tensor, "b h c m"],
-) -> Float[Tensor, "b h c m"]:
+def _weights_by_key(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m f"], scale: Weights) -> Weights:
     """Σ_f φ(q_i)_f φ(k_j)_f / z_if, where z_if sums φ(k_j)_f over the keys that query i sees."""
-    scale = torch.where(visible, log_scale.unsqueeze(-2), -torch.inf)
-    largest = scale.amax(-1, keepdim=True)
-    scale = (scale - largest.masked_fill(largest == -torch.inf, 0)).exp()
     z = scale @ phi_k
     # a subnormal sum has lost its digits, and its inverse may be infinite
     return divide(phi_q, z.masked_fill(z < torch.finfo(z.dtype).tiny, 0)) @ phi_k.mT * scale
 
 
 def _sums(
-    softmax: Float[Tensor, "b h c m"],
-    weights: Float[Tensor, "b h c m"],
-    visible: Bool[Tensor, "b h c m"],
-    v: Float[Tensor, "b h m dv"] | None,
+    softmax: Weights, weights: Weights, visible: Visible, v: Float[Tensor, "b h m dv"] | None
 ) -> Float[Tensor, "figures h"]:
-    """Return each figure of `_report` per head, summed over the batch and the chunk's queries."""
+    """Return sums per head over the batch and the chunk's queries: their number, the squares of both errors and of
+    softmax's outputs, then the figures that are means, in the order of `SoftmaxComparison`."""
     keys = visible.sum(-1, keepdim=True, dtype=softmax.dtype)
     uniform = visible / keys.clamp(min=1)
     entropy = torch.special.entr(softmax).sum(-1)
@@ -208,34 +184,13 @@ def _sums(
 
 def _small_features(
     phi_k: Float[Tensor, "b h m f"], log_scale: Float[Tensor, "b h m"], present: Bool[Tensor, "b h m"]
-) -> Float[Tensor, " h"]:
+) -> PerHead:
     size = phi_k.abs().log() + log_scale.masked_fill(~present, -torch.inf).unsqueeze(-1)
     small = (size < size.amax((-2, -1), keepdim=True) + _SMALL) & present.unsqueeze(-1)
     return small.sum((0, 2, 3)) / (present.sum((0, 2)) * phi_k.shape[-1])
 
 
-def _norm_product(
-    q: Float[Tensor, "b h n d"], k: Float[Tensor, "b h m d"], present: Bool[Tensor, "b h m"]
-) -> Float[Tensor, " h"]:
+def _norm_product(q: Queries, k: Keys, present: Bool[Tensor, "b h m"]) -> PerHead:
     q_norm = q.square().sum(-1).mean((0, 2)).sqrt()
     k_norm = ((k.square().sum(-1) * present).sum((0, 2)) / present.sum((0, 2))).sqrt()
     return q_norm * k_norm / math.sqrt(q.shape[-1])
-
-
-def _report(name: str, total: Float[Tensor, "figures h"], small: Tensor, norm_product: Tensor) -> SoftmaxComparison:
-    count, error, uniform_error, size, *means = total
-    variation, uniform_variation, kl, uniform_kl, entropy, softmax_entropy, negative = (x / count for x in means)
-    return SoftmaxComparison(
-        feature_map=name,
-        output_error=(error / size).sqrt(),
-        uniform_output_error=(uniform_error / size).sqrt(),
-        total_variation=variation,
-        uniform_total_variation=uniform_variation,
-        divergence=kl,
-        uniform_divergence=uniform_kl,
-        entropy=entropy,
-        softmax_entropy=softmax_entropy,
-        negative_weight=negative,
-        small_features=small,
-        norm_product=norm_product,
-    )

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import linattn
 from linattn import generate, map_state, named_attention
-from linattn.nn.post_norm import PostNormSequence
+from linattn.nn.residual import PostNormSequence
 from tests.attention.cases import CAUSAL, CHANNELS, GLOBAL, HEADS, KEY_HEADS, heads, make, over
 from tests.models.causal import MODELS, small_model
 

@@ -1,18 +1,23 @@
-"""The parts that both packages' AutoregressiveWrappers have in common."""
+"""The wrapper in which both packages train and sample a causal model: theirs differ in their arguments only."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import evaluating, nucleus
+from linattn.models.generation import Sampling, evaluating, nucleus, stream
 from linattn.models.loss import next_token_loss
+from linattn.types import Context, ContextMask, TokenIds
 
 Filter = Callable[..., Tensor]
+# it may leave out the last token, which is a target only
+LossMask = Bool[Tensor, "b k"] | None
+LogitsOrLoss = Float[Tensor, "..."]
 
 
 def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
@@ -27,8 +32,51 @@ def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b 
     return nucleus(logits, thres)
 
 
-class AutoregressiveBase(nn.Module, ABC):
-    """Holds a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count."""
+class Drawing(NamedTuple):
+    """The way to draw a token: penalty for each row's `recent` last tokens, temperature, filter. At temperature 0 it is
+    the most likely one. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+
+    temperature: float
+    filter: Filter
+    thres: float
+    penalty: float = 1.0
+    recent: int = 32
+
+    def sampling(self, rows: list[list[int]]) -> Sampling:
+        """Return this for `generate`. The rows grow while it runs."""
+        if self.penalty <= 0 or self.recent < 1:
+            raise ValueError(
+                "repetition_penalty must be positive and repetition_penalty_ctx at least 1, "
+                f"but they are {self.penalty} and {self.recent}"
+            )
+        keep = partial(self.filter, thres=self.thres) if self.temperature > 0 else partial(top_k, thres=1.0)
+        return Sampling(temperature=self.temperature or 1.0, filter=lambda logits: keep(self._penalised(logits, rows)))
+
+    def _penalised(self, logits: Float[Tensor, "b v"], rows: list[list[int]]) -> Float[Tensor, "b v"]:
+        if self.penalty == 1:
+            return logits
+        marks = torch.zeros_like(logits, dtype=torch.bool)
+        for marked, row in zip(marks, rows, strict=True):
+            marked[row[-self.recent :]] = True
+        return torch.where(marks, torch.where(logits < 0, logits * self.penalty, logits / self.penalty), logits)
+
+
+class Given(NamedTuple):
+    """The arguments of a net beside its tokens."""
+
+    mask: Bool[Tensor, "b k"] | None
+    context: Context
+    context_mask: ContextMask
+
+
+class WrapperBase(nn.Module, ABC):
+    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
+
+    Subclasses say what the net calls its mask, and whether generation goes on where positions end, with the tokens that
+    fit before."""
+
+    mask_name: ClassVar[str]
+    slides: ClassVar[bool] = False
 
     def __init__(self, net: Any, ignore_index: int, pad_value: int):
         super().__init__()
@@ -37,35 +85,45 @@ class AutoregressiveBase(nn.Module, ABC):
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
         self.max_seq_len = net.max_seq_len
 
-    @abstractmethod
-    def _logits(self, x: Tensor, mask: Tensor | None, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
-        """Call the net."""
-
-    def _logits_or_loss(
-        self,
-        x: Int[Tensor, "b n"],
-        mask: Bool[Tensor, "b k"] | None,
-        context: Float[Tensor, "b m d"] | None,
-        context_mask: Bool[Tensor, "b m"] | None,
-        *,
-        return_loss: bool,
-    ) -> Float[Tensor, "..."]:
+    def _logits_or_loss(self, x: TokenIds, given: Given, *, return_loss: bool) -> LogitsOrLoss:
+        mask = given.mask
         if mask is not None and mask.shape[1] == x.shape[1] - 1:
             mask = F.pad(mask, (0, 1), value=True)
         if not return_loss:
-            return self._logits(x, mask, context, context_mask)
-        logits = self._logits(x[:, :-1], None if mask is None else mask[:, :-1], context, context_mask)
+            return self._logits(x, given._replace(mask=mask))
+        logits = self._logits(x[:, :-1], given._replace(mask=None if mask is None else mask[:, :-1]))
         return next_token_loss(logits, x, key_mask=mask, ignore_index=self.ignore_index)
 
-    def _begin(self, context: Tensor | None, context_mask: Tensor | None) -> Any:
-        if context is None:
-            return None
-        with evaluating(self.net):
-            return self.net.begin(context, context_mask=context_mask)
+    def _logits(self, x: TokenIds, given: Given) -> Float[Tensor, "b n v"]:
+        mask = {self.mask_name: given.mask}
+        return self.net(x, **mask, context=given.context, context_mask=given.context_mask)
 
-
-def present_rows(tokens: Int[Tensor, "*b n"], mask: Bool[Tensor, "b n"] | None) -> list[list[int]]:
-    """Return the tokens that are present, row by row."""
-    tokens = torch.atleast_2d(tokens)
-    present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    return [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
+    @torch.no_grad()
+    def draw_tokens(
+        self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, drawing: Drawing, given: Given
+    ) -> Int[Tensor, "*b k"]:
+        """Return the new tokens per row, fewer than `count` if all rows end; those after a row's end are padding."""
+        tokens = torch.atleast_2d(start)
+        present = torch.ones_like(tokens, dtype=torch.bool) if given.mask is None else given.mask
+        rows: list[list[int]] = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
+        new: list[list[int]] = [[] for _ in rows]
+        ended = [False] * len(rows)
+        longest = self.net.max_length if self.slides else None
+        call: dict[str, Any] = {"sampling": drawing.sampling(rows)}
+        call["stop_tokens"] = () if eos_token is None else (eos_token,)
+        if given.context is not None:
+            with evaluating(self.net):
+                call["state"] = self.net.begin(given.context, context_mask=given.context_mask)
+        while count and not all(ended):
+            seen = rows if longest is None else [row[-longest:] for row in rows]
+            steps = count if longest is None else min(count, longest + 1 - max(map(len, seen)))
+            for step in stream(self.net, seen, max_new_tokens=steps, **call):
+                for i, token in enumerate(step):
+                    rows[i] += [] if token is None else [token]
+                    new[i].append(self.pad_value if token is None or ended[i] else token)
+                    ended[i] = ended[i] or token == eos_token
+                if all(ended):
+                    break
+            count -= steps
+        out = torch.tensor(new).to(start)
+        return out if start.ndim == 2 else out.squeeze(0)

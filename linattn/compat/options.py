@@ -1,49 +1,102 @@
-"""Options that have no effect beside others. Constructors refuse them; they are dropped from the arguments that old
-weights were made with."""
+"""One record of options per package, and constructors whose arguments are fields of it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-Options = Mapping[str, Any]
+
+@final
+class Required(int):
+    """The default of an option that has none: every such option is a number."""
 
 
-class Rule(NamedTuple):
-    """The options `names` have no effect if `applies(options)`; `reason` ends a sentence that says so."""
+REQUIRED = Required(-1)
 
-    names: tuple[str, ...]
-    applies: Callable[[Options], bool]
-    reason: str
+# the names of options without effect, and the end of a sentence that says why
+Idle = Iterator[tuple[tuple[str, ...], str]]
 
 
-def check_options(constructor: type, rules: Iterable[Rule], options: Options) -> None:
-    """Raise a ValueError if an option that has no effect is not the constructor's default.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """All options of a package's constructors. Those that a constructor does not take keep their defaults."""
 
-    A constructor calls it first of all, when its `locals()` are its arguments."""
-    parameters = inspect.signature(constructor).parameters
-    for name, reason in _without_effect(rules, options).items():
-        if name in options and not _same(options[name], parameters[name].default):
-            raise ValueError(f"{name} is {options[name]!r}, but it has no effect {reason}: leave it out")
-
-
-def select(constructor: type, arguments: Options) -> dict[str, Any]:
-    """Return those of the arguments that the constructor takes."""
-    return {name: arguments[name] for name in inspect.signature(constructor).parameters if name in arguments}
+    def without_effect(self) -> Idle:
+        """Yield the options that have no effect beside the others. Of two reasons the later one counts."""
+        yield from ()
 
 
-def effective(constructor: type, rules: Iterable[Rule], arguments: Options) -> dict[str, Any]:
-    """Return the arguments that have an effect."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(constructor).parameters.items()}
-    dropped = _without_effect(rules, defaults | dict(arguments))
+Record = TypeVar("Record", bound=Options)
+
+
+def takes(
+    record: type[Record], names: str, **defaults: Any
+) -> Callable[[Callable[[Any, Record], None]], Callable[..., None]]:
+    """Make a constructor of one record take the named fields instead, those after a * by their names only.
+
+    `defaults` are those that differ from the record's. An option without effect must be its default. A record may stand
+    for all arguments, where one constructor calls another."""
+    signature = _signature(record, names, defaults)
+
+    def decorate(init: Callable[[Any, Record], None]) -> Callable[..., None]:
+        @wraps(init)
+        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if args and isinstance(args[0], record):
+                init(self, args[0])
+                return
+            try:
+                arguments = signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}: {error}") from None
+            init(self, _checked(record, arguments))
+
+        vars(__init__)["__signature__"] = signature
+        return __init__
+
+    return decorate
+
+
+def effective(record: type[Options], constructor: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that have an effect: old weights were made with others too."""
+    dropped = _reasons(record(**_defaults(inspect.signature(constructor)) | dict(arguments)))
     return {name: value for name, value in arguments.items() if name not in dropped}
 
 
-def _without_effect(rules: Iterable[Rule], options: Options) -> dict[str, str]:
-    return {name: rule.reason for rule in rules if rule.applies(options) for name in rule.names}
+def _signature(record: type[Options], names: str, defaults: Mapping[str, Any]) -> inspect.Signature:
+    options = {field.name: field for field in fields(record)}
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for name in names.split():
+        if name == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            continue
+        default = defaults.get(name, options[name].default)
+        default = inspect.Parameter.empty if default is REQUIRED else default
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=options[name].type))
+    return inspect.Signature(parameters)
+
+
+def _checked(record: type[Record], arguments: inspect.BoundArguments) -> Record:
+    defaults = _defaults(arguments.signature)
+    given = {name: value for name, value in arguments.arguments.items() if name != "self"}
+    options = record(**defaults | given)
+    for name, reason in _reasons(options).items():
+        if name in given and not _same(given[name], defaults[name]):
+            raise ValueError(f"{name} is {given[name]!r}, but it has no effect {reason}: leave it out")
+    return options
+
+
+def _defaults(signature: inspect.Signature) -> dict[str, Any]:
+    return {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
+
+
+def _reasons(options: Options) -> dict[str, str]:
+    return {name: reason for names, reason in options.without_effect() for name in names}
 
 
 def _same(value: object, default: object) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,10 @@ class LanguageModelConfig:
     """If False, every token sees all others: an encoder, whose logits are those of the token itself."""
 
     def __post_init__(self) -> None:
-        for check in _CHECKS:
-            check(self)
+        _check_fields(self)
+        for misfit in _misfits(self):
+            raise ValueError(misfit)
+        _check_attention(self)
 
     @property
     def hidden_dim(self) -> int:
@@ -153,24 +155,27 @@ def _check_fields(config: LanguageModelConfig) -> None:
             raise unknown_name(each.name, value, choices)
 
 
-def _check_numbers(config: LanguageModelConfig) -> None:
+def _misfits(config: LanguageModelConfig) -> Iterator[str]:
+    """Say what is wrong with values and with combinations of values."""
     if not (_is_number(config.dropout) and 0 <= config.dropout < 1):
-        raise ValueError(f"dropout must be in [0, 1), but is {config.dropout!r}")
+        yield f"dropout must be in [0, 1), but is {config.dropout!r}"
     if not (_is_number(config.mlp_ratio) and 0 < config.mlp_ratio < math.inf):
-        raise ValueError(f"mlp_ratio must be positive and finite, but is {config.mlp_ratio!r}")
+        yield f"mlp_ratio must be positive and finite, but is {config.mlp_ratio!r}"
     if config.feed_forward == "none" and config.mlp_ratio != LanguageModelConfig.mlp_ratio:
-        raise ValueError(f'mlp_ratio is of the feed-forward, but is {config.mlp_ratio} with feed_forward "none"')
+        yield f'mlp_ratio is of the feed-forward, but is {config.mlp_ratio} with feed_forward "none"'
     if config.rotary is not None and not (_is_number(config.rotary) and 1 < config.rotary < math.inf):
-        raise ValueError(f"rotary must be None or a base above 1, but is {config.rotary!r}")
-
-
-def _check_heads(config: LanguageModelConfig) -> None:
+        yield f"rotary must be None or a base above 1, but is {config.rotary!r}"
     if config.head_dim is None and config.dim % config.num_heads:
-        raise ValueError(f"num_heads must divide dim, but they are {config.num_heads} and {config.dim}")
+        yield f"num_heads must divide dim, but they are {config.num_heads} and {config.dim}"
     if config.num_key_heads is not None and config.num_heads % config.num_key_heads:
-        raise ValueError(
-            f"num_key_heads must divide num_heads, but they are {config.num_key_heads} and {config.num_heads}"
+        yield f"num_key_heads must divide num_heads, but they are {config.num_key_heads} and {config.num_heads}"
+    if (config.positions == "learned") != (config.max_length is not None):
+        yield (
+            "max_length belongs to learned positions and they need it, "
+            f"but positions is {config.positions!r} and max_length is {config.max_length!r}"
         )
+    if not config.causal and config.convolution:
+        yield f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}"
 
 
 def _check_attention(config: LanguageModelConfig) -> None:
@@ -184,22 +189,6 @@ def _check_attention(config: LanguageModelConfig) -> None:
         for layer in {name: layer for layer, name in enumerate(names)}.values():
             if config.convolution_width(layer) is None:
                 config.inner_attention(layer)
-
-
-def _check_positions(config: LanguageModelConfig) -> None:
-    if (config.positions == "learned") != (config.max_length is not None):
-        raise ValueError(
-            "max_length belongs to learned positions and they need it, "
-            f"but positions is {config.positions!r} and max_length is {config.max_length!r}"
-        )
-
-
-def _check_encoder(config: LanguageModelConfig) -> None:
-    if not config.causal and config.convolution:
-        raise ValueError(f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}")
-
-
-_CHECKS = (_check_fields, _check_numbers, _check_heads, _check_attention, _check_positions, _check_encoder)
 
 
 def _is_number(value: Any) -> bool:

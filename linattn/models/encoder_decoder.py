@@ -1,16 +1,19 @@
 """An encoder of a source and a decoder that attends to its output. Vaswani et al., https://arxiv.org/abs/1706.03762"""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import GREEDY, Sampling, evaluating, generate
+from linattn.models.generation import GREEDY, Prompts, Sampling, evaluating, generate
 from linattn.models.loss import next_token_loss
 from linattn.models.sequence_model import SequenceModel
 from linattn.models.token_model import TokenModelState
+from linattn.types import ContextMask, TokenIds, TokenMask
+
+SourceIds = Int[Tensor, "b m"]
 
 
 @final
@@ -29,12 +32,7 @@ class EncoderDecoder(nn.Module):
         self.encoder, self.decoder = encoder, decoder
 
     def forward(
-        self,
-        source: Int[Tensor, "b m"],
-        target: Int[Tensor, "b n"],
-        *,
-        source_mask: Bool[Tensor, "b m"] | None = None,
-        target_mask: Bool[Tensor, "b n"] | None = None,
+        self, source: SourceIds, target: TokenIds, *, source_mask: ContextMask = None, target_mask: TokenMask = None
     ) -> Float[Tensor, "b n v"]:
         """Return the logits of the token after each one of the target."""
         context = self.encoder(source, key_mask=source_mask)
@@ -42,11 +40,11 @@ class EncoderDecoder(nn.Module):
 
     def loss(
         self,
-        source: Int[Tensor, "b m"],
-        target: Int[Tensor, "b n"],
+        source: SourceIds,
+        target: TokenIds,
         *,
-        source_mask: Bool[Tensor, "b m"] | None = None,
-        target_mask: Bool[Tensor, "b n"] | None = None,
+        source_mask: ContextMask = None,
+        target_mask: TokenMask = None,
         ignore_index: int = -100,
     ) -> Float[Tensor, ""]:
         """Return the mean cross entropy of all tokens of the target but the first."""
@@ -55,18 +53,18 @@ class EncoderDecoder(nn.Module):
         return next_token_loss(logits, target, key_mask=target_mask, ignore_index=ignore_index)
 
     @torch.no_grad()
-    def begin(self, source: Int[Tensor, "b m"], *, source_mask: Bool[Tensor, "b m"] | None = None) -> TokenModelState:
+    def begin(self, source: SourceIds, *, source_mask: ContextMask = None) -> TokenModelState:
         """Return the decoder's state before its first token, for `generate(decoder, …, state=…)` and `stream`."""
         with evaluating(self):
             return self.decoder.begin(self.encoder(source, key_mask=source_mask), context_mask=source_mask)
 
     def generate(
         self,
-        source: Int[Tensor, "b m"],
-        prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+        source: SourceIds,
+        prompts: Prompts,
         *,
         max_new_tokens: int,
-        source_mask: Bool[Tensor, "b m"] | None = None,
+        source_mask: ContextMask = None,
         sampling: Sampling = GREEDY,
         stop_tokens: Collection[int] = (),
         seed: int | None = None,
@@ -74,12 +72,6 @@ class EncoderDecoder(nn.Module):
         """Return the new tokens of each row, one row of the source for each prompt."""
         if len(source) != len(prompts):
             raise ValueError(f"each prompt needs its row of the source, but there are {len(prompts)} and {len(source)}")
-        return generate(
-            self.decoder,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            seed=seed,
-            state=self.begin(source, source_mask=source_mask),
-        )
+        state = self.begin(source, source_mask=source_mask)
+        options = {"sampling": sampling, "stop_tokens": stop_tokens, "seed": seed, "state": state}
+        return generate(self.decoder, prompts, max_new_tokens=max_new_tokens, **options)

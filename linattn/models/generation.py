@@ -5,12 +5,15 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from linattn.types import TokenIds, TokenMask, Tokens
+
+Prompts = Sequence[Sequence[int]] | TokenIds
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
 
@@ -37,8 +40,8 @@ class Generative(Protocol):
     def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]: ...
 
     def extend_hidden(
-        self, tokens: Int[Tensor, "b n"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]: ...
+        self, tokens: TokenIds, state: Any = None, *, key_mask: TokenMask = None
+    ) -> tuple[Tokens, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ GREEDY = Sampling()
 
 def generate(
     model: Generative,
-    prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
@@ -84,26 +87,14 @@ def generate(
     state: Any = None,
 ) -> list[list[int]]:
     """Return the new tokens of each row, including a stop token. See `stream`."""
-    steps = stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        stop_tokens=stop_tokens,
-        seed=seed,
-        state=state,
-    )
-    rows: list[list[int]] = [[] for _ in range(len(prompts))]
-    for step in steps:
-        for row, token in zip(rows, step, strict=True):
-            if token is not None:
-                row.append(token)
-    return rows
+    options = {"sampling": sampling, "stop_tokens": stop_tokens, "seed": seed, "state": state}
+    steps = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
+    return [[token for step in steps if (token := step[row]) is not None] for row in range(len(prompts))]
 
 
 def stream(
     model: Generative,
-    prompts: Sequence[Sequence[int]] | Int[Tensor, "b n"],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
@@ -116,57 +107,62 @@ def stream(
     `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
     With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    rows = _rows(prompts)
+    rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
-    _check_tokens(model, rows, stop_tokens)
-    _check_length(model, max(map(len, rows)) + max(max_new_tokens - 1, 0))
+    length, limit = max(map(len, rows)) + max(max_new_tokens - 1, 0), model.max_length
+    if limit is not None and length > limit:
+        raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")
+    stops = frozenset(stop_tokens)
     generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
-    first = _Prompts(rows, state)
-    return _steps(model, first, max_new_tokens, sampling, frozenset(stop_tokens), generator)
+
+    # what it yields are Python's numbers, so that no tensor of this mode, which takes no part in a gradient, gets out
+    @torch.inference_mode()
+    def steps() -> Iterator[list[int | None]]:
+        logits, past, seen = _prefill(model, rows, state)
+        stopped = [False] * len(rows)
+        for remaining in reversed(range(max_new_tokens)):
+            tokens = draw(logits, sampling, seen, generator).unsqueeze(1)
+            seen.scatter_(1, tokens, True)
+            new = tokens.squeeze(1).tolist()
+            yield [None if stop else token for stop, token in zip(stopped, new, strict=True)]
+            stopped = [stop or token in stops for stop, token in zip(stopped, new, strict=True)]
+            if all(stopped) or not remaining:
+                return
+            with evaluating(model):
+                x, past = model.extend_hidden(tokens, past)
+                logits = model.logits(x.squeeze(1))
+
+    return steps()
 
 
-class _Prompts(NamedTuple):
-    """The first tokens of each row, and what came before them."""
-
-    rows: list[list[int]]
-    state: Any
-
-
-# what it yields are Python's numbers, so that no tensor of this mode, which takes no part in a gradient, gets out
-@torch.inference_mode()
-def _steps(
-    model: Generative,
-    prompts: _Prompts,
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_tokens: frozenset[int],
-    generator: torch.Generator | None,
-) -> Iterator[list[int | None]]:
-    logits, state, seen = _prefill(model, prompts)
-    stopped = [False] * len(prompts.rows)
-    for remaining in reversed(range(max_new_tokens)):
-        tokens = draw(logits, sampling, seen, generator).unsqueeze(1)
-        seen.scatter_(1, tokens, True)
-        new = tokens.squeeze(1).tolist()
-        yield [None if stop else token for stop, token in zip(stopped, new, strict=True)]
-        stopped = [stop or token in stop_tokens for stop, token in zip(stopped, new, strict=True)]
-        if all(stopped) or not remaining:
-            return
-        with evaluating(model):
-            x, state = model.extend_hidden(tokens, state)
-            logits = model.logits(x.squeeze(1))
+def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:
+    try:
+        given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        rows = [[operator.index(token) for token in prompt] for prompt in given]
+    except TypeError as error:
+        raise ValueError(
+            f"prompts must be rows of tokens, [[1, 2]] for a single one, but are {prompts!s:.60}"
+        ) from error
+    if not rows or not all(rows):
+        raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
+    for name, tokens in (*(("a prompt", row) for row in rows), ("stop_tokens", stop_tokens)):
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise ValueError(f"tokens must be in [0, {vocab_size}), but {name} has {wrong[0]}")
+    return rows
 
 
-def _prefill(model: Generative, prompts: _Prompts) -> tuple[Float[Tensor, "b v"], Any, Bool[Tensor, "b v"]]:
+def _prefill(
+    model: Generative, rows: list[list[int]], state: Any
+) -> tuple[Float[Tensor, "b v"], Any, Bool[Tensor, "b v"]]:
     """Return the logits after each prompt, the state, and a mask of the tokens that each prompt has."""
-    rows, state = prompts
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     longest = int(lengths.max())
-    tokens = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=model.device)
+    # the padding repeats a token of its own row, so it adds none to those seen
+    tokens = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=model.device)
+    seen = torch.zeros(len(rows), model.vocab_size, dtype=torch.bool, device=model.device).scatter_(1, tokens, True)
     present = torch.arange(longest, device=model.device) < lengths.unsqueeze(1)
-    ragged = not bool(present.all())
-    last = None
+    ragged, last = not bool(present.all()), None
     for start in range(0, longest, PREFILL):
         piece = slice(start, start + PREFILL)
         with evaluating(model):
@@ -175,9 +171,7 @@ def _prefill(model: Generative, prompts: _Prompts) -> tuple[Float[Tensor, "b v"]
         here = x[torch.arange(len(rows), device=x.device), index]
         last = here if last is None else torch.where((lengths > start).unsqueeze(1), here, last)
     assert last is not None and state is not None
-    # the padding repeats a token of its own row, so it adds none to those seen
-    seen = torch.zeros(len(rows), model.vocab_size, dtype=torch.bool, device=model.device)
-    return model.logits(last), state, seen.scatter_(1, tokens, True)
+    return model.logits(last), state, seen
 
 
 def draw(
@@ -223,27 +217,3 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _rows(prompts: Any) -> list[list[int]]:
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    try:
-        return [[operator.index(x) for x in prompt] for prompt in rows]
-    except TypeError as error:
-        raise ValueError(
-            f"prompts must be rows of tokens, [[1, 2]] for a single one, but are {prompts!s:.60}"
-        ) from error
-
-
-def _check_tokens(model: Generative, prompts: list[list[int]], stop_tokens: Collection[int]) -> None:
-    if not prompts or not all(prompts):
-        raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
-    for what, tokens in (*(("a prompt", prompt) for prompt in prompts), ("stop_tokens", stop_tokens)):
-        if wrong := [token for token in tokens if not 0 <= token < model.vocab_size]:
-            raise ValueError(f"tokens must be in [0, {model.vocab_size}), but {what} has {wrong[0]}")
-
-
-def _check_length(model: Generative, length: int) -> None:
-    limit = model.max_length
-    if limit is not None and length > limit:
-        raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")

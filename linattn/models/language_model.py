@@ -2,17 +2,18 @@
 
 import math
 from os import PathLike
-from typing import final
+from typing import Any, NamedTuple, cast, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.models.block import Block, BlockSequence, make_norm
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
+from linattn.ops.state import checked_parts
+from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
 
@@ -30,26 +31,20 @@ class LanguageModel(TokenModel):
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
-        self.norm = make_norm(config)
+        self.norm = _norm(config)
         self.tied = config.tie_embeddings
         self.head = None if self.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
-    def get_stack(self) -> BlockSequence:
+    def get_stack(self) -> "BlockSequence":
         return BlockSequence(self.blocks)
 
-    def forward(
-        self, tokens: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n v"]:
+    def forward(self, tokens: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of the token after each one; of the token itself, if the model is an encoder."""
         return self.logits(self.hidden(tokens, key_mask=key_mask))
 
     def extend(
-        self,
-        tokens: Int[Tensor, "b n"],
-        state: TokenModelState | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
+        self, tokens: TokenIds, state: TokenModelState | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
 
@@ -79,7 +74,7 @@ class LanguageModel(TokenModel):
             nn.init.zeros_(module.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json and model.safetensors into the folder. Neither is ever there in part."""
+        """Write config.json and model.safetensors into the folder, neither ever in part, and `storage.LOADER`."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod
@@ -90,3 +85,78 @@ class LanguageModel(TokenModel):
             model = LanguageModel(read_config(folder))
         model.load_state_dict(read_tensors(folder, model.state_dict()), assign=True)
         return model.eval()
+
+
+@final
+class Block(nn.Module):
+    """x + mix(norm(x)), then x + feed_forward(norm(x)): no norm stands in the residual stream itself."""
+
+    def __init__(self, config: LanguageModelConfig, layer: int):
+        super().__init__()
+        self.mixer_norm = _norm(config)
+        self.mixer = _mixer(config, layer)
+        self.feed_forward_norm = None if config.feed_forward == "none" else _norm(config)
+        self.feed_forward = _feed_forward(config)
+
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
+        return self._feed(x + self.mixer(self.mixer_norm(x), key_mask=key_mask))
+
+    def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
+        y, state = self.mixer.extend(self.mixer_norm(x), state, key_mask=key_mask)
+        return self._feed(x + y), state
+
+    def _feed(self, x: Tokens) -> Tokens:
+        if self.feed_forward is None or self.feed_forward_norm is None:
+            return x
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class BlockSequence(NamedTuple):
+    """Blocks, called as a `ResidualSequence` is. No block attends to a context."""
+
+    blocks: nn.ModuleList
+
+    def __call__(self, x: Tokens, *, key_mask: TokenMask, context: None, context_mask: None) -> Tokens:
+        for block in self.blocks:
+            x = block(x, key_mask=key_mask)
+        return x
+
+    def extend(
+        self, x: Tokens, state: tuple[Any, ...] | None, *, key_mask: TokenMask, context: None, context_mask: None
+    ) -> tuple[Tokens, tuple[Any, ...]]:
+        states = []
+        for block, past in zip(self.blocks, checked_parts(state, len(self.blocks)), strict=True):
+            x, after = cast(Block, block).extend(x, past, key_mask=key_mask)
+            states.append(after)
+        return x, tuple(states)
+
+
+def _norm(config: LanguageModelConfig) -> nn.Module:
+    # 1e-6 and 1e-5 are relative to activations of about 1, which the norm itself makes: the customary values
+    return nn.RMSNorm(config.dim, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.dim)
+
+
+def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | GatedConvolution:
+    width = config.convolution_width(layer)
+    if width is not None:
+        return GatedConvolution(config.dim, width, dropout=config.dropout)
+    return MultiheadAttention(
+        config.dim,
+        config.num_heads,
+        config.inner_attention(layer),
+        num_key_heads=config.num_key_heads,
+        head_dim=config.channels,
+        key_dim=config.key_dim,
+        rotary=config.rotary,
+        convolution=config.convolution,
+        head_norm=config.head_norm,
+        gate=config.gate,
+        dropout=config.dropout,
+    )
+
+
+def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward | None:
+    if config.feed_forward == "none":
+        return None
+    kind = GatedFeedForward if config.feed_forward == "gated" else FeedForward
+    return kind(config.dim, config.hidden_dim, dropout=config.dropout)

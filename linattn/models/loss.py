@@ -2,18 +2,15 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from linattn.ops.compaction import compact, pack
+from linattn.types import TokenIds, TokenMask
 
 
 def next_token_loss(
-    logits: Float[Tensor, "b k v"],
-    tokens: Int[Tensor, "b n"],
-    *,
-    key_mask: Bool[Tensor, "b n"] | None = None,
-    ignore_index: int = -100,
+    logits: Float[Tensor, "b k v"], tokens: TokenIds, *, key_mask: TokenMask = None, ignore_index: int = -100
 ) -> Float[Tensor, ""]:
     """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 

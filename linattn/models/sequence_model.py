@@ -2,11 +2,12 @@
 
 from typing import final
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
 from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.types import Context, ContextMask, TokenIds, TokenMask
 
 
 @final
@@ -40,12 +41,7 @@ class SequenceModel(TokenModel):
         return self.stack
 
     def forward(
-        self,
-        tokens: Int[Tensor, "b n"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
+        self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Float[Tensor, "b n o"]:
         """Return the logits, or embeddings if there is no head."""
         x = self.hidden(tokens, key_mask=key_mask, context=context, context_mask=context_mask)
@@ -53,12 +49,12 @@ class SequenceModel(TokenModel):
 
     def extend(
         self,
-        tokens: Int[Tensor, "b n"],
+        tokens: TokenIds,
         state: TokenModelState | None = None,
         *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
+        key_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
 

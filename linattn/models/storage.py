@@ -1,4 +1,5 @@
-"""A model is saved as a folder with config.json and model.safetensors, as our transformers class does. No pickle."""
+"""A model is saved as a folder with config.json and model.safetensors, as our transformers class does, and a file that
+tells transformers where that class is. No pickle."""
 
 import json
 import os
@@ -35,27 +36,30 @@ PREFIX = "model."
 def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
-    """Write both files. They are complete on the disk before either takes its name."""
+    """Write the files. Both that hold the model are complete on the disk before either takes its name."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    described = {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        "auto_map": AUTO_MAP,
+        "linattn_version": __version__,
+        "language_model": config.to_dict(),
+    }
     weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(_config_to_json(config), indent=2) + "\n"
-    with _temporary(folder / WEIGHTS) as weights_file, _temporary(folder / CONFIG) as config_file:
+    # the weights are last in and first out: a folder with a configuration is a folder with a model
+    with _replacing(folder / CONFIG) as config_file, _replacing(folder / WEIGHTS) as weights_file:
+        config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         _write_tensors(weights, weights_file)
-        config_file.write_text(text, encoding="utf-8")
         write_loader(folder)
-        # the weights first: a folder with a configuration is a folder with a model
-        _publish(weights_file, folder / WEIGHTS)
-        _publish(config_file, folder / CONFIG)
 
 
 def write_loader(folder: Path) -> None:
     """Write the file by which transformers finds our classes with `trust_remote_code=True`, if linattn is installed."""
     names = ", ".join(CLASSES.values())
     text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
-    with _temporary(folder / LOADER) as file:
+    with _replacing(folder / LOADER) as file:
         file.write_text(text, encoding="utf-8")
-        _publish(file, folder / LOADER)
 
 
 def read_tensors(
@@ -84,23 +88,10 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": MODEL_TYPE,
-        "architectures": [ARCHITECTURE],
-        "auto_map": AUTO_MAP,
-        "linattn_version": __version__,
-        "language_model": config.to_dict(),
-    }
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    # what is not JSON and what is not UTF-8 is a ValueError
+    with _reading(path, ValueError):
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
     return fields
@@ -120,11 +111,17 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _reading(path, SafetensorError):
         return load_file(path)
+
+
+@contextmanager
+def _reading(path: Path, corrupt: type[Exception]) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
-    except SafetensorError as error:
+    except corrupt as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
 
 
@@ -153,19 +150,16 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """Yield a name beside the path, so on the same disk, and remove its file at the end."""
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a name beside the path, so on the same disk. Its file takes the path's name when it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.rotary import count_positions
@@ -14,6 +14,7 @@ from linattn.nn import MultiheadAttention
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.compaction import compact, pack, unpack
 from linattn.ops.state import check_part, checked_kind
+from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
 class TokenModelState(NamedTuple):
@@ -60,34 +61,27 @@ class TokenModel(nn.Module, ABC):
         return self.tied or self.head is not None
 
     def hidden(
-        self,
-        tokens: Int[Tensor, "b n"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+        self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Tokens:
         """Return the vectors that `logits` takes."""
         x, _ = self.embed(tokens, key_mask=key_mask)
         self._check_context(context, context_mask)
         return self.norm(run_stack(self.get_stack(), self.causal, x, key_mask, context, context_mask))
 
-    def begin(
-        self, context: Float[Tensor, "b m c"], *, context_mask: Bool[Tensor, "b m"] | None = None
-    ) -> TokenModelState:
+    def begin(self, context: Float[Tensor, "b m c"], *, context_mask: ContextMask = None) -> TokenModelState:
         """Return the state before the first token. It sums up the context, which is not needed again."""
         none = torch.zeros(len(context), 0, dtype=torch.long, device=context.device)
         return self.extend_hidden(none, context=context, context_mask=context_mask)[1]
 
     def extend_hidden(
         self,
-        tokens: Int[Tensor, "b n"],
+        tokens: TokenIds,
         state: TokenModelState | None = None,
         *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], TokenModelState]:
+        key_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Tokens, TokenModelState]:
         """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state.
 
         A context is needed only where there is no state."""
@@ -101,12 +95,8 @@ class TokenModel(nn.Module, ABC):
         return self.norm(x), TokenModelState(stack, position)
 
     def embed(
-        self,
-        tokens: Int[Tensor, "b n"],
-        position: Int[Tensor, " b"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Int[Tensor, " b"] | None]:
+        self, tokens: TokenIds, position: Int[Tensor, " b"] | None = None, *, key_mask: TokenMask = None
+    ) -> tuple[Tokens, Int[Tensor, " b"] | None]:
         """Return the input of the stack, and the position to go on from (None if the model has no positions)."""
         check_indices(tokens, key_mask)
         n, longest = tokens.shape[1], self.max_length
@@ -131,7 +121,7 @@ class TokenModel(nn.Module, ABC):
             raise ValueError("this model has no head: it gives embeddings, no logits")
         return self.head(x)
 
-    def _check_context(self, context: Tensor | None, context_mask: Tensor | None) -> None:
+    def _check_context(self, context: Context, context_mask: ContextMask) -> None:
         if context is None and context_mask is not None:
             raise ValueError("context_mask is of a context, but none was given")
         if context is not None and not any(
@@ -141,12 +131,7 @@ class TokenModel(nn.Module, ABC):
 
 
 def run_stack(
-    stack: Any,
-    causal: bool,
-    x: Float[Tensor, "b n d"],
-    key_mask: Bool[Tensor, "b n"] | None,
-    context: Float[Tensor, "b m c"] | None,
-    context_mask: Bool[Tensor, "b m"] | None,
+    stack: Any, causal: bool, x: Tokens, key_mask: TokenMask, context: Context, context_mask: ContextMask
 ) -> Float[Tensor, "b n o"]:
     """Apply the stack. If it is causal, first move the present tokens to the left: padding on the right is future,
     so that no layer needs a mask."""

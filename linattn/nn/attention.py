@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
@@ -16,6 +16,7 @@ from linattn.nn.convolution import ShortConvolution
 from linattn.nn.norms import HeadNorm
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
+from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class AttentionState(NamedTuple):
@@ -79,13 +80,7 @@ class MultiheadAttention(nn.Module):
         if self.is_cross_attention:
             self._check_cross_attention()
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        context: Float[Tensor, "b m c"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None) -> Tokens:
         """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
         if context is None:
             q, k, v, _, _ = self._project(x, None, key_mask)
@@ -96,25 +91,21 @@ class MultiheadAttention(nn.Module):
             q, (k, v) = self._queries(x), self._keys(context)
         return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
 
-    def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: Bool[Tensor, "b m"] | None = None) -> Any:
+    def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
         self._check_cross_attention()
         check_tokens(context, self.source_dim, key_mask, name="context")
         return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
 
-    def read(self, x: Float[Tensor, "b n d"], summary: Any) -> Float[Tensor, "b n d"]:
+    def read(self, x: Tokens, summary: Any) -> Tokens:
         """Return the output of `forward` for any number of queries, given the summary of the context."""
         self._check_cross_attention()
         check_tokens(x, self.dim)
         return self._merge(x, self.inner.read(self._queries(x), summary))
 
     def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: AttentionState | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], AttentionState]:
+        self, x: Tokens, state: AttentionState | None = None, *, key_mask: TokenMask = None
+    ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins)."""
         if state is not None:
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])

@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.state import check_part, checked_kind
+from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class BranchState(NamedTuple):
@@ -44,17 +45,12 @@ class Branch(nn.Module):
         return isinstance(self.module, MultiheadAttention) and self.module.is_cross_attention
 
     def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+        self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Tokens:
         x = x if self.norm is None else self.norm(x)
         x = x if self.shift is None else self.shift(x, key_mask=key_mask)
         if self.is_cross_attention:
-            y = self.module(x, _required(context), key_mask=context_mask)
+            y = self.module(x, context, key_mask=context_mask)
         elif hasattr(self.module, "extend"):
             y = self.module(x, key_mask=key_mask)
         else:
@@ -63,13 +59,13 @@ class Branch(nn.Module):
 
     def extend(
         self,
-        x: Float[Tensor, "b n d"],
+        x: Tokens,
         state: BranchState | None = None,
         *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], BranchState]:
+        key_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Tokens, BranchState]:
         """Process the next tokens. The context is summed up by the first call; later calls need none."""
         if state is not None and (checked_kind(state, BranchState).shift is None) != (self.shift is None):
             check_part("shift", state.shift, None if self.shift is None else x.dtype)
@@ -79,16 +75,13 @@ class Branch(nn.Module):
             x, shifted = self.shift.extend(x, state and state.shift, key_mask=key_mask)
         module = cast(Any, self.module)
         if self.is_cross_attention:
-            kept = module.summarize(_required(context), key_mask=context_mask) if kept is None else kept
+            if kept is None:
+                if context is None:
+                    raise ValueError("cross attention needs its context, but none was given")
+                kept = module.summarize(context, key_mask=context_mask)
             y = module.read(x, kept)
         elif hasattr(module, "extend"):
             y, kept = module.extend(x, kept, key_mask=key_mask)
         else:
             y = module(x)
         return y if self.g is None else self.g * y, BranchState(shifted, kept)
-
-
-def _required(context: Tensor | None) -> Tensor:
-    if context is None:
-        raise ValueError("cross attention needs its context, but none was given")
-    return context

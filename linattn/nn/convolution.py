@@ -5,13 +5,17 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
 from linattn.ops.state import check_part
+from linattn.types import TokenMask, Tokens
+
+Past = Float[Tensor, "b w d"]
+"""The last w present inputs per row, preceded by zeros."""
 
 
 @final
@@ -36,19 +40,11 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -1, 1)
         nn.init.zeros_(self.bias)
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         return self.extend(x, key_mask=key_mask)[0]
 
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: Float[Tensor, "b w d"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
-        """Process the next tokens. The state is the last width - 1 present inputs per row, preceded by zeros."""
+    def extend(self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Past]:
+        """Process the next tokens. The state is the last width - 1 present inputs."""
         check_tokens(x, self.weight.shape[1], key_mask)
         return run_on_present(self._filter, x, state, self.weight.shape[0] - 1, key_mask)
 
@@ -74,25 +70,17 @@ class GatedConvolution(nn.Module):
         self.g_proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         return self.extend(x, key_mask=key_mask)[0]
 
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: Float[Tensor, "b w d"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
+    def extend(self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Past]:
         y, state = self.convolution.extend(x, state, key_mask=key_mask)
         return self.dropout((1 + self.g_proj(x)) * y), state
 
 
 def run_on_present(
-    function: Callable[[Tensor, Tensor], Tensor], x: Tensor, past: Tensor | None, width: int, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    function: Callable[[Past, Tokens], Tokens], x: Tokens, past: Past | None, width: int, key_mask: TokenMask
+) -> tuple[Tokens, Past]:
     """Return function(past, x) without the missing tokens, and the last `width` present inputs, the next past."""
     if past is None:
         past = x.new_zeros(x.shape[0], width, x.shape[2])

@@ -1,5 +1,4 @@
-"""Attention between the pixels of an image: efficient attention, with convolutions for projections.
-Shen et al., https://arxiv.org/abs/1812.01243"""
+"""Attention between the pixels of an image, or between its channels, with convolutions for projections."""
 
 from typing import final
 
@@ -10,14 +9,18 @@ from torch import Tensor, nn
 
 from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.efficient import EfficientFeatureMap
+from linattn.feature_maps.taylor import TaylorFeatureMap
 
 Size = int | tuple[int, int]
+Image = Float[Tensor, "b c h w"]
+PixelMask = Bool[Tensor, "b h w"] | None
 
 
 @final
 class ImageLinearAttention(nn.Module):
     """y = W_o concat_h((φ(q)/z) S) with q, k and v convolutions of the image: φ(q) is the softmax of q d^-¼ over
-    channels (without `norm_queries`, q d^-¼ itself), φ(k)/z the softmax of k d^-¼ over pixels, d = `key_dim`.
+    channels (without `norm_queries`, q d^-¼ itself), φ(k)/z the softmax of k d^-¼ over pixels, d = `key_dim`. Shen et
+    al., Efficient Attention, https://arxiv.org/abs/1812.01243
 
     Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, another
     image or a set of pixels (b, chan, m), queries attend to its pixels and to their own. `stride` is that of the
@@ -48,13 +51,13 @@ class ImageLinearAttention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b c h w"],
+        x: Image,
         context: Float[Tensor, "b c *m"] | None = None,
         *,
-        mask: Bool[Tensor, "b h w"] | None = None,
+        mask: PixelMask = None,
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
-        x = zero_missing(x, mask)
+        x = _zero_missing(x, mask)
         q = self.to_q(x)
         present = None if mask is None else self._mask_after(mask)
         keys = [(self.to_k(x), self.to_v(x), present)]
@@ -65,12 +68,12 @@ class ImageLinearAttention(nn.Module):
         scale = self.key_dim**-0.25
         y = self.inner(_pixels(q, self.heads) * scale, k * scale, v, key_mask=_key_mask(keys))
         y = y.mT.reshape(len(x), -1, *q.shape[-2:])
-        return self.to_out(zero_missing(y, present))
+        return self.to_out(_zero_missing(y, present))
 
     def _context(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if context.ndim == 3:
             context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
-        context = zero_missing(context, mask)
+        context = _zero_missing(context, mask)
         return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
     def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
@@ -84,7 +87,49 @@ class ImageLinearAttention(nn.Module):
         return missing.squeeze(1) == 0
 
 
-def zero_missing(x: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b h w"] | None) -> Float[Tensor, "b c h w"]:
+@final
+class PositionLinearAttention(nn.Module):
+    """x + γ y with y_i = Σ_j (1 + cos(q_i, k_j)) v_j / Σ_j (1 + cos(q_i, k_j)) over the pixels j; γ starts at zero.
+
+    q and k have `key_channels` (an eighth of `channels`, at least one). Images need not be square, and a pixel of zeros
+    causes no division by zero. Masked pixels (False) come back unchanged. Li et al., Linear Attention Mechanism,
+    https://arxiv.org/abs/2007.14902"""
+
+    def __init__(self, channels: int, key_channels: int | None = None):
+        super().__init__()
+        keys = max(1, channels // 8) if key_channels is None else key_channels
+        self.query_conv = nn.Conv2d(channels, keys, 1)
+        self.key_conv = nn.Conv2d(channels, keys, 1)
+        self.value_conv = nn.Conv2d(channels, channels, 1)
+        self.gamma = nn.Parameter(torch.zeros(1))
+        self.inner = LinearAttention(TaylorFeatureMap())
+
+    def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
+        pixels = _zero_missing(x, mask)
+        parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
+        q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
+        y = self.inner(q, k, v, key_mask=None if mask is None else mask.flatten(1).unsqueeze(1))
+        return x + self.gamma * _zero_missing(y.squeeze(1).mT.view_as(x), mask)
+
+
+@final
+class ChannelLinearAttention(nn.Module):
+    """x + γ y with y_c = Σ_e (1 + cos(x_c, x_e)) x_e / Σ_e (1 + cos(x_c, x_e)) over the channels e, each a vector of
+    all pixels; γ starts at zero. Images may have any size; masked pixels (False) come back unchanged. From the same
+    paper."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.zeros(1))
+        self.inner = LinearAttention(TaylorFeatureMap())
+
+    def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
+        channels = _zero_missing(x, mask).flatten(2).unsqueeze(1)
+        y = self.inner(channels, channels, channels)
+        return x + self.gamma * y.squeeze(1).view_as(x)
+
+
+def _zero_missing(x: Image, mask: PixelMask) -> Image:
     """Put zeros in the place of missing pixels."""
     return x if mask is None else torch.where(mask.unsqueeze(1), x, 0)
 

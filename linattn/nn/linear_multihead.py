@@ -46,24 +46,11 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         return_weights: bool = True,
     ):
         # the keys that add_bias_kv and add_zero_attn add come first and have columns of their own
-        extra = int(add_bias_kv) + int(add_zero_attn)
-        _check_sizes(projection, extra, seq_len, proj_k)
-        longest = seq_len + extra
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-            inner=_linformer(longest, min(proj_k, longest), num_heads, param_sharing, projection),
-            return_weights=return_weights,
-        )
+        longest = seq_len + int(add_bias_kv) + int(add_zero_attn)
+        _check_sizes(projection, seq_len, longest, proj_k)
+        inner = _linformer(longest, min(proj_k, longest), num_heads, param_sharing, projection)
+        options = (embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first)
+        super().__init__(*options, device, dtype, inner=inner, return_weights=return_weights)
 
     @property
     def projection(self) -> SequenceProjection:
@@ -72,15 +59,15 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         return self.inner.key_projection
 
 
-def _check_sizes(projection: SequenceProjection | None, extra: int, seq_len: int, proj_k: int) -> None:
+def _check_sizes(projection: SequenceProjection | None, seq_len: int, longest: int, proj_k: int) -> None:
     """Raise ValueError for sizes that are neither the defaults nor the projection's: they would have no effect."""
     if projection is None:
         return
-    sizes = {
-        "seq_len": (seq_len, 512, projection.max_length - extra),
-        "proj_k": (proj_k, 128, projection.projected_length),
-    }
-    for name, (given, default, actual) in sizes.items():
+    made_for = projection.max_length - (longest - seq_len)
+    for name, given, default, actual in (
+        ("seq_len", seq_len, 512, made_for),
+        ("proj_k", proj_k, 128, projection.projected_length),
+    ):
         if given not in (default, actual):
             raise ValueError(f"{name} is {given}, but the projection that was given has {actual}: leave it out")
 
@@ -90,12 +77,10 @@ def _linformer(
 ) -> LinformerAttention:
     if sharing not in PARAM_SHARING:
         raise unknown_name("param_sharing", sharing, PARAM_SHARING)
-    if projection is not None:
-        if sharing != "layerwise":
-            raise ValueError(f'projection needs param_sharing="layerwise", but param_sharing is {sharing!r}')
-        return LinformerAttention(projection)
+    if projection is not None and sharing != "layerwise":
+        raise ValueError(f'projection needs param_sharing="layerwise", but param_sharing is {sharing!r}')
     heads = num_heads if sharing == "none" else None
-    first = LearnedProjection(max_length, projected, num_key_heads=heads)
+    of_keys = LearnedProjection(max_length, projected, num_key_heads=heads) if projection is None else projection
     if sharing in ("key-value", "layerwise"):
-        return LinformerAttention(first)
-    return LinformerAttention(first, LearnedProjection(max_length, projected, num_key_heads=heads))
+        return LinformerAttention(of_keys)
+    return LinformerAttention(of_keys, LearnedProjection(max_length, projected, num_key_heads=heads))

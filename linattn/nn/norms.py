@@ -25,7 +25,7 @@ class HeadNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return (_rms_normalized(x) * self.weight).to(x.dtype)
+        return _rms_normalized(x, self.weight)
 
 
 @final
@@ -42,16 +42,17 @@ class ScaleNorm(nn.Module):
         nn.init.constant_(self.g, self.dim**0.5)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return (_rms_normalized(x) * (self.g / self.dim**0.5)).to(x.dtype)
+        return _rms_normalized(x, self.g / self.dim**0.5)
 
     def extra_repr(self) -> str:
         return f"{self.dim}"
 
 
-def _rms_normalized(x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+def _rms_normalized(x: Float[Tensor, "*b d"], factor: Tensor) -> Float[Tensor, "*b d"]:
+    """Return x / √mean(x²) times the factor, computed in float32 or better."""
+    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     # the square of a small number would be zero; a constant factor changes neither the norm nor its gradient
     largest = x.detach().abs().amax(-1, keepdim=True)
     x = x / largest.masked_fill(largest == 0, 1)
     square = x.square().mean(-1, keepdim=True)
-    return x * square.masked_fill(square == 0, 1).rsqrt()
+    return (x * square.masked_fill(square == 0, 1).rsqrt() * factor).to(dtype)

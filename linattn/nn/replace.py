@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -33,8 +34,7 @@ def replace_attention(
     places = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if (type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention))
-        and where(name, module)
+        if _is_replaceable(module) and where(name, module)
     ]
     if not places:
         raise ValueError(_nothing_found(model))
@@ -77,21 +77,22 @@ def with_inner(
     return new.train(attention.training)
 
 
+def _is_replaceable(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    return type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention)
+
+
 def _nothing_found(model: nn.Module) -> str:
     """Return the error's message: what the model has instead of torch's modules, and what to do about it."""
     name = type(model).__name__
-    if any(type(x) is nn.MultiheadAttention or isinstance(x, TorchMultiheadAttention) for x in model.modules()):
+    if any(map(_is_replaceable, model.modules())):
         return f"`where` chose no nn.MultiheadAttention of this {name}"
-    found = Counter(
-        f"{type(module).__module__}.{type(module).__qualname__}"
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
-    )
+    kinds = [type(module) for module in model.modules()]
+    derived = any(issubclass(kind, nn.MultiheadAttention) for kind in kinds)
+    found = Counter(k for k in kinds if issubclass(k, nn.MultiheadAttention) or "attention" in k.__name__.lower())
     if not found:
         return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
-    listed = ", ".join(f"{count} × {kind}" for kind, count in found.items())
-    derived = next((module for module in model.modules() if isinstance(module, nn.MultiheadAttention)), None)
-    if derived is not None:
+    listed = ", ".join(f"{count} × {kind.__module__}.{kind.__qualname__}" for kind, count in found.items())
+    if derived:
         return (
             f"the attention in this {name} is derived from nn.MultiheadAttention and may do something else: "
             f"{listed}. To replace it all the same, set with_inner(module, inner) in its place"

@@ -1,62 +1,54 @@
-"""Stacks of branches, which add to one residual stream, or to two that can be recomputed from their outputs. Gomez et
-al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451"""
+"""Stacks of branches, by how a branch's output joins the residual stream."""
 
 from collections.abc import Iterable
-from typing import Any, cast, final
+from typing import final
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.nn.branch import Branch
-from linattn.nn.reversal import Call, run_reversibly
+from linattn.nn.reversal import run_reversibly
+from linattn.nn.stack import Call, Hidden, Stack, Step
 from linattn.ops.names import unknown_name
-from linattn.ops.state import checked_parts
+from linattn.types import Tokens
 
 
 @final
-class ResidualSequence(nn.Module):
+class ResidualSequence(Stack):
     """x ← x + branch(x) for each branch in turn."""
 
     def __init__(self, branches: Iterable[Branch]):
         super().__init__()
         self.branches = nn.ModuleList(branches)
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    def run(self, x: Tokens, step: Step) -> Tokens:
         for branch in self.branches:
-            x = x + branch(x, key_mask=key_mask, context=context, context_mask=context_mask)
+            x = x + step(branch, x)
         return x
-
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: tuple[Any, ...] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """Process the next tokens; only the first call needs the context."""
-        call = Call(key_mask, context, context_mask)
-        states: list[Any] = []
-        for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):
-            delta, after = _extend(branch, x, past, call)
-            x = x + delta
-            states.append(after)
-        return x, tuple(states)
 
 
 @final
-class ReversibleSequence(nn.Module):
+class PostNormSequence(Stack):
+    """x ← norm(x + branch(x)) for each branch in turn, each with a norm of its own, as in the first transformers.
+    Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.1"""
+
+    def __init__(self, branches: Iterable[Branch], norms: Iterable[nn.Module]):
+        super().__init__()
+        self.branches, self.norms = nn.ModuleList(branches), nn.ModuleList(norms)
+        if len(self.branches) != len(self.norms):
+            raise ValueError(f"each branch needs its norm, but there are {len(self.branches)} and {len(self.norms)}")
+
+    def run(self, x: Tokens, step: Step) -> Tokens:
+        for branch, norm in zip(self.branches, self.norms, strict=True):
+            x = norm(x + step(branch, x))
+        return x
+
+
+@final
+class ReversibleSequence(Stack):
     """x₁ = x₂ = x; each pair (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of the two, or
-    with `reduce="sum"` their sum.
+    with `reduce="sum"` their sum. Gomez et al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer,
+    https://arxiv.org/abs/2001.04451
 
     The backward pass computes each pair's inputs from its outputs: the memory for activations does not grow with the
     number of pairs, and one more forward is the price. The function differs from `ResidualSequence`. Gradients equal
@@ -70,46 +62,34 @@ class ReversibleSequence(nn.Module):
         self.branches = nn.ModuleList(branch for pair in pairs for branch in pair)
         self.reduce = reduce
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
-        call = Call(key_mask, context, context_mask)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self._merge(*run_reversibly([*self.branches], x, call))
-        first, second = x, x
-        for branch in self.branches:
-            first, second = second, first + branch(second, **call._asdict())
-        return self._merge(first, second)
-
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: tuple[Any, ...] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], tuple[Any, ...]]:
-        """Process the next tokens; only the first call needs the context."""
-        call = Call(key_mask, context, context_mask)
-        first, second, states = x, x, []
-        for branch, past in zip(self.branches, checked_parts(state, len(self.branches)), strict=True):
-            delta, after = _extend(branch, second, past, call)
-            first, second = second, first + delta
-            states.append(after)
-        return self._merge(first, second), tuple(states)
-
-    def _merge(self, first: Tensor, second: Tensor) -> Tensor:
+    def run(self, x: Tokens, step: Step) -> Tokens:
+        # a step of `extend` cannot be repeated in the backward pass, as it moves the state on
+        if isinstance(step, Call) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            first, second = run_reversibly([*self.branches], x, step)
+        else:
+            first, second = x, x
+            for branch in self.branches:
+                first, second = second, first + step(branch, second)
         return (first + second) / 2 if self.reduce == "mean" else first + second
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"
 
 
-def _extend(branch: nn.Module, x: Tensor, past: Any, call: Call) -> tuple[Tensor, Any]:
-    return cast(Branch, branch).extend(x, past, **call._asdict())
+@final
+class Projected(Stack):
+    """y = out_proj(stack(in_proj(x))), a stack of another width than its surroundings', as with factorised embeddings;
+    without `out_dim` the output keeps the stack's width. Lan et al., ALBERT, https://arxiv.org/abs/1909.11942"""
+
+    def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
+        super().__init__()
+        self.in_proj, self.stack = nn.Linear(in_dim, dim), stack
+        self.out_proj = None if out_dim is None else nn.Linear(dim, out_dim)
+
+    @property
+    def depth(self) -> int:
+        return self.stack.depth
+
+    def run(self, x: Tokens, step: Step) -> Hidden:
+        y = self.stack.run(self.in_proj(x), step)
+        return y if self.out_proj is None else self.out_proj(y)

@@ -2,24 +2,19 @@
 Gomez et al., RevNet, https://arxiv.org/abs/1707.04585, algorithm 1"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-
-class Call(NamedTuple):
-    """The arguments of every branch, beside x."""
-
-    key_mask: Tensor | None
-    context: Tensor | None
-    context_mask: Tensor | None
+from linattn.nn.stack import Call
+from linattn.types import Tokens
 
 
-def run_reversibly(branches: Sequence[nn.Module], x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def run_reversibly(branches: Sequence[nn.Module], x: Tokens, call: Call) -> tuple[Tokens, Tokens]:
     """Compute (a, b) ← (b, a + branch(b)) for each branch in turn, from a = b = x.
 
     Weights and context are inputs of the one autograd function, so that gradients flow to them where x needs none,
@@ -27,7 +22,7 @@ def run_reversibly(branches: Sequence[nn.Module], x: Tensor, call: Call) -> tupl
     if not branches:
         return x, x
     weights = tuple(dict.fromkeys(weight for branch in branches for weight in _weights(branch)))
-    return _Reversal.apply(branches, call.key_mask, call.context_mask, call.context, x, *weights)
+    return _Reversal.apply(branches, call.key_mask, call.context_mask, x, call.context, *weights)
 
 
 class _Reversal(torch.autograd.Function):
@@ -37,18 +32,18 @@ class _Reversal(torch.autograd.Function):
         branches: Sequence[nn.Module],
         key_mask: Tensor | None,
         context_mask: Tensor | None,
-        context: Tensor | None,
         x: Tensor,
+        context: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        places = {weight: place for place, weight in enumerate(weights)}
+        places = {weight: place for place, weight in enumerate(weights, start=1)}
         ctx.branches = [(branch, [places[weight] for weight in _weights(branch)]) for branch in branches]
         ctx.autocast, ctx.randomness = _Autocast.capture(x), []
         call, first, second = Call(key_mask, context, context_mask), x, x
         for branch in branches:
             ctx.randomness.append(_Randomness.capture(x))
             with ctx.autocast.restored():
-                first, second = second, first + branch(second, **call._asdict())
+                first, second = second, first + call(branch, second)
         # with buffers among them autograd notices if random features are resampled before the backward pass
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
         ctx.save_for_backward(first, second, *call, *weights, *buffers)
@@ -58,41 +53,28 @@ class _Reversal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         first, second, key_mask, context, context_mask, *_ = ctx.saved_tensors
-        if context is not None:
-            context = context.detach().requires_grad_(ctx.needs_input_grad[3])
-        call = Call(key_mask, context, context_mask)
+        shared = [] if context is None or not ctx.needs_input_grad[4] else [context.detach().requires_grad_()]
+        call = Call(key_mask, shared[0] if shared else context, context_mask)
         d_first, d_second = grads
-        d_context, d_weights = None, cast(list[Tensor | None], [None] * (len(ctx.needs_input_grad) - 5))
+        # the context's gradient, then the weights'
+        totals: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast.restored(), randomness.restored():
-                delta = branch(first, **call._asdict())
-            d_input, d_call, d_own = _gradients(delta, d_second, first, context, _weights(branch))
+                delta = call(branch, first)
+            inputs = [first, *shared, *_weights(branch)]
+            d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
             first, second = second - delta.detach(), first
             d_first, d_second = d_second, d_first if d_input is None else d_first + d_input
-            d_context = _sum_gradients(d_context, d_call)
-            for place, gradient in zip(places, d_own, strict=True):
-                d_weights[place] = _sum_gradients(d_weights[place], gradient)
-        return None, None, None, d_context, d_first + d_second, *d_weights
+            for place, gradient in zip([0] * len(shared) + places, d_inputs, strict=True):
+                if gradient is not None:
+                    total = totals[place]
+                    totals[place] = gradient if total is None else total + gradient
+        return None, None, None, d_first + d_second, *totals
 
 
 def _weights(branch: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in branch.parameters() if weight.requires_grad]
-
-
-def _gradients(
-    delta: Tensor, d_delta: Tensor, x: Tensor, context: Tensor | None, weights: list[nn.Parameter]
-) -> tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]:
-    wanted = context is not None and context.requires_grad
-    inputs = [x, *([context] if wanted else []), *weights]
-    d_x, *rest = torch.autograd.grad(delta, inputs, d_delta.to(delta.dtype), allow_unused=True)
-    return (d_x, rest[0], rest[1:]) if wanted else (d_x, None, rest)
-
-
-def _sum_gradients(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    return total + gradient
 
 
 class _Autocast(NamedTuple):
@@ -110,11 +92,9 @@ class _Autocast(NamedTuple):
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
-        if not self.regions:
-            yield
-            return
-        (device, dtype), *rest = self.regions
-        with torch.autocast(device, dtype, cache_enabled=False), _Autocast(tuple(rest)).restored():
+        with ExitStack() as regions:
+            for device, dtype in self.regions:
+                regions.enter_context(torch.autocast(device, dtype, cache_enabled=False))
             yield
 
 
@@ -128,17 +108,12 @@ class _Randomness(NamedTuple):
 
     @staticmethod
     def capture(x: Tensor) -> "_Randomness":
-        return _Randomness(torch.get_rng_state(), *get_device_states(x), x.device.type)
+        devices, states = get_device_states(x)
+        return _Randomness(torch.get_rng_state(), devices, states, x.device.type if devices else "cpu")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        with self._fork():
+        with torch.random.fork_rng(self.devices, device_type=self.kind):
             torch.set_rng_state(self.cpu)
-            if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.kind)
+            set_device_states(self.devices, self.states, device_type=self.kind)
             yield
-
-    def _fork(self) -> AbstractContextManager[None]:
-        if not self.devices:
-            return torch.random.fork_rng(devices=[])
-        return torch.random.fork_rng(self.devices, device_type=self.kind)

@@ -4,11 +4,11 @@ range. Peng et al., RWKV, https://arxiv.org/abs/2305.13048, section 3.1, after t
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.nn.checks import check_tokens
-from linattn.nn.convolution import run_on_present
+from linattn.nn.convolution import Past, run_on_present
+from linattn.types import TokenMask, Tokens
 
 
 @final
@@ -26,28 +26,20 @@ class TokenShift(nn.Module):
         self.offsets = tuple(offsets)
         self.past, self.future = max(0, *self.offsets), max(0, *(-offset for offset in self.offsets))
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         return self._run(x, None, key_mask)[0]
 
-    def extend(
-        self,
-        x: Float[Tensor, "b n d"],
-        state: Float[Tensor, "b w d"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b w d"]]:
+    def extend(self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Past]:
         """Process the next tokens. The state holds as many last present inputs per row as the largest offset."""
         if self.future:
             raise NotImplementedError(f"offsets {self.offsets} look ahead, so tokens cannot be added one by one")
         return self._run(x, state, key_mask)
 
-    def _run(self, x: Tensor, state: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(self, x: Tokens, state: Past | None, key_mask: TokenMask) -> tuple[Tokens, Past]:
         check_tokens(x, x.shape[-1], key_mask)
         return run_on_present(self._shift, x, state, self.past, key_mask)
 
-    def _shift(self, past: Tensor, x: Tensor) -> Tensor:
+    def _shift(self, past: Past, x: Tokens) -> Tokens:
         n, width = x.shape[1], x.shape[2] // len(self.offsets)
         inputs = torch.cat([past, x, x.new_zeros(x.shape[0], self.future, x.shape[2])], 1)
         places = [*self.offsets, 0]

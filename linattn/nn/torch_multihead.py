@@ -1,6 +1,5 @@
 """torch's `nn.MultiheadAttention` with any inner attention: the same arguments, masks, shapes and weights."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
-from linattn.nn import nested
+from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
 from linattn.nn.torch_masks import TorchMasks, read_masks
 from linattn.nn.torch_softmax import torch_softmax
-
-_Queries = Float[Tensor, "b h n d"]
-_Keys = Float[Tensor, "b h m d"]
+from linattn.types import Keys, Outputs, Queries, Values
 
 
 class TorchMultiheadAttention(nn.MultiheadAttention):
@@ -67,6 +64,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             raise ValueError("add_bias_kv and add_zero_attn add keys that all queries see: no window has them")
         # in a tuple, so that its weights, which are those of `inner`, are not registered twice
         self._causal_form = (self.inner.as_causal(),)
+        self.register_load_state_dict_pre_hook(_keep_inner)
 
     def _reset_parameters(self) -> None:
         # this attribute makes torch initialise packed projections, so that the weights are the same to the bit
@@ -89,12 +87,11 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         """Attend as torch's module does, to batches, single sequences or nested tensors; masks hide with True or
         −inf."""
         self._check(query, key, value)
-        if query.is_nested:
-            q, k, v, key_padding_mask = nested.pad(query, key, value, key_padding_mask)
-        else:
-            q, k, v = _map_distinct(self._batch_in_front, query, key, value)
-            if query.ndim == 2 and key_padding_mask is not None:
-                key_padding_mask = key_padding_mask.unsqueeze(0)
+        q = to_batches(query, self.batch_first)
+        # the same object stays one, so that one product projects it
+        k = q if key is query else to_batches(key, self.batch_first)
+        v = k if value is key else to_batches(value, self.batch_first)
+        key_padding_mask = padding_of(key, k, key_padding_mask)
         shape = (len(q), self.num_heads, q.shape[1], k.shape[1])
         if self.inner.causal and shape[2] != shape[3]:
             raise ValueError(f"causal attention needs a query for every key, but there are {shape[2]} and {shape[3]}")
@@ -104,7 +101,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights.squeeze(0) if query.ndim == 2 else weights
-        return nested.unpad(y, query) if query.is_nested else self._as_given(y, query), weights
+        return from_batches(y, query, self.batch_first), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         parts = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
@@ -115,22 +112,13 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{name} must have {width} channels, but has {x.size(-1)}")
         if query.is_nested or query.ndim == 2:
             return
-        if key.shape[:2] != value.shape[:2] or query.size(self._batch_dim) != key.size(self._batch_dim):
+        batch_dim = 0 if self.batch_first else 1
+        if key.shape[:2] != value.shape[:2] or query.size(batch_dim) != key.size(batch_dim):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, (x, _) in parts.items())
             layout = "(batch, tokens, channels)" if self.batch_first else "(tokens, batch, channels)"
             raise ValueError(f"keys and values must match, and all batch sizes, {layout}, but the inputs are {shapes}")
 
-    @property
-    def _batch_dim(self) -> int:
-        return 0 if self.batch_first else 1
-
-    def _batch_in_front(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0) if x.ndim == 2 else x.transpose(0, self._batch_dim)
-
-    def _as_given(self, y: Tensor, query: Tensor) -> Tensor:
-        return y.squeeze(0) if query.ndim == 2 else y.transpose(0, self._batch_dim)
-
-    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Queries, _Keys, _Keys]:
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Queries, Keys, Values]:
         if self.in_proj_weight is not None and q is k and k is v:
             parts = F.linear(q, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
@@ -142,8 +130,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _attend(
-        self, q: _Queries, k: _Keys, v: _Keys, masks: TorchMasks, need_weights: bool
-    ) -> tuple[_Queries, Float[Tensor, "b h n columns"] | None]:
+        self, q: Queries, k: Keys, v: Values, masks: TorchMasks, need_weights: bool
+    ) -> tuple[Outputs, Float[Tensor, "b h n columns"] | None]:
         inner, dropout, extra = self.inner, self.dropout if self.training else 0.0, self._extra_keys
         if extra:
             # in front, where each query sees them in causal attention too; torch puts them at the end
@@ -165,7 +153,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return y, self._weights(inner, q, k, key_mask, keep)[..., skipped:, :]
 
     def _weights(
-        self, inner: InnerAttention, q: _Queries, k: _Keys, key_mask: Tensor | None, keep: Tensor | None
+        self, inner: InnerAttention, q: Queries, k: Keys, key_mask: Tensor | None, keep: Tensor | None
     ) -> Float[Tensor, "b h n columns"]:
         """Return the weights with columns in torch's order; `keep` is the factor of each value after dropout."""
         if isinstance(inner, LinformerAttention):
@@ -182,36 +170,17 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             )
         return form
 
-    def _extra(self, x: _Keys, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
+    def _extra(self, x: Keys, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
         """Return the learned key or value of `add_bias_kv` and the zeros of `add_zero_attn`."""
         parts = [] if bias is None else [bias.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)]
         if self.add_zero_attn:
             parts.append(x.new_zeros(1, x.shape[1], 1, x.shape[3]))
         return torch.cat(parts, -2).to(x.dtype).expand(x.shape[0], -1, -1, -1)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Keep the inner attention's parameters if the state_dict, as nn.MultiheadAttention's, has none of them."""
-        own = self.inner.state_dict(prefix=f"{prefix}inner.")
-        if not any(name in state_dict for name in own):
-            state_dict.update(own)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
-
-def _map_distinct(
-    function: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the function to each; tensors that are the same object stay one object."""
-    first = function(q)
-    second = first if k is q else function(k)
-    return first, second, second if v is k else function(v)
+def _keep_inner(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Keep the inner attention's parameters if the state_dict, as nn.MultiheadAttention's, has none of them."""
+    assert isinstance(module, TorchMultiheadAttention)
+    own = module.inner.state_dict(prefix=f"{prefix}inner.")
+    if not any(name in state_dict for name in own):
+        state_dict.update(own)

@@ -6,18 +6,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.nn.torch_masks import TorchMasks, score_bias
+from linattn.types import Keys, Outputs, Queries, Values
 
 
 def torch_softmax(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b h m d"],
-    v: Float[Tensor, "b h m dv"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     masks: TorchMasks,
     *,
     causal: bool = False,
     dropout: float = 0.0,
     need_weights: bool = False,
-) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h n m"] | None]:
+) -> tuple[Outputs, Float[Tensor, "b h n m"] | None]:
     """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
 
     There may be more keys than the masks cover: all queries see those behind them. `causal` adds the causal order to

@@ -15,18 +15,25 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from linattn.attention import SoftmaxAttention, map_state, named_attention
-from linattn.cli.bench.cases import MODEL_TRAINING, RATE, Case, Setup
+from linattn.cli.bench import MODEL_TRAINING, RATE, UNIFORM
 from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
 from linattn.cli.bench.compare import changes, compared
-from linattn.cli.bench.decoding_state import lengthened, num_bytes, state_at
-from linattn.cli.bench.features import FIXED, RANDOM, UNIFORM
-from linattn.cli.bench.measuring import Budget, Measuring, plan
-from linattn.cli.bench.memory import peak
+from linattn.cli.bench.features import FIXED, RANDOM
+from linattn.cli.bench.measure import Found, Measuring, alternate, peak_memory, plan, state_size
 from linattn.cli.bench.peers import PEERS, installed
-from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Measurement, Record, read_record, write_record
-from linattn.cli.bench.timing import alternate
-from linattn.cli.bench.views import pictures
-from linattn.cli.bench.workloads import PREPARE, prepare
+from linattn.cli.bench.record import (
+    BYTES,
+    SECONDS,
+    STATE_BYTES,
+    Case,
+    Measurement,
+    Record,
+    Setup,
+    read_record,
+    write_record,
+)
+from linattn.cli.bench.report import pictures
+from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
 METHODS = ("softmax", "elu", "local+elu")
@@ -42,7 +49,8 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("linattn.cli.bench.command.TRAINING_MOST", 1.0)
         patch.setattr("linattn.cli.bench.command.FEATURES_SHARE", 2e-4)
-        assert main(["bench", "--out", str(out), *asked, *SIZES]) == 0
+        patch.setattr("sys.argv", ["linattn", "bench", "--out", str(out), *asked, *SIZES])
+        assert main() == 0
     return out
 
 
@@ -121,7 +129,7 @@ def test_what_the_budget_does_not_allow_is_said(tmp_path, capsys):
     assert main(["bench", "--out", str(tmp_path), "--budget", "30", *asked, *SIZES]) == 0
     dropped = read_record(tmp_path / "bench.json").dropped
     assert {(each.method, each.n) for each in dropped} == {("softmax", 4194304), ("elu", 4194304)}
-    assert "training, float32, from n = 4,194,304 on, no time was left: softmax (" in capsys.readouterr().out
+    assert "training, float32, from n = 4,194,304 on, no time was left: elu (" in capsys.readouterr().out
 
 
 def test_a_doubled_time_is_told(record):
@@ -156,26 +164,34 @@ def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder,
     assert "0 of" in shown
 
 
-def test_every_curve_gets_the_same_time():
-    """The slow one ends early, the fast one goes on."""
-    cases = [Case("forward", method, "float32", n) for method in ("elu", "softmax") for n in (1024, 2048, 4096)]
-    budget = Budget(repeats=2)
-    budget.seen = {cases[0].curve: (1024, 0.1, 0.0), cases[3].curve: (1024, 5.0, 0.0)}
-    fitting = budget.fitting(cases, 100.0)
-    assert {case.n for case in fitting if case.method == "elu"} == {1024, 2048, 4096}
-    assert {case.n for case in fitting if case.method == "softmax"} == {1024}
-    assert budget.fitting(cases, 1e9) == set(cases)
-    assert not budget.fitting(cases, 0.0)
-    # what a curve has had counts
-    budget.spent = {cases[0].curve: 1e6}
-    assert {case.method for case in budget.fitting(cases, 41.0)} == {"softmax"}
+def test_slow_curves_end_early_and_fast_ones_go_on(monkeypatch):
+    monkeypatch.setattr(Measuring, "_measure_memory", lambda self, case: True)
+    monkeypatch.setattr(Measuring, "_measure_time", lambda self, cases: done.extend(cases))
+    done: list[Case] = []
+    groups = [[Case("forward", method, "float32", n) for method in ("elu", "softmax")] for n in (1024, 2048, 4096)]
+    measuring = Measuring(TINY, repeats=2, deadline=time.monotonic() + 200)
+    measuring.last = {groups[0][0].curve: (1024, Found(0.0, 0.1)), groups[0][1].curve: (1024, Found(0.0, 5.0))}
+    for group in groups:
+        measuring.measure(group)
+    assert [case.n for case in done if case.method == "elu"] == [1024, 2048, 4096]
+    assert [case.n for case in done if case.method == "softmax"] == [1024]
+    assert [(each.method, each.n) for each in measuring.dropped] == [("softmax", 2048), ("softmax", 4096)]
+    assert all("no time was left" in each.reason for each in measuring.dropped)
+
+
+def test_what_a_group_is_predicted_to_take_leaves_time_for_the_next():
+    cases = [Case("forward", method, "float32", 64) for method in ("softmax", "elu", "exp", "favor")]
+    for seconds in (0.01, 0.1, 1.0, 10.0):
+        measuring = Measuring(TINY, repeats=2, deadline=time.monotonic() + 100)
+        measuring.last = {case.curve: (64, Found(0.0, seconds)) for case in cases}
+        assert len(measuring._within_limits(cases)) * seconds * 8 <= 50
 
 
 def test_what_needs_too_much_memory_is_not_tried():
     case = Case("forward", "elu", "float32", 2**40)
-    measuring = Measuring(TINY, [[case]], repeats=1, deadline=math.inf)
-    measuring.budget.seen[case.curve] = 2**10, 0.0, 2.0**30
-    measuring.measure(0)
+    measuring = Measuring(TINY, repeats=1, deadline=math.inf)
+    measuring.last[case.curve] = 2**10, Found(2.0**30, 0.0)
+    measuring.measure([case])
     assert not measuring.measurements
     assert "GiB of memory" in measuring.dropped[0].reason
 
@@ -183,8 +199,8 @@ def test_what_needs_too_much_memory_is_not_tried():
 def test_a_method_that_fails_is_said_to_and_the_others_go_on():
     """Both come back from another process: the error and the figure."""
     cases = [Case("forward", method, "float32", 64) for method in ("linformer", "elu")]
-    measuring = Measuring(TINY, [cases], repeats=1, deadline=time.monotonic() + 60)
-    measuring.measure(0)
+    measuring = Measuring(TINY, repeats=1, deadline=time.monotonic() + 60)
+    measuring.measure(cases)
     assert [(each.method, each.reason) for each in measuring.dropped] == [
         ("linformer", "Linformer mixes the whole sequence into every key, so it cannot be causal")
     ]
@@ -193,7 +209,7 @@ def test_a_method_that_fails_is_said_to_and_the_others_go_on():
 
 def test_a_call_that_lasts_too_long_is_given_up():
     with pytest.raises(RuntimeError, match="no time was left"):
-        peak(Setup(), Case("training", "elu", "float32", 2**20), 0.5)
+        peak_memory(Setup(), Case("training", "elu", "float32", 2**20), 0.5)
 
 
 def test_the_plan_goes_from_short_to_long_and_leaves_out_what_cannot_be():
@@ -271,11 +287,11 @@ def test_the_past_is_as_long_as_it_would_be(method):
     """Made at once, it has the shapes that reading every token leaves."""
     inner = named_attention(method, num_heads=2, head_dim=8, causal=True, window=16)
 
-    def extend(n, state):
-        return inner.extend(*torch.randn(3, 1, 2, n, 8), state)[1]
+    def read(n):
+        return inner.extend(*torch.randn(3, 1, 2, n, 8))[1]
 
     shapes = []
-    for state in (state_at(extend, 200, 16), extend(200, None)):
+    for state in (state_at(read, 200, 16), read(200)):
         found = []
         map_state(lambda x, found=found: found.append(x.shape) or x, state)
         shapes.append(found)
@@ -284,19 +300,19 @@ def test_the_past_is_as_long_as_it_would_be(method):
 
 def test_only_softmax_grows():
     _, state = SoftmaxAttention(causal=True).extend(*torch.randn(3, 1, 2, 3, 8))
-    assert lengthened((state, None), 10)[0].k.shape == (1, 2, 10, 8)
+    assert state_at(lambda n: (state, None), 10, 16)[0].k.shape == (1, 2, 10, 8)
 
 
 def test_the_size_of_the_state_is_that_of_its_tensors(record):
     """Bytes of float32: softmax keeps all keys and values, elu + 1 keeps S and z, and a process adds nothing."""
-    sizes = record.find(STATE_BYTES, "decoding", "float32")
+    sizes = [each for each in record.measurements if (each.quantity, each.workload) == (STATE_BYTES, "decoding")]
     heads, d = record.options["heads"], record.options["head_dim"]
     expected = {"softmax": lambda n: 4 * heads * n * 2 * d, "elu": lambda n: 4 * heads * (d * d + d)}
     for method, size in expected.items():
-        assert sizes[method]
-        assert all(each.values == (size(each.n),) for each in sizes[method])
-        prepared = prepare(TINY, Case("decoding", method, "float32", 1000))
-        assert num_bytes(prepared.state) == size(1000)
+        assert any(each.method == method for each in sizes)
+        assert all(each.values == (size(each.n),) for each in sizes if each.method == method)
+        found = state_size(TINY, Case("decoding", method, "float32", 1000), math.inf)
+        assert found.bytes == size(1000)
 
 
 def test_every_picture_has_a_sentence_at_the_top(folder):

@@ -85,6 +85,15 @@ def test_a_block_alone_keeps_to_the_mask(options, where):
         assert_close(y[row, mask[row]], block(x[row, mask[row]].unsqueeze(0))[0], **exactly)
 
 
+@pytest.mark.parametrize("attention", ["elu", "efficient", "local+softmax"])
+@pytest.mark.parametrize("where", ["right", "left", "holes"])
+def test_a_token_that_is_missing_for_an_encoder_is_no_token(attention, where):
+    model, tokens, mask = small_model({"attention": attention}, causal=False), some_tokens(4, 21), masks(4, 21)[where]
+    y = model(tokens, key_mask=mask)
+    for row in range(4):
+        assert_close(y[row, mask[row]], model(tokens[row, mask[row]].unsqueeze(0))[0], **exactly)
+
+
 @every_model
 def test_rows_that_are_all_masked_are_finite_and_leave_no_trace(options):
     model, tokens = small_model(options), some_tokens(2, 9)

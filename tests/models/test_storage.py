@@ -12,6 +12,7 @@ from linattn.models import LanguageModel, storage
 from tests.models.causal import every_model, small_model, some_tokens
 
 elu = {"attention": "local+elu"}
+FILES = ["config.json", "linattn_classes.py", "model.safetensors"]
 
 
 @every_model
@@ -25,10 +26,10 @@ def test_a_saved_model_comes_back(options, tmp_path):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
-def test_files_are_the_two_and_dtypes_stay(tmp_path):
+def test_files_are_these_and_dtypes_stay(tmp_path):
     model = small_model(elu).bfloat16()
     model.save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == FILES
     assert {parameter.dtype for parameter in LanguageModel.load(tmp_path).parameters()} == {torch.bfloat16}
 
 
@@ -37,6 +38,14 @@ def test_tied_weights_are_stored_once(tmp_path):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = list(file.keys())
     assert "model.embedding.weight" in names and not any("head.weight" in name for name in names)
+
+
+def test_the_names_of_weights_stay_so_that_old_folders_load(tmp_path):
+    small_model({"attention": "local+elu", "depth": 1, "gate": True}).save(tmp_path)
+    parts = ["mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.g_proj", "mixer.o_proj", "mixer_norm"]
+    parts += ["feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward_norm"]
+    expected = {"model.embedding.weight", "model.norm.weight", *(f"model.blocks.0.{part}.weight" for part in parts)}
+    assert set(load_file(tmp_path / "model.safetensors")) == expected
 
 
 def test_what_other_programs_add_to_the_configuration_does_not_matter(tmp_path):
@@ -140,7 +149,7 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     monkeypatch.setattr(storage, step, full)
     with pytest.raises(OSError, match="No space left"):
         small_model(elu, dim=32).save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == FILES
     assert torch.equal(LanguageModel.load(tmp_path).embedding.weight, old.embedding.weight)
 
 

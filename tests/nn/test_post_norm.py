@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from linattn.attention import LinearAttention, SoftmaxAttention
 from linattn.feature_maps import ElementwiseFeatureMap
 from linattn.nn import Branch, FeedForward, MultiheadAttention
-from linattn.nn.post_norm import PostNormSequence
+from linattn.nn.residual import PostNormSequence
 
 
 def stack(*, causal: bool, context: bool = False) -> PostNormSequence:

@@ -6,10 +6,16 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, POSITIVE, comma_separated, integer_from, one_of
 
 SUMMARY = "measure speed and memory on this machine, and draw the report"
+FORWARD, TRAINING, DECODING = WORKLOADS = ("forward", "training", "decoding")
+MODEL_TRAINING, MODEL_PREFILL, MODEL_DECODING = MODEL_WORKLOADS = ("model training", "model prefill", "model decoding")
+ONE_TOKEN = (DECODING, MODEL_DECODING)
+WITH_FEATURES = "feature maps"
+SOFTMAX, UNIFORM, RATE = "softmax", "uniform attention", "batched 64³ products"
+DTYPES = ("float32", "bfloat16", "float16")
+LENGTHS = tuple(2**power for power in range(8, 17))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options. What is not given is None or False, so that `command_line` can rebuild what was typed."""
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="for bench.json and report.html (./bench)")
     add("--budget", default=600.0, **POSITIVE, help="seconds; the longest sequences are left out first (default: 600)")
@@ -18,9 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peers", **FLAG, help="measure the other packages that are installed, too")
     add("--models", **FLAG, help="measure complete language models, too: training, prompts, generation")
     add("--workloads", type=comma_separated, metavar="A,B", help="some of forward, training, decoding")
-    add("--lengths", type=_lengths, metavar="N,N", help="(default: 256 to 65536)")
-    add("--dtypes", type=comma_separated, metavar="A,B", help="float32, bfloat16, float16 (default: float32)")
-    add("--not-causal", **FLAG, help="let every query see all keys")
+    add("--lengths", type=_lengths, default=LENGTHS, metavar="N,N", help="(default: 256 to 65536)")
+    add(
+        "--dtypes",
+        type=comma_separated,
+        default=("float32",),
+        metavar="A,B",
+        help="float32, bfloat16, float16 (default: float32)",
+    )
+    add("--not-causal", dest="causal", action="store_false", help="let every query see all keys")
     add = parser.add_argument_group("how").add_argument
     add("--repeats", default=7, **COUNT, help="rounds in which methods take turns (default: 7)")
     add("--threads", **COUNT, help="(default: as many as torch takes)")

@@ -1,6 +1,7 @@
 """Runs `linattn bench`: measures, compares, or draws again."""
 
 import argparse
+import dataclasses
 import shlex
 import sys
 import time
@@ -11,20 +12,19 @@ from tqdm.auto import tqdm
 
 from linattn.attention.named import ATTENTIONS
 from linattn.cli.atomic import write_atomically
-from linattn.cli.bench import add_arguments
-from linattn.cli.bench.cases import DECODING, MODEL_WORKLOADS, WORKLOADS, Setup
+from linattn.cli.bench import DECODING, DTYPES, FORWARD, MODEL_WORKLOADS, TRAINING, WORKLOADS
 from linattn.cli.bench.compare import compared
 from linattn.cli.bench.features import layers_of_run, layers_of_training, measure_features
-from linattn.cli.bench.measuring import Measuring, plan
+from linattn.cli.bench.measure import Measuring, plan
+from linattn.cli.bench.page import html
 from linattn.cli.bench.peers import PEERS, installed
-from linattn.cli.bench.record import Measurement, Record, describe_machine, read_record, write_record
-from linattn.cli.bench.report import html, printed
+from linattn.cli.bench.record import Measurement, Record, Setup, describe_machine, read_record, write_record
+from linattn.cli.bench.report import printed
 from linattn.cli.errors import CommandError, did_you_mean, explained
 
-LENGTHS = tuple(2**power for power in range(8, 17))
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")
-DTYPES = ("float32", "bfloat16", "float16")
+CASES, SIZES = ("workloads", "methods", "dtypes", "lengths"), tuple(each.name for each in dataclasses.fields(Setup))
 # shares of the budget, and the most seconds: training the small model, all feature maps' errors, drawing
 TRAINING_SHARE, TRAINING_MOST, FEATURES_SHARE, REPORT_SHARE, REPORT_MOST = 0.1, 60.0, 0.2, 0.1, 10.0
 
@@ -44,21 +44,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    started, setup, asked = time.monotonic(), _setup(arguments), _asked(arguments)
+    started, options = time.monotonic(), _complete(arguments)
+    setup = Setup(**{name: options[name] for name in SIZES})
     machine = describe_machine(setup.device, setup.threads)
     torch.set_num_threads(setup.threads)
     notes, errors = ((), []) if arguments.no_features else _features(arguments, started)
     budget = arguments.budget - min(REPORT_MOST, REPORT_SHARE * arguments.budget)
-    measuring = Measuring(setup, plan(**asked), arguments.repeats, started + budget)
-    with tqdm(measuring.groups, dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
-        for place, group in enumerate(bar):
+    measuring = Measuring(setup, arguments.repeats, started + budget)
+    groups = plan(**{name: options[name] for name in CASES})
+    with tqdm(groups, dynamic_ncols=True, disable=None, leave=False, unit="group") as bar:
+        for group in bar:
             bar.set_description_str(f"{group[0].workload}, {group[0].dtype}, n = {group[0].n:,}")
-            measuring.measure(place)
-    sizes = {name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "window", "repeats", "budget")}
+            measuring.measure(group)
     return Record(
-        command=command_line(arguments),
+        command=shlex.join(["linattn", *sys.argv[1:]]),
         machine=machine,
-        options=asked | sizes | {"causal": setup.causal},
+        options={name: options[name] for name in (*CASES, *SIZES, "repeats", "budget")},
         measurements=(*measuring.measurements, *errors),
         dropped=tuple(measuring.dropped),
         seconds=round(time.monotonic() - started, 1),
@@ -66,40 +67,32 @@ def measure(arguments: argparse.Namespace) -> Record:
     )
 
 
-def _setup(arguments: argparse.Namespace) -> Setup:
+def _complete(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return all options, also those whose defaults depend on the machine and on other options, with names checked."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CommandError("torch finds no CUDA device here: --device cpu")
-    sizes = {name: getattr(arguments, name) for name in ("batch", "heads", "head_dim", "window")}
-    threads = arguments.threads or torch.get_num_threads()
-    return Setup(causal=not arguments.not_causal, device=device, threads=threads, **sizes)
-
-
-def _asked(arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    """Return the names and lengths that `plan` takes."""
-    causal = not arguments.not_causal
-    workloads, dtypes = arguments.workloads or WORKLOADS, arguments.dtypes or DTYPES[:1]
-    for option, names, known in (("--workloads", workloads, WORKLOADS), ("--dtypes", dtypes, DTYPES)):
+    workloads = list(arguments.workloads or (WORKLOADS if arguments.causal else (FORWARD, TRAINING)))
+    for option, names, known in (("--workloads", workloads, WORKLOADS), ("--dtypes", arguments.dtypes, DTYPES)):
         if unknown := [name for name in names if name not in known]:
             nearest = did_you_mean(unknown[0], known)
             raise CommandError(f"{option} are of {', '.join(known)}, but there is {unknown[0]!r}{nearest}")
-    if not causal and (arguments.models or DECODING in (arguments.workloads or ())):
+    if not arguments.causal and (arguments.models or DECODING in workloads):
         raise CommandError("decoding and --models are causal, so they cannot be --not-causal")
-    workloads = [name for name in workloads if causal or name != DECODING]
-    methods = list(arguments.methods or (CAUSAL if causal else NOT_CAUSAL))
+    methods = list(arguments.methods or (CAUSAL if arguments.causal else NOT_CAUSAL))
     for name in methods:
         if name not in PEERS and any(part.partition(":")[0] not in ATTENTIONS for part in name.split("+")):
             nearest = did_you_mean(name, (*ATTENTIONS, *CAUSAL, *PEERS))
             raise CommandError(
                 f"{name!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}{nearest}"
             )
-    for peer in installed(causal) if arguments.peers else ():
-        methods += [PEERS[peer].counterpart[causal], peer]
-    return {
-        "workloads": [*workloads, *(MODEL_WORKLOADS if arguments.models else ())],
+    for peer in installed(arguments.causal) if arguments.peers else ():
+        methods += [PEERS[peer].counterpart[arguments.causal], peer]
+    return vars(arguments) | {
+        "device": device,
+        "threads": arguments.threads or torch.get_num_threads(),
+        "workloads": workloads + list(MODEL_WORKLOADS) * arguments.models,
         "methods": list(dict.fromkeys(methods)),
-        "dtypes": list(dtypes),
-        "lengths": list(arguments.lengths or LENGTHS),
     }
 
 
@@ -112,16 +105,3 @@ def _features(arguments: argparse.Namespace, started: float) -> tuple[tuple[str,
             seconds = min(TRAINING_MOST, TRAINING_SHARE * arguments.budget)
             layers, source = layers_of_training(arguments.text, seconds)
     return (source,), list(measure_features(layers, started + FEATURES_SHARE * arguments.budget))
-
-
-def command_line(arguments: argparse.Namespace) -> str:
-    """Rebuild the command that was given from what differs from the defaults."""
-    parser, words = argparse.ArgumentParser(), ["linattn", "bench"]
-    add_arguments(parser)
-    for name, default in vars(parser.parse_args([])).items():
-        value = getattr(arguments, name)
-        if value != default:
-            words.append("--" + name.replace("_", "-"))
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removesuffix(".0")
-            words += [] if value is True else [text]
-    return shlex.join(words)

@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from linattn.cli.bench.record import ERROR, SECONDS, Measurement, Record
-from linattn.cli.bench.report import aligned, machine_line
-from linattn.cli.bench.views import shown
+from linattn.cli.bench.report import VIEWS, aligned
 
 # smaller changes are not told, however sure: the next run's machine differs by more
 LEAST = 0.05
@@ -17,18 +16,24 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        return self.after.median / self.before.median if self.before.median else float("inf")
+        return self.after.point.value / self.before.point.value if self.before.point.value else float("inf")
 
     @property
     def is_real(self) -> bool:
         """Tell whether the spreads do not meet and the medians differ by more than LEAST."""
-        apart = self.after.low > self.before.high or self.after.high < self.before.low
+        before, after = self.before.point, self.after.point
+        apart = after.low > before.high or after.high < before.low
         return apart and not 1 - LEAST < self.ratio < 1 + LEAST
 
     @property
     def verdict(self) -> str:
-        words = ("slower", "faster") if self.before.quantity == SECONDS else ("more", "less")
-        return words[self.ratio < 1] if self.is_real else ""
+        return (("slower", "faster") if self.before.quantity == SECONDS else ("more", "less"))[self.ratio < 1]
+
+    def row(self) -> list[str]:
+        quantity, workload, method, dtype, n = self.before.key
+        medians = [VIEWS[quantity].shown(each.point.value) for each in self]
+        ratio = f"{self.ratio:.3g}" + ("" if quantity == ERROR else "×")
+        return [f"{quantity} of {workload}, {dtype}: {method}", f"{n:,}", *medians, ratio, self.verdict]
 
 
 def changes(before: Record, after: Record) -> list[Change]:
@@ -40,13 +45,13 @@ def compared(before: Record, after: Record) -> str:
     """Tell the figures that changed, worst first, after the conditions that differ."""
     every = changes(before, after)
     real = sorted((change for change in every if change.is_real), key=lambda change: -change.ratio)
-    parts = [f"A: {machine_line(before)}\nB: {machine_line(after)}"]
-    told = [(name, before.machine.get(name), after.machine.get(name)) for name in CONDITIONS]
-    told += [(name, value, after.options.get(name)) for name, value in before.options.items()]
+    parts = [f"A: {before.machine_line}\nB: {after.machine_line}"]
+    conditions = [each.options | {name: each.machine.get(name) for name in CONDITIONS} for each in (before, after)]
+    told = [(name, value, conditions[1].get(name)) for name, value in conditions[0].items()]
     if different := [f"{name}: {a} in A, {b} in B" for name, a, b in told if a != b]:
         parts.append("\n".join(["not the same conditions", *different]))
     if real:
-        parts.append(aligned([["", "n", "A", "B", "B / A", ""], *map(_row, real)]))
+        parts.append(aligned([["", "n", "A", "B", "B / A", ""], *(change.row() for change in real)]))
     parts.append(
         f"{len(real)} of {len(every)} figures changed beyond the spread (fastest run to upper quartile) and by more "
         f"than {100 * LEAST:.0f} %; the others did not."
@@ -55,11 +60,3 @@ def compared(before: Record, after: Record) -> str:
         if missing := len(record.measurements) - len(every):
             parts.append(f"{missing} figures are in {name} only.")
     return "\n\n".join(parts)
-
-
-def _row(change: Change) -> list[str]:
-    before = change.before
-    what = f"{before.quantity} of {before.workload}, {before.dtype}: {before.method}"
-    medians = [shown(each.median, each.quantity) for each in change]
-    ratio = f"{change.ratio:.3g}" + ("" if before.quantity == ERROR else "×")
-    return [what, f"{before.n:,}", *medians, ratio, change.verdict]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn.cli import train
+from linattn.cli.bench import UNIFORM, WITH_FEATURES
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
 from linattn.cli.errors import CommandError
@@ -32,7 +33,6 @@ from linattn.feature_maps import (
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
 
-WORKLOAD, UNIFORM = "feature maps", "uniform attention"
 CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
 # of linattn train
 SMALL = "--attention softmax --dim 128 --depth 2 --num-heads 2 --convolution 0 --context 256 --batch 8 --lr 3e-3"
@@ -52,29 +52,26 @@ def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
     """Measure ‖A v − P v‖ / ‖P v‖ of causal attention, the mean over heads and layers; random maps have three values.
 
     Few features go first, and no more follow when the deadline passes."""
-
-    def measured(name: str, count: int, maps: list[FeatureMap | None]) -> Measurement:
-        return Measurement(ERROR, WORKLOAD, name, "float32", count, tuple(_error(layers, each) for each in maps))
-
     d = layers[0][0].shape[-1]
-    yield measured(UNIFORM, 1, [None])
-    for name in FIXED:
-        feature_map = FEATURE_MAPS[name](d, 1, 1)
-        yield measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), [feature_map])
+    fixed = {name: FEATURE_MAPS[name](d, 1, 1) for name in FIXED}
+    yield _measured(UNIFORM, 1, _error(layers, fixed["elu"], "uniform_output_error"))
+    for name, feature_map in fixed.items():
+        yield _measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), _error(layers, feature_map))
     for count in COUNTS:
         for name, make in RANDOM.items():
             if time.monotonic() > deadline:
                 return
             torch.manual_seed(0)
-            yield measured(name, count, [make(d, count) for _ in range(DRAWS)])
+            yield _measured(name, count, *(_error(layers, make(d, count)) for _ in range(DRAWS)))
 
 
-def _error(layers: Layers, feature_map: FeatureMap | None) -> float:
-    """Return the mean error of a map or, without one, that of attending to all keys alike."""
-    some = feature_map or FEATURE_MAPS["elu"](1, 1, 1)
-    found = [compare_with_softmax(q, k, some, v=v, causal=True) for q, k, v in layers]
-    errors = [each.output_error if feature_map else each.uniform_output_error for each in found]
-    return torch.stack(errors).mean().item()
+def _measured(name: str, count: int, *errors: float) -> Measurement:
+    return Measurement(ERROR, WITH_FEATURES, name, "float32", count, errors)
+
+
+def _error(layers: Layers, feature_map: FeatureMap, error: str = "output_error") -> float:
+    found = [compare_with_softmax(q, k, feature_map, v=v, causal=True) for q, k, v in layers]
+    return torch.stack([getattr(each, error) for each in found]).mean().item()
 
 
 def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from linattn.cli.bench.cases import Case, Setup
+from linattn.cli.bench.record import Case, Setup
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -1,29 +1,73 @@
-"""The results of a benchmark and the machine that it ran on: a value that goes to JSON and back."""
+"""Cases and their results, and the machine that they are from: a value that goes to JSON and back."""
 
 import dataclasses
 import json
 import os
 import platform
-import statistics
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from linattn.cli.atomic import write_atomically
+from linattn.cli.bench import ONE_TOKEN, SOFTMAX
 from linattn.cli.errors import CommandError
 from linattn.version import __version__
 
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
+Curve = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The sizes and the device that all cases of a run share."""
+
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    window: int = 128
+    causal: bool = True
+    device: str = "cpu"
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method doing one workload at one length. It is rebuilt from its names in any process."""
+
+    workload: str
+    method: str
+    dtype: str
+    n: int
+
+    @property
+    def curve(self) -> Curve:
+        return self.workload, self.method, self.dtype
+
+    @property
+    def growth(self) -> int:
+        """Return the greatest power of n with which the time may grow."""
+        return (SOFTMAX in self.method) + (self.workload not in ONE_TOKEN)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+class Point(NamedTuple):
+    low: float
+    value: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """All runs of one method at one point. Noise only ever adds time, so the spread goes from the fastest run to the
-    upper quartile, which leaves out what disturbed one run in seven."""
+    """All runs of one method at one length."""
 
     quantity: str
     workload: str
@@ -40,16 +84,10 @@ class Measurement:
         return self.quantity, self.workload, self.method, self.dtype, self.n
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return statistics.quantiles(self.values, n=4, method="inclusive")[2] if len(self.values) > 1 else self.low
+    def point(self) -> Point:
+        """Return the median and the spread from the fastest run to the upper quartile: noise only ever adds time, and
+        what disturbed one run in seven is left out."""
+        return Point(*np.quantile(self.values, (0.0, 0.5, 0.75)).tolist())
 
 
 @dataclass(frozen=True)
@@ -74,21 +112,18 @@ class Record:
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
 
-    def find(self, quantity: str, workload: str, dtype: str) -> dict[str, list[Measurement]]:
-        """Return each method's measurements in the order of n."""
-        found: dict[str, list[Measurement]] = {}
-        for each in sorted(self.measurements, key=lambda each: each.n):
-            if (each.quantity, each.workload, each.dtype) == (quantity, workload, dtype):
-                found.setdefault(each.method, []).append(each)
-        return found
+    @property
+    def machine_line(self) -> str:
+        machine = self.machine
+        where = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} of {machine['cores']} threads"
+        return f"{where}, torch {machine['torch']}, linattn {machine['linattn']}, {machine['date']}"
 
 
 def describe_machine(device: str, threads: int) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     described = {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": name[1] if name else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -111,13 +146,8 @@ def write_record(record: Record, path: Path) -> None:
 def read_record(path: Path) -> Record:
     try:
         fields = json.loads(path.read_bytes())
-        version = fields.pop("format")
-        if version not in (1, FORMAT):
-            raise CommandError(f"{path} is a benchmark in format {version}, but this version reads 1 and {FORMAT}")
-        if version == 1:
-            fields["options"]["workloads"] = fields["options"].pop("works", None)
-            for each in (*fields["measurements"], *fields["dropped"]):
-                each["workload"] = each.pop("work")
+        if (version := fields.pop("format")) != FORMAT:
+            raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
         measurements = (Measurement(**each | {"values": tuple(each["values"])}) for each in fields.pop("measurements"))
         dropped, notes = (Dropped(**each) for each in fields.pop("dropped")), fields.pop("notes")
         return Record(measurements=tuple(measurements), dropped=tuple(dropped), notes=tuple(notes), **fields)

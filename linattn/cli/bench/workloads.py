@@ -1,27 +1,38 @@
 """The calls to measure: attentions on queries, keys and values, and complete language models."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention, named_attention
-from linattn.cli.bench import cases
-from linattn.cli.bench.cases import Case, Setup, Workload
-from linattn.cli.bench.decoding_state import state_at
+from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention, map_state, named_attention
+from linattn.cli.bench import DECODING, FORWARD, MODEL_DECODING, MODEL_PREFILL, MODEL_TRAINING, SOFTMAX, TRAINING
 from linattn.cli.bench.peers import PEERS, build_peer
+from linattn.cli.bench.record import Case, Setup
 from linattn.feature_maps import FeatureMap
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
+from linattn.ops.softmax import SoftmaxState
 
-# chunk length with which the operator's FLOP are counted
-CHUNK = 64
+# side of the blocks of matrix products, which is also the chunk length with which the operator's FLOP are counted
+BLOCK = 64
+Call = Callable[[], object]
 VOCABULARY = 257
-MODEL_METHODS = (cases.SOFTMAX, "local+elu", "elu")
+MODEL_METHODS = (SOFTMAX, "local+elu", "elu")
 # generation is measured here whatever the lengths are
 POSITIONS = (1_000, 100_000)
+
+
+class Workload(NamedTuple):
+    """A call with its inputs made, the FLOP of its matrix products, and the state it starts from."""
+
+    call: Call
+    flop: float = 0.0
+    """0 if they are not known."""
+    state: object = None
 
 
 def prepare(setup: Setup, case: Case) -> Workload:
@@ -33,7 +44,7 @@ def _attending(setup: Setup, case: Case) -> Workload:
     q, k, v, upstream = _shared(setup, case.n, case.torch_dtype)
     attention = _attention(setup, case)
     flop = _flop(attention, setup, case)
-    if case.workload == cases.FORWARD:
+    if case.workload == FORWARD:
         return Workload(torch.no_grad()(lambda: attention(q, k, v)), flop)
     weights = list(attention.parameters()) if isinstance(attention, nn.Module) else []
     wanted = [x.requires_grad_() for x in (q, k, v)] + weights
@@ -41,19 +52,25 @@ def _attending(setup: Setup, case: Case) -> Workload:
     return Workload(lambda: torch.autograd.grad(attention(q, k, v), wanted, upstream, allow_unused=True), flop)
 
 
+@torch.no_grad()
 def _decoding(setup: Setup, case: Case) -> Workload:
     attention = _attention(setup, case)
     if not isinstance(attention, InnerAttention):
         raise ValueError(f"{case.method} has no form for one token at a time")
-
-    @torch.no_grad()
-    def extend(n: int, state: object) -> object:
-        q, k, v, _ = _tensors(setup, n, case.torch_dtype)
-        return attention.extend(q, k, v, state)[1]
-
     q, k, v, _ = _tensors(setup, 1, case.torch_dtype)
-    state = state_at(extend, case.n, setup.window)
+    past = partial(_tensors, setup, dtype=case.torch_dtype)
+    state = state_at(lambda n: attention.extend(*past(n)[:3])[1], case.n, setup.window)
     return Workload(torch.no_grad()(lambda: attention.extend(q, k, v, state)), state=state)
+
+
+def state_at(read: Callable[[int], Any], n: int, window: int) -> Any:
+    """Make the state after n tokens without the time that softmax would need to get there. `read` returns the state
+    after fewer, enough to fill every window; then only the caches of softmax grow, and any keys take the same time."""
+
+    def lengthened(cache: SoftmaxState) -> SoftmaxState:
+        return SoftmaxState(*(x[..., :1, :].repeat(1, 1, n, 1) for x in (cache.k, cache.v)))
+
+    return map_state(lengthened, read(max(1, min(n, 2 * window))), leaf=SoftmaxState)
 
 
 def _tensors(setup: Setup, n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -74,13 +91,13 @@ def _attention(setup: Setup, case: Case) -> Callable[..., Tensor]:
     return inner.to(device=setup.device, dtype=case.torch_dtype).eval()
 
 
-def _flop(attention: object, setup: Setup, case: Case) -> float | None:
+def _flop(attention: object, setup: Setup, case: Case) -> float:
     """Count the products that the method needs. Softmax has qkᵀ and the product with v, and 7 such with gradients."""
-    d, tokens, training = setup.head_dim, setup.batch * setup.heads * case.n, case.workload == cases.TRAINING
+    d, tokens, training = setup.head_dim, setup.batch * setup.heads * case.n, case.workload == TRAINING
     if isinstance(attention, SoftmaxAttention):
         return tokens * 4 * case.n * d * (0.5 if setup.causal else 1) * (3.5 if training else 1)
     if not isinstance(attention, LinearAttention):
-        return None
+        return 0.0
     sample = torch.zeros(1, setup.heads, 1, d, dtype=case.torch_dtype, device=setup.device)
     features = num_features(attention.feature_map, sample)
     return operator_flop(tokens, features, d, causal=setup.causal, training=training)
@@ -95,8 +112,15 @@ def operator_flop(tokens: int, features: int, channels: int, *, causal: bool, tr
     """Count FLOP: qkᵀ, its product with v, qS and kᵀv in chunks (13 with gradients); over all keys kᵀv and qS (6)."""
     over_all = 4 * features * channels
     if causal:
-        return tokens * (2 * CHUNK * (features + channels) + over_all) * (13 / 4 if training else 1)
+        return tokens * (2 * BLOCK * (features + channels) + over_all) * (13 / 4 if training else 1)
     return tokens * over_all * (3 if training else 1)
+
+
+def batched_products(device: str, dtype: torch.dtype) -> Workload:
+    """Multiply batches of 64 × 64 × 64 blocks. Their rate is the most that chunked attention can reach."""
+    batch = 64 if torch.device(device).type == "cpu" else 16384
+    a, b, out = (torch.randn(batch, BLOCK, BLOCK, dtype=dtype, device=device) for _ in range(3))
+    return Workload(lambda: torch.bmm(a, b, out=out), batch * 2.0 * BLOCK**3)
 
 
 def _model_training(setup: Setup, case: Case) -> Workload:
@@ -120,14 +144,10 @@ def _model_prefill(setup: Setup, case: Case) -> Workload:
     return Workload(lambda: next(stream(model, tokens, max_new_tokens=1)))
 
 
+@torch.no_grad()
 def _model_decoding(setup: Setup, case: Case) -> Workload:
     model, token = _model(setup, case, case.torch_dtype), _tokens(setup, 1)
-
-    @torch.no_grad()
-    def extend(n: int, state: object) -> object:
-        return model.extend_hidden(_tokens(setup, n), state)[1]  # type: ignore[arg-type]
-
-    state = state_at(extend, case.n, model.config.window)
+    state = state_at(lambda n: model.extend(_tokens(setup, n))[1], case.n, model.config.window)
     return Workload(torch.inference_mode()(lambda: model.extend(token, state)), state=state)
 
 
@@ -143,10 +163,10 @@ def _tokens(setup: Setup, n: int) -> Tensor:
 
 
 PREPARE: dict[str, Callable[[Setup, Case], Workload]] = {
-    cases.FORWARD: _attending,
-    cases.TRAINING: _attending,
-    cases.DECODING: _decoding,
-    cases.MODEL_TRAINING: _model_training,
-    cases.MODEL_PREFILL: _model_prefill,
-    cases.MODEL_DECODING: _model_decoding,
+    FORWARD: _attending,
+    TRAINING: _attending,
+    DECODING: _decoding,
+    MODEL_TRAINING: _model_training,
+    MODEL_PREFILL: _model_prefill,
+    MODEL_DECODING: _model_decoding,
 }

@@ -2,25 +2,32 @@
 built. Katharopoulos et al., https://arxiv.org/abs/2006.16236"""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
-from linattn.attention.linear import LinearAttention
-from linattn.attention.softmax import SoftmaxAttention
-from linattn.compat.options import Rule, check_options
+from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention
+from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
-from linattn.nn.post_norm import PostNormSequence
+from linattn.nn.residual import PostNormSequence
+from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 MakeFeatureMap = Callable[[int], FeatureMap]
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+
+# "causal-full" is "full" that is always called with a TriangularCausalMask
+ATTENTIONS: dict[str, Callable[[FeatureMap], InnerAttention]] = {
+    "full": lambda feature_map: SoftmaxAttention(causal=False),
+    "causal-full": lambda feature_map: SoftmaxAttention(causal=True),
+    "linear": lambda feature_map: LinearAttention(feature_map, causal=False),
+    "causal-linear": lambda feature_map: LinearAttention(feature_map, causal=True),
+}
 
 
 def elu(head_dim: int) -> FeatureMap:
@@ -28,186 +35,149 @@ def elu(head_dim: int) -> FeatureMap:
     return ElementwiseFeatureMap("elu_plus_one")
 
 
-def _linear(feature_map: FeatureMap, *, causal: bool) -> InnerAttention:
-    return LinearAttention(feature_map, causal=causal)
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions(Options):
+    """The builders' options. An encoder has an `attention_type`, a decoder one for each of its attentions."""
+
+    n_layers: int = 4
+    n_heads: int = 4
+    query_dimensions: int = 64
+    value_dimensions: int = 64
+    feed_forward_dimensions: int = 1024
+    model_dimensions: int | None = None
+    dropout: float = 0.1
+    activation: str = "relu"
+    final_normalization: bool = True
+    feature_map: MakeFeatureMap = elu
+    attention_type: str = "full"
+    self_attention_type: str = "full"
+    cross_attention_type: str = "full"
+    cross_n_heads: int | None = None
+    cross_query_dimensions: int | None = None
+    cross_value_dimensions: int | None = None
+    cross_model_dimensions: int | None = None
+
+    @property
+    def dim(self) -> int:
+        return self.n_heads * self.value_dimensions if self.model_dimensions is None else self.model_dimensions
+
+    def without_effect(self) -> Idle:
+        kinds = self.attention_type, self.self_attention_type, self.cross_attention_type
+        if not any(kind.endswith("linear") for kind in kinds):
+            yield ("feature_map",), "where no attention is linear"
 
 
-def _full(feature_map: FeatureMap, *, causal: bool) -> InnerAttention:
-    return SoftmaxAttention(causal=causal)
-
-
-# "causal-full" is "full" that is always called with a TriangularCausalMask
-ATTENTIONS: dict[str, Callable[[FeatureMap], InnerAttention]] = {
-    "full": partial(_full, causal=False),
-    "causal-full": partial(_full, causal=True),
-    "linear": partial(_linear, causal=False),
-    "causal-linear": partial(_linear, causal=True),
-}
-
-
-RULES = (
-    Rule(
-        ("feature_map",),
-        lambda options: (
-            not any(
-                str(options.get(name, "")).endswith("linear")
-                for name in ("attention_type", "self_attention_type", "cross_attention_type")
-            )
-        ),
-        "where no attention is linear",
-    ),
+_SIZES = (
+    "n_layers n_heads query_dimensions value_dimensions feed_forward_dimensions model_dimensions dropout activation "
+    "final_normalization"
 )
 
 
+class _Transformer(nn.Module):
+    """norm(x + part(x)) for each part of each layer, and a last norm."""
+
+    def __init__(self, options: TransformerOptions, attention_type: str, *, crosses: bool = False):
+        super().__init__()
+        layers = (_layer(options, attention_type, crosses) for _ in range(options.n_layers))
+        branches = [Branch(part) for layer in layers for part in layer]
+        self.layers = PostNormSequence(branches, [nn.LayerNorm(options.dim) for _ in branches])
+        self.norm = nn.LayerNorm(options.dim) if options.final_normalization else None
+        self.causal = attention_type.startswith("causal")
+
+    def _normed(self, x: Tokens) -> Tokens:
+        return x if self.norm is None else self.norm(x)
+
+
 @final
-class TransformerEncoder(nn.Module):
+class TransformerEncoder(_Transformer):
     """The model that `TransformerEncoderBuilder` and `RecurrentEncoderBuilder` build. Causal ones have
     `extend`. norm(x + attention(x)), then norm(x + feed_forward(x)), `n_layers` times, and a last norm.
 
     `feature_map` takes the channels of a query; of fast-transformers' own, `elu` and `Favor` are
     `HyperbolicFavorFeatureMap` here."""
 
-    def __init__(
-        self,
-        n_layers: int = 4,
-        n_heads: int = 4,
-        query_dimensions: int = 64,
-        value_dimensions: int = 64,
-        feed_forward_dimensions: int = 1024,
-        model_dimensions: int | None = None,
-        dropout: float = 0.1,
-        activation: str = "relu",
-        final_normalization: bool = True,
-        attention_type: str = "full",
-        feature_map: MakeFeatureMap = elu,
-    ):
-        check_options(TransformerEncoder, RULES, locals())
-        super().__init__()
-        dim = n_heads * value_dimensions if model_dimensions is None else model_dimensions
-        attention = partial(_attention, dim, n_heads, query_dimensions, value_dimensions, dropout=dropout)
-        feed_forward = partial(_feed_forward, dim, feed_forward_dimensions, dropout, activation)
-        branches = [
-            Branch(part)
-            for _ in range(n_layers)
-            for part in (attention(_inner(attention_type, query_dimensions, feature_map)), feed_forward())
-        ]
-        self.layers = PostNormSequence(branches, [nn.LayerNorm(dim) for _ in branches])
-        self.norm = nn.LayerNorm(dim) if final_normalization else None
-        self.causal = attention_type.startswith("causal")
+    @takes(TransformerOptions, f"{_SIZES} attention_type feature_map")
+    def __init__(self, options: TransformerOptions):
+        super().__init__(options, options.attention_type)
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         """Apply the layers. `key_mask` is True where a token is present; it replaces `LengthMask`."""
-        return _normed(self.norm, run_stack(self.layers, self.causal, x, key_mask, None, None))
+        return self._normed(run_stack(self.layers, self.causal, x, key_mask, None, None))
 
-    def extend(
-        self, x: Float[Tensor, "b n d"], state: Any = None, *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
+    def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state."""
         y, state = self.layers.extend(x, state, key_mask=key_mask)
-        return _normed(self.norm, y), state
+        return self._normed(y), state
 
 
 @final
-class TransformerDecoder(nn.Module):
+class TransformerDecoder(_Transformer):
     """The model that `TransformerDecoderBuilder` and `RecurrentDecoderBuilder` build: self attention,
     attention to a memory of `cross_model_dimensions` channels, feed-forward, each followed by a norm."""
 
-    def __init__(
-        self,
-        n_layers: int = 4,
-        n_heads: int = 4,
-        query_dimensions: int = 64,
-        value_dimensions: int = 64,
-        feed_forward_dimensions: int = 1024,
-        model_dimensions: int | None = None,
-        dropout: float = 0.1,
-        activation: str = "relu",
-        final_normalization: bool = True,
-        self_attention_type: str = "full",
-        cross_attention_type: str = "full",
-        cross_n_heads: int | None = None,
-        cross_query_dimensions: int | None = None,
-        cross_value_dimensions: int | None = None,
-        cross_model_dimensions: int | None = None,
-        feature_map: MakeFeatureMap = elu,
-    ):
-        check_options(TransformerDecoder, RULES, locals())
-        super().__init__()
-        dim = n_heads * value_dimensions if model_dimensions is None else model_dimensions
-        of_query = query_dimensions if cross_query_dimensions is None else cross_query_dimensions
-        attention = partial(_attention, dim, n_heads, query_dimensions, value_dimensions, dropout=dropout)
-        crossing = partial(
-            _attention,
-            dim,
-            n_heads if cross_n_heads is None else cross_n_heads,
-            of_query,
-            value_dimensions if cross_value_dimensions is None else cross_value_dimensions,
-            dropout=dropout,
-            context_dim=dim if cross_model_dimensions is None else cross_model_dimensions,
-        )
-        feed_forward = partial(_feed_forward, dim, feed_forward_dimensions, dropout, activation)
-        branches = []
-        for _ in range(n_layers):
-            branches.append(Branch(attention(_inner(self_attention_type, query_dimensions, feature_map))))
-            branches.append(Branch(crossing(_inner(cross_attention_type, of_query, feature_map))))
-            branches.append(Branch(feed_forward()))
-        self.layers = PostNormSequence(branches, [nn.LayerNorm(dim) for _ in branches])
-        self.norm = nn.LayerNorm(dim) if final_normalization else None
-        self.causal = self_attention_type.startswith("causal")
+    @takes(
+        TransformerOptions,
+        f"{_SIZES} self_attention_type cross_attention_type cross_n_heads cross_query_dimensions "
+        "cross_value_dimensions cross_model_dimensions feature_map",
+    )
+    def __init__(self, options: TransformerOptions):
+        super().__init__(options, options.self_attention_type, crosses=True)
 
     def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        memory: Float[Tensor, "b m c"],
-        *,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        memory_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+        self, x: Tokens, memory: Float[Tensor, "b m c"], *, key_mask: TokenMask = None, memory_mask: ContextMask = None
+    ) -> Tokens:
         """Apply the layers. The masks are True where a token of x or of the memory is present."""
-        return _normed(self.norm, run_stack(self.layers, self.causal, x, key_mask, memory, memory_mask))
+        return self._normed(run_stack(self.layers, self.causal, x, key_mask, memory, memory_mask))
 
     def extend(
         self,
-        x: Float[Tensor, "b n d"],
+        x: Tokens,
         state: Any = None,
         *,
-        memory: Float[Tensor, "b m c"] | None = None,
-        key_mask: Bool[Tensor, "b n"] | None = None,
-        memory_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
+        memory: Context = None,
+        key_mask: TokenMask = None,
+        memory_mask: ContextMask = None,
+    ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens, and the new state. Only the first call needs the memory."""
         y, state = self.layers.extend(x, state, key_mask=key_mask, context=memory, context_mask=memory_mask)
-        return _normed(self.norm, y), state
+        return self._normed(y), state
 
 
-def _inner(kind: str, channels: int, feature_map: MakeFeatureMap) -> InnerAttention:
-    if kind not in ATTENTIONS:
-        raise ValueError(f"an attention type must be one of {', '.join(ATTENTIONS)}, but is {kind!r}")
-    return ATTENTIONS[kind](feature_map(channels))
+def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> list[nn.Module]:
+    """Return the parts of a layer: self attention, in a decoder attention to the memory, feed-forward."""
+    sizes = options.n_heads, options.query_dimensions, options.value_dimensions
+    parts: list[nn.Module] = [_attention(options, attention_type, *sizes)]
+    if crosses:
+        own = options.cross_n_heads, options.cross_query_dimensions, options.cross_value_dimensions
+        sizes = (size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True))
+        memory = options.dim if options.cross_model_dimensions is None else options.cross_model_dimensions
+        parts.append(_attention(options, options.cross_attention_type, *sizes, context_dim=memory))
+    return [*parts, _feed_forward(options)]
 
 
 def _attention(
-    dim: int,
+    options: TransformerOptions,
+    kind: str,
     heads: int,
     of_query: int,
     of_value: int,
-    inner: InnerAttention,
     *,
-    dropout: float,
     context_dim: int | None = None,
 ) -> MultiheadAttention:
-    return MultiheadAttention(
-        dim, heads, inner, head_dim=of_value, key_dim=of_query, context_dim=context_dim, bias=True, dropout=dropout
+    if kind not in ATTENTIONS:
+        raise ValueError(f"an attention type must be one of {', '.join(ATTENTIONS)}, but is {kind!r}")
+    inner = ATTENTIONS[kind](options.feature_map(of_query))
+    sizes = {"head_dim": of_value, "key_dim": of_query, "context_dim": context_dim}
+    return MultiheadAttention(options.dim, heads, inner, **sizes, bias=True, dropout=options.dropout)
+
+
+def _feed_forward(options: TransformerOptions) -> FeedForward:
+    if options.activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {options.activation!r}")
+    return FeedForward(
+        options.dim,
+        options.feed_forward_dimensions,
+        activation=ACTIVATIONS[options.activation],
+        dropout=options.dropout,
+        hidden_dropout=options.dropout,
     )
-
-
-def _feed_forward(dim: int, hidden: int, dropout: float, activation: str) -> FeedForward:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {activation!r}")
-    return FeedForward(dim, hidden, activation=ACTIVATIONS[activation], dropout=dropout, hidden_dropout=dropout)
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)

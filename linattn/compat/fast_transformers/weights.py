@@ -1,16 +1,17 @@
 """Weights of fast-transformers' encoder and decoder, batch or recurrent: both have the same names."""
 
-from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 
-from linattn.compat.fast_transformers.models import RULES, TransformerDecoder, TransformerEncoder
+from linattn.compat.fast_transformers import TransformerDecoder, TransformerEncoder
+from linattn.compat.fast_transformers.models import TransformerOptions
 from linattn.compat.options import effective
-from linattn.compat.weights.conversion import TRANSPOSED, Conversion, Move, parameters
+from linattn.compat.weights.changes import TRANSPOSED
+from linattn.compat.weights.conversion import Conversion, Move, Moves, parameters, within
 from linattn.feature_maps import RandomProjection
-from linattn.nn import Branch
+from linattn.nn import Branch, MultiheadAttention
 
-# ours in `module`, theirs in a layer
 ATTENTION = {
     "q_proj": "query_projection",
     "k_proj": "key_projection",
@@ -20,40 +21,27 @@ ATTENTION = {
 FEED_FORWARD = {"up_proj": "linear1", "down_proj": "linear2"}
 
 
-def _moves(model: TransformerEncoder | TransformerDecoder, attentions: tuple[str, ...]) -> Iterator[Move]:
-    """Move all weights. A layer has an attention for each name, then a feed-forward."""
-    size = len(attentions) + 1
+def _moves(model: TransformerEncoder | TransformerDecoder, _: bool) -> Moves:
+    """Move all weights. A layer has its attentions, then a feed-forward."""
+    attentions = ("attention",) if isinstance(model, TransformerEncoder) else ("self_attention", "cross_attention")
     stack = model.layers
     for index, (branch, norm) in enumerate(zip(stack.branches, stack.norms, strict=True)):
-        layer, place = divmod(index, size)
-        ours, theirs = f"layers.branches.{index}.module", f"layers.{layer}"
-        yield from parameters(f"layers.norms.{index}", f"{theirs}.norm{place + 1}", norm)
+        layer, place = divmod(index, len(attentions) + 1)
+        yield from parameters(f"layers.norms.{index}", f"layers.{layer}.norm{place + 1}", norm)
         assert isinstance(branch, Branch)
-        if place < len(attentions):
-            theirs = f"{theirs}.{attentions[place]}"
-            yield from _omega(ours, theirs, branch.module)
-        names = ATTENTION if place < len(attentions) else FEED_FORWARD
-        for name, their_name in names.items():
-            yield from parameters(f"{ours}.{name}", f"{theirs}.{their_name}", branch.module.get_submodule(name))
-    if model.norm is not None:
-        yield from parameters("norm", "norm", model.norm)
+        name = f".{attentions[place]}" if place < len(attentions) else ""
+        yield from within(f"layers.branches.{index}.module", f"layers.{layer}{name}", _part(branch.module))
+    yield from parameters("norm", "norm", model.norm)
 
 
-def _omega(ours: str, theirs: str, module: nn.Module) -> Iterator[Move]:
+def _part(module: nn.Module) -> Moves:
+    names = ATTENTION if isinstance(module, MultiheadAttention) else FEED_FORWARD
+    for name, their_name in names.items():
+        yield from parameters(name, their_name, module.get_submodule(name))
     for name, part in module.named_modules():
         if isinstance(part, RandomProjection):
-            yield Move(f"{ours}.{name}.rows", f"{theirs}.inner_attention.feature_map.omega", TRANSPOSED)
+            yield Move(f"{name}.rows", "inner_attention.feature_map.omega", TRANSPOSED)
 
 
-CONVERSIONS: dict[type[nn.Module], Conversion] = {
-    TransformerEncoder: Conversion(
-        lambda config: TransformerEncoder(**effective(TransformerEncoder, RULES, config)),
-        lambda model, _: _moves(model, ("attention",)),
-        roots=("layers.",),
-    ),
-    TransformerDecoder: Conversion(
-        lambda config: TransformerDecoder(**effective(TransformerDecoder, RULES, config)),
-        lambda model, _: _moves(model, ("self_attention", "cross_attention")),
-        roots=("layers.",),
-    ),
-}
+_conversion = Conversion(_moves, roots=("layers.",), arguments=partial(effective, TransformerOptions))
+CONVERSIONS: dict[type[nn.Module], Conversion] = dict.fromkeys((TransformerEncoder, TransformerDecoder), _conversion)

@@ -4,11 +4,14 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
-from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
+    LinearAttentionTransformer,
+    LinearAttentionTransformerLM,
+)
+from linattn.types import Context, ContextMask, TokenMask
 
 
 @final
@@ -26,9 +29,9 @@ class Autopadder(nn.Module):
     def forward(
         self,
         x: Shaped[Tensor, "b n *d"],
-        input_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m c"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
+        input_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
     ) -> Float[Tensor, "b n o"]:
         n = x.shape[1]
         missing = -n % self.pad_to

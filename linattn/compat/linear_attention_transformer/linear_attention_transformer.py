@@ -1,17 +1,58 @@
 """The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
 
 import math
-from typing import final
+from typing import Any, final
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.linear_attention_transformer.layers import Layers, LinformerContextSettings, LinformerSettings
-from linattn.compat.linear_attention_transformer.options import MODEL_RULES
-from linattn.compat.linear_attention_transformer.transformer import LinearAttentionTransformer
-from linattn.compat.options import check_options, select
-from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.compat.layers import check_context
+from linattn.compat.linear_attention_transformer.layers import make_layers
+from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
+from linattn.compat.linear_attention_transformer.options import LinformerSettings as LinformerSettings
+from linattn.compat.linear_attention_transformer.options import TransformerOptions
+from linattn.compat.options import takes
+from linattn.models.token_model import TokenModel, TokenModelState, run_stack
 from linattn.nn import AxialPositions, LearnedPositions, Projected, SinusoidalPositions
+from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
+
+
+@final
+class LinearAttentionTransformer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times: some heads look near, the others far, with
+    linear attention. Without positions and without a last norm. Causal ones have `extend`.
+
+    `max_seq_len` limits only what Linformer projects: any other stack takes any length."""
+
+    @takes(
+        TransformerOptions,
+        "dim depth max_seq_len heads dim_head * causal ff_chunks ff_glu ff_dropout attn_layer_dropout attn_dropout "
+        "reversible blindspot_size n_local_attn_heads local_attn_window_size receives_context attend_axially "
+        "linformer_settings context_linformer_settings shift_tokens rotary",
+    )
+    def __init__(self, options: TransformerOptions):
+        super().__init__()
+        self.stack, self.causal = make_layers(options), options.causal
+        self.receives_context, self.pad_to_multiple = options.receives_context, options.pad_to_multiple
+
+    def forward(
+        self, x: Tokens, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Tokens:
+        """Apply the layers. The masks are True where a token is present."""
+        check_context(self.receives_context, "receives_context", context, context_mask)
+        return run_stack(self.stack, self.causal, x, input_mask, context, context_mask)
+
+    def extend(
+        self,
+        x: Tokens,
+        state: Any = None,
+        input_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Tokens, Any]:
+        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
+        check_context(self.receives_context, "receives_context", context, context_mask)
+        return self.stack.extend(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
 
 
 @final
@@ -23,62 +64,34 @@ class LinearAttentionTransformerLM(TokenModel):
     learned, one for each of `max_seq_len`; or, with `use_rotary_emb`, sinusoids, of any length, and rotary in the local
     heads. They count present tokens, so padding on the left moves none."""
 
-    def __init__(
-        self,
-        num_tokens: int,
-        dim: int,
-        depth: int,
-        max_seq_len: int,
-        heads: int = 8,
-        dim_head: int | None = 64,
-        causal: bool = False,
-        emb_dim: int | None = None,
-        reversible: bool = False,
-        ff_chunks: int = 1,
-        ff_glu: bool = False,
-        ff_dropout: float = 0.0,
-        attn_layer_dropout: float = 0.0,
-        attn_dropout: float = 0.0,
-        blindspot_size: int = 1,
-        n_local_attn_heads: int | tuple[int, ...] = 0,
-        local_attn_window_size: int = 128,
-        return_embeddings: bool = False,
-        receives_context: bool = False,
-        *,
-        attend_axially: bool = False,
-        linformer_settings: LinformerSettings | None = None,
-        context_linformer_settings: LinformerContextSettings | None = None,
-        use_axial_pos_emb: bool | None = None,
-        use_rotary_emb: bool = False,
-        shift_tokens: bool = False,
-    ):
-        check_options(LinearAttentionTransformerLM, MODEL_RULES, locals())
-        layers = Layers(**select(Layers, locals() | {"rotary": use_rotary_emb}))
+    @takes(
+        TransformerOptions,
+        "num_tokens dim depth max_seq_len heads dim_head causal emb_dim reversible ff_chunks ff_glu ff_dropout "
+        "attn_layer_dropout attn_dropout blindspot_size n_local_attn_heads local_attn_window_size return_embeddings "
+        "receives_context * attend_axially linformer_settings context_linformer_settings use_axial_pos_emb "
+        "use_rotary_emb shift_tokens",
+        dim_head=64,
+    )
+    def __init__(self, options: TransformerOptions):
         super().__init__()
-        self.max_seq_len, self.causal, self.tied = max_seq_len, causal, False
-        self.receives_context, self.pad_to_multiple = receives_context, layers.pad_to_multiple
-        width = dim if emb_dim is None else emb_dim
-        out = dim if return_embeddings else width
-        self.embedding = nn.Embedding(num_tokens, width)
-        if use_rotary_emb:
-            self.positions = SinusoidalPositions(width)
-        else:
-            self.positions = _learned(width, max_seq_len, local_attn_window_size, axial=use_axial_pos_emb is not False)
+        self.max_seq_len, self.causal, self.tied = options.max_seq_len, options.causal, False
+        self.receives_context, self.pad_to_multiple = options.receives_context, options.pad_to_multiple
+        dim = options.dim
+        width = dim if options.emb_dim is None else options.emb_dim
+        out = dim if options.return_embeddings else width
+        self.embedding = nn.Embedding(options.num_tokens, width)
+        self.positions = _positions(options, width)
         self.dropout = nn.Identity()
-        stack = layers.stack()
+        stack = make_layers(options)
         self.stack = stack if width == dim else Projected(stack, width, dim, out_dim=None if out == dim else out)
         self.norm = nn.LayerNorm(out)
-        self.head = None if return_embeddings else nn.Linear(width, num_tokens)
+        self.head = None if options.return_embeddings else nn.Linear(width, options.num_tokens)
 
     def get_stack(self) -> nn.Module:
         return self.stack
 
     def forward(
-        self,
-        x: Int[Tensor, "b n"],
-        input_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m d"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
+        self, x: TokenIds, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Float[Tensor, "b n o"]:
         """Return the logits of each token, or its embedding. The masks are True where a token is present."""
         y = self.hidden(x, key_mask=input_mask, context=context, context_mask=context_mask)
@@ -86,27 +99,22 @@ class LinearAttentionTransformerLM(TokenModel):
 
     def extend(
         self,
-        x: Int[Tensor, "b n"],
+        x: TokenIds,
         state: TokenModelState | None = None,
-        input_mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m d"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
+        input_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
         y, state = self.extend_hidden(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
         return self.logits(y) if self.gives_logits else y, state
 
 
-def _learned(width: int, longest: int, window: int, *, axial: bool) -> AxialPositions | LearnedPositions:
-    # as large as the embeddings that they are added to
-    if not axial:
+def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions | AxialPositions | LearnedPositions:
+    """Return the positions: learned ones are as large as the embeddings that they are added to."""
+    longest, window = options.max_seq_len, options.local_attn_window_size
+    if options.use_rotary_emb:
+        return SinusoidalPositions(width)
+    if options.use_axial_pos_emb is False:
         return LearnedPositions(longest, width, std=1.0)
     return AxialPositions(width, (math.ceil(longest / window), window), std=1.0)
-
-
-__all__ = [
-    "LinearAttentionTransformer",
-    "LinearAttentionTransformerLM",
-    "LinformerContextSettings",
-    "LinformerSettings",
-]

@@ -1,51 +1,113 @@
-"""Rules on the options of linear-attention-transformer that have no effect beside others."""
+"""The options of linear-attention-transformer's constructors, and which of them have no effect beside others."""
 
-from linattn.compat.options import Options, Rule
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
-
-def _local_heads(options: Options) -> tuple[int, ...]:
-    counts = options["n_local_attn_heads"]
-    return (counts,) if isinstance(counts, int) else tuple(counts)
-
-
-def has_window(options: Options) -> bool:
-    """Return True if some attention is made with `local_attn_window_size`."""
-    return any(_local_heads(options)) or options["attend_axially"]
+from linattn.compat.options import REQUIRED, Idle, Options
 
 
-_RULES = (
-    Rule(
-        ("blindspot_size", "linformer_settings"),
-        lambda options: all(count == options["heads"] for count in _local_heads(options)),
-        "where all heads are local",
-    ),
-    Rule(
-        ("context_linformer_settings",),
-        lambda options: not options["receives_context"],
-        "where receives_context is False",
-    ),
-)
-STACK_RULES = (
-    *_RULES,
-    Rule(("rotary",), lambda options: not any(_local_heads(options)), "without local heads"),
-    Rule(
-        ("local_attn_window_size",),
-        lambda options: not has_window(options),
-        "without local heads and without attend_axially",
-    ),
-)
-MODEL_RULES = (
-    *_RULES,
-    Rule(
-        ("use_axial_pos_emb",),
-        lambda options: options["use_rotary_emb"],
-        "with use_rotary_emb, whose positions are sinusoids",
-    ),
-    Rule(
-        ("local_attn_window_size",),
-        lambda options: (
-            not has_window(options) and (options["use_rotary_emb"] or options["use_axial_pos_emb"] is False)
-        ),
-        "without local heads, without attend_axially and without axial positions",
-    ),
-)
+class LinformerSettings(NamedTuple):
+    """Global heads attend to `k` projected tokens."""
+
+    k: int
+
+
+class LinformerContextSettings(NamedTuple):
+    """Attention to a context of at most `seq_len` tokens, projected to `k`."""
+
+    seq_len: int
+    k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerOptions(Options):
+    """The package's options, and `rotary`: a stack's local heads have rotary positions, as with `use_rotary_emb`."""
+
+    dim: int = REQUIRED
+    depth: int = REQUIRED
+    max_seq_len: int = REQUIRED
+    heads: int = 8
+    dim_head: int | None = None
+    causal: bool = False
+    reversible: bool = False
+    ff_chunks: int = 1
+    ff_glu: bool = False
+    ff_dropout: float = 0.0
+    attn_layer_dropout: float = 0.0
+    attn_dropout: float = 0.0
+    blindspot_size: int = 1
+    n_local_attn_heads: int | tuple[int, ...] = 0
+    local_attn_window_size: int = 128
+    receives_context: bool = False
+    attend_axially: bool = False
+    linformer_settings: LinformerSettings | None = None
+    context_linformer_settings: LinformerContextSettings | None = None
+    shift_tokens: bool = False
+    rotary: bool = False
+    # tokens
+    num_tokens: int = REQUIRED
+    emb_dim: int | None = None
+    return_embeddings: bool = False
+    use_axial_pos_emb: bool | None = None
+    use_rotary_emb: bool = False
+
+    @property
+    def local_counts(self) -> tuple[int, ...]:
+        """The numbers of local heads: one for all layers, or one per layer."""
+        heads = self.n_local_attn_heads
+        return (heads,) if isinstance(heads, int) else tuple(heads)
+
+    @property
+    def local_heads(self) -> tuple[int, ...]:
+        """The number of local heads of each layer."""
+        return self.local_counts * self.depth if isinstance(self.n_local_attn_heads, int) else self.local_counts
+
+    @property
+    def has_window(self) -> bool:
+        """True if some attention is made with `local_attn_window_size`."""
+        return any(self.local_counts) or self.attend_axially
+
+    @property
+    def has_axial_positions(self) -> bool:
+        return self.num_tokens is not REQUIRED and not self.use_rotary_emb and self.use_axial_pos_emb is not False
+
+    @property
+    def pad_to_multiple(self) -> int:
+        """The number whose multiples `Autopadder` pads to, as the original needs."""
+        return math.lcm(self.blindspot_size, self.local_attn_window_size if self.has_window else 1)
+
+    def without_effect(self) -> Idle:
+        if all(count == self.heads for count in self.local_counts):
+            yield ("blindspot_size", "linformer_settings"), "where all heads are local"
+        if not self.receives_context:
+            yield ("context_linformer_settings",), "where receives_context is False"
+        if not any(self.local_counts):
+            yield ("rotary",), "without local heads"
+        if self.use_rotary_emb:
+            yield ("use_axial_pos_emb",), "with use_rotary_emb, whose positions are sinusoids"
+        if not self.has_window and not self.has_axial_positions:
+            reason = "without local heads, without attend_axially and without axial positions"
+            yield ("local_attn_window_size",), reason
+
+    def check(self) -> None:
+        """Raise ValueError for options that cannot be."""
+        size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_heads
+        if self.linformer_settings is not None and self.causal:
+            raise ValueError(
+                "Linformer mixes the whole sequence into every key, so linformer_settings need causal=False"
+            )
+        if len(counts) != self.depth:
+            raise ValueError(f"n_local_attn_heads has a number for {len(counts)} layers, but depth is {self.depth}")
+        if not all(0 <= count <= self.heads for count in counts):
+            raise ValueError(f"n_local_attn_heads must be from 0 to heads, {self.heads}, but is {counts}")
+        if size < 1:
+            raise ValueError(f"blindspot_size must be a number of tokens, at least 1, but is {size}")
+        if size > 1 and not self.causal:
+            raise ValueError(f"a blindspot hides the recent past, so blindspot_size {size} needs causal=True")
+        if size > 1 and not (any(counts) and window >= size):
+            raise ValueError(
+                f"with blindspot_size {size} only local heads see a token's own block of {size}: give "
+                f"n_local_attn_heads, and a local_attn_window_size of at least {size}, "
+                f"but they are {counts} and {window}"
+            )

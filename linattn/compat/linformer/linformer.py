@@ -1,54 +1,63 @@
 """The three modules of linformer 0.2.3. Wang et al., https://arxiv.org/abs/2006.04768"""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import final
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention.linformer import LearnedProjection, LinformerAttention
-from linattn.compat.layers import make_feed_forward, make_stack
-from linattn.models.sequence_model import SequenceModel
-from linattn.nn import Branch, LearnedPositions, MultiheadAttention
+from linattn.attention import LearnedProjection, LinformerAttention
+from linattn.compat.layers import Pair, make_feed_forward, make_pair, make_stack
+from linattn.compat.options import REQUIRED, Options, takes
+from linattn.models.token_model import TokenModel
+from linattn.nn import LearnedPositions, MultiheadAttention
+from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinformerOptions(Options):
+    """The package's options. `one_kv_head`: all heads have the same keys and values; `share_kv`: values are keys."""
+
+    num_tokens: int = REQUIRED
+    dim: int = REQUIRED
+    seq_len: int = REQUIRED
+    depth: int = REQUIRED
+    k: int = 256
+    heads: int = 8
+    dim_head: int | None = None
+    one_kv_head: bool = False
+    share_kv: bool = False
+    reversible: bool = False
+    dropout: float = 0.0
+
+
+_STACK = "dim seq_len depth k heads dim_head one_kv_head share_kv reversible dropout"
 
 
 @final
 class LinformerSelfAttention(nn.Module):
-    """Tokens, at most `seq_len`, attend to `k` projected ones; or to a context of at most `seq_len`.
+    """Tokens, at most `seq_len`, attend to `k` projected ones; or to a context of at most `seq_len`."""
 
-    `one_kv_head` gives all heads the same keys and values; with `share_kv` values are keys."""
-
-    def __init__(
-        self,
-        dim: int,
-        seq_len: int,
-        k: int = 256,
-        heads: int = 8,
-        dim_head: int | None = None,
-        one_kv_head: bool = False,
-        share_kv: bool = False,
-        dropout: float = 0.0,
-    ):
+    @takes(LinformerOptions, "dim seq_len k heads dim_head one_kv_head share_kv dropout")
+    def __init__(self, options: LinformerOptions):
         super().__init__()
-        keys = LearnedProjection(seq_len, k)
+        keys = LearnedProjection(options.seq_len, options.k)
+        values = keys if options.share_kv else LearnedProjection(options.seq_len, options.k)
         self.attention = MultiheadAttention(
-            dim,
-            heads,
-            LinformerAttention(keys, keys if share_kv else LearnedProjection(seq_len, k)),
-            num_key_heads=1 if one_kv_head else None,
-            head_dim=dim_head,
+            options.dim,
+            options.heads,
+            LinformerAttention(keys, values),
+            num_key_heads=1 if options.one_kv_head else None,
+            head_dim=options.dim_head,
             out_bias=True,
-            hidden_dropout=dropout,
+            hidden_dropout=options.dropout,
         )
-        if share_kv:
+        if options.share_kv:
             self.attention.v_proj = self.attention.k_proj
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        context: Float[Tensor, "b m d"] | None = None,
-        *,
-        key_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None) -> Tokens:
         """Attend. `key_mask` is True where a token is present: of the context if there is one, else of x."""
         return self.attention(x, context, key_mask=key_mask)
 
@@ -57,62 +66,42 @@ class LinformerSelfAttention(nn.Module):
 class Linformer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times; without positions, without a last norm."""
 
-    def __init__(
-        self,
-        dim: int,
-        seq_len: int,
-        depth: int,
-        k: int = 256,
-        heads: int = 8,
-        dim_head: int | None = None,
-        one_kv_head: bool = False,
-        share_kv: bool = False,
-        reversible: bool = False,
-        dropout: float = 0.0,
-    ):
+    @takes(LinformerOptions, _STACK)
+    def __init__(self, options: LinformerOptions):
         super().__init__()
-        pairs = []
-        for _ in range(depth):
-            layer = LinformerSelfAttention(dim, seq_len, k, heads, dim_head, one_kv_head, share_kv, dropout)
-            parts = layer.attention, make_feed_forward(dim, dropout=dropout)
-            pairs.append(tuple(Branch(part, norm=nn.LayerNorm(dim)) for part in parts))
-        self.net = make_stack(pairs, reversible, "sum")
+        self.net = make_stack(_pairs(options), options.reversible, "sum")
 
-    def forward(
-        self, x: Float[Tensor, "b n d"], *, key_mask: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         """Apply the layers. `key_mask` is True where a token is present."""
         return self.net(x, key_mask=key_mask)
 
 
 @final
-class LinformerLM(nn.Module):
+class LinformerLM(TokenModel):
     """Embeddings with learned positions, a `Linformer`, and the logits. Every token sees all others."""
 
-    def __init__(
-        self,
-        num_tokens: int,
-        dim: int,
-        seq_len: int,
-        depth: int,
-        k: int = 256,
-        heads: int = 8,
-        dim_head: int | None = None,
-        one_kv_head: bool = False,
-        share_kv: bool = False,
-        reversible: bool = False,
-        dropout: float = 0.0,
-    ):
-        super().__init__()
-        linformer = Linformer(dim, seq_len, depth, k, heads, dim_head, one_kv_head, share_kv, reversible, dropout)
-        self.model = SequenceModel(
-            nn.Embedding(num_tokens, dim),
-            linformer.net,
-            # as large as the embeddings that they are added to
-            positions=LearnedPositions(seq_len, dim, std=1.0),
-            head=nn.Linear(dim, num_tokens),
-        )
+    causal, tied = False, False
 
-    def forward(self, x: Int[Tensor, "b n"], *, key_mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n v"]:
+    @takes(LinformerOptions, f"num_tokens {_STACK}")
+    def __init__(self, options: LinformerOptions):
+        super().__init__()
+        self.linformer = Linformer(options)
+        self.embedding = nn.Embedding(options.num_tokens, options.dim)
+        # as large as the embeddings that they are added to
+        self.positions = LearnedPositions(options.seq_len, options.dim, std=1.0)
+        self.dropout, self.norm = nn.Identity(), nn.Identity()
+        self.head = nn.Linear(options.dim, options.num_tokens)
+
+    def get_stack(self) -> nn.Module:
+        return self.linformer.net
+
+    def forward(self, x: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of each token. `key_mask` is True where a token is present."""
-        return self.model(x, key_mask=key_mask)
+        return self.logits(self.hidden(x, key_mask=key_mask))
+
+
+def _pairs(options: LinformerOptions) -> Iterator[Pair]:
+    for _ in range(options.depth):
+        attention = LinformerSelfAttention(options).attention
+        feed_forward = make_feed_forward(options.dim, dropout=options.dropout)
+        yield make_pair(attention, feed_forward, partial(nn.LayerNorm, options.dim))

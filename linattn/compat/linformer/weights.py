@@ -1,46 +1,28 @@
 """Weights of linformer 0.2.3."""
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from linattn.compat.linformer import Linformer, LinformerLM, LinformerSelfAttention
 from linattn.compat.weights import layers
-from linattn.compat.weights.conversion import SAME, Conversion, Move, parameters
-from linattn.nn import MultiheadAttention
+from linattn.compat.weights.conversion import Conversion, Moves, parameters, within
 
 
-def _language_model(model: LinformerLM, _: bool) -> Iterator[Move]:
-    whole = model.model
-    yield from parameters("model.embedding", "token_emb", whole.embedding)
-    yield Move("model.positions.weight", "pos_emb.weight", SAME)
-    yield from _stack("model.stack", "linformer.net", whole.stack)
-    assert whole.head is not None
-    yield from parameters("model.head", "to_logits", whole.head)
+def _language_model(model: LinformerLM, aligned: bool) -> Moves:
+    yield from parameters("embedding", "token_emb", model.embedding)
+    yield from parameters("positions", "pos_emb", model.positions)
+    yield from within("linformer", "linformer", _linformer(model.linformer, aligned))
+    yield from parameters("head", "to_logits", model.head)
 
 
-def _linformer(model: Linformer, _: bool) -> Iterator[Move]:
-    yield from _stack("net", "net", model.net)
-
-
-def _layer(model: LinformerSelfAttention, _: bool) -> Iterator[Move]:
-    for move in layers.linformer("attention", "", model.attention):
-        yield move._replace(theirs=str(move.theirs).removeprefix("."))
-
-
-def _stack(ours: str, theirs: str, stack: nn.Module) -> Iterator[Move]:
-    for name, their_name, branch in layers.branches(stack):
-        mine, its = f"{ours}.{name}", f"{theirs}.{their_name}"
-        yield from layers.around(mine, its, branch)
-        inside = layers.inside(its, branch)
-        if isinstance(branch.module, MultiheadAttention):
-            yield from layers.linformer(f"{mine}.module", inside, branch.module)
-        else:
-            yield from layers.feed_forward(f"{mine}.module", inside, branch.module)
+def _linformer(model: Linformer, _: bool) -> Moves:
+    stack = layers.stack(model.net, layers.linformer, layers.feed_forward, wrappers=0)
+    yield from within("net", "net", stack)
 
 
 CONVERSIONS: dict[type[nn.Module], Conversion] = {
-    LinformerLM: Conversion(lambda config: LinformerLM(**config), _language_model, roots=("token_emb.",)),
-    Linformer: Conversion(lambda config: Linformer(**config), _linformer, roots=("net.layers.", "net.blocks.")),
-    LinformerSelfAttention: Conversion(lambda config: LinformerSelfAttention(**config), _layer, roots=("to_q.",)),
+    LinformerLM: Conversion(_language_model, roots=("token_emb.",)),
+    Linformer: Conversion(_linformer, roots=("net.layers.", "net.blocks.")),
+    LinformerSelfAttention: Conversion(
+        lambda model, _: within("attention", "", layers.linformer(model.attention)), roots=("to_q.",)
+    ),
 }

@@ -1,9 +1,8 @@
 """performer-pytorch 1.1.4 on our parts: the same constructors, `from linattn.compat.performer_pytorch import …`.
 docs/compat.md has the differences, and why."""
 
-from linattn.compat.performer_pytorch.attention import Attention, CrossAttention, SelfAttention
+from linattn.compat.performer_pytorch.attention import Attention, CrossAttention, FastAttention, SelfAttention
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, top_k, top_p
-from linattn.compat.performer_pytorch.fast_attention import FastAttention
 from linattn.compat.performer_pytorch.kernels import (
     causal_linear_attention,
     causal_linear_attention_noncuda,
@@ -13,8 +12,7 @@ from linattn.compat.performer_pytorch.kernels import (
     orthogonal_matrix_chunk,
     softmax_kernel,
 )
-from linattn.compat.performer_pytorch.language_model import PerformerLM
-from linattn.compat.performer_pytorch.performer import Performer
+from linattn.compat.performer_pytorch.performer import Performer, PerformerLM
 from linattn.compat.performer_pytorch.performer_enc_dec import PerformerEncDec
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 

@@ -1,38 +1,84 @@
-"""performer-pytorch's attention layers: some heads fast, the others local, between projections."""
+"""performer-pytorch's attention: on split heads, out of our feature maps, and between projections, where some heads
+are fast and the others local."""
 
 from abc import ABC
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention import InnerAttention, LocalAttention, SplitHeads
-from linattn.attention.rotary import RotaryAttention
-from linattn.compat.options import check_options, select
-from linattn.compat.performer_pytorch.fast_attention import FastAttention
-from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
+from linattn.attention import (
+    FlooredFavorAttention,
+    InnerAttention,
+    LinearAttention,
+    LocalAttention,
+    RotaryAttention,
+)
+from linattn.compat.layers import head_channels, split_heads
+from linattn.compat.options import takes
+from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
+from linattn.feature_maps import (
+    EfficientFeatureMap,
+    FavorFeatureMap,
+    GeneralizedFeatureMap,
+    RandomProjection,
+    redraw_features_,
+)
+from linattn.feature_maps.random_projection import default_num_features
 from linattn.nn import MultiheadAttention
+from linattn.types import Context, ContextMask, KeyMask, Keys, Outputs, Queries, TokenMask, Tokens, Values
 
-MakeFast = Callable[..., FastAttention]
 
+@final
+class FastAttention(InnerAttention):
+    """FAVOR+; or, `generalized_attention`, kernel_fn(Ωu) + kernel_epsilon; or, `no_projection`, Efficient Attention.
 
-def mixed_heads(
-    fast: MakeFast, heads: int, local_heads: int, *, window: int, causal: bool, rotary: bool
-) -> InnerAttention:
-    """Return fast heads, then local ones, which have buckets of `window` tokens and always rotary positions."""
-    if not 0 <= local_heads <= heads:
-        raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local_heads}")
-    parts: list[tuple[int, InnerAttention]] = []
-    if local_heads < heads:
-        inner = fast(causal=causal)
-        parts.append((heads - local_heads, RotaryAttention(inner) if rotary else inner))
-    if local_heads > 0:
-        parts.append((local_heads, RotaryAttention(LocalAttention(window, causal=causal, bucketed=True))))
-    return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
+    `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
+    with 0 there is none. An option that has no effect, such as `kernel_fn` without `generalized_attention`, is an error
+    unless it is the default."""
+
+    @takes(
+        PerformerOptions,
+        "dim_heads nb_features ortho_scaling causal generalized_attention kernel_fn no_projection "
+        "* softmax_epsilon kernel_epsilon",
+    )
+    def __init__(self, options: PerformerOptions):
+        super().__init__()
+        self.dim_heads, self.causal = options.dim_heads, options.causal
+        self.inner = _inner_attention(options)
+        self.state_kind = self.inner.state_kind
+
+    @property
+    def projection_matrix(self) -> Float[Tensor, "f d"] | None:
+        """The random rows Ω; None if there is no projection."""
+        return next((part.rows for part in self.modules() if isinstance(part, RandomProjection)), None)
+
+    @property
+    def nb_features(self) -> int:
+        return self.dim_heads if self.projection_matrix is None else len(self.projection_matrix)
+
+    def redraw_projection_matrix(self, device: torch.device | str | None = None) -> None:
+        """Resample the rows in place. A `device` must be the one where they are: they are drawn on the CPU anyway, so
+        that every device has the same."""
+        rows = self.projection_matrix
+        if device is not None and rows is not None and torch.device(device).type != rows.device.type:
+            raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
+        redraw_features_(self)
+
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        return self.inner(q, k, v, key_mask=key_mask)
+
+    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
+        return self.inner.extend(q, k, v, state, key_mask=key_mask)
+
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
+        return self.inner.summarize(k, v, key_mask=key_mask)
+
+    def read(self, q: Queries, summary: Any) -> Outputs:
+        return self.inner.read(q, summary)
 
 
 class AttentionBase(nn.Module, ABC):
@@ -43,46 +89,21 @@ class AttentionBase(nn.Module, ABC):
 
     crosses: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        dim: int,
-        causal: bool = False,
-        heads: int = 8,
-        dim_head: int | None = 64,
-        local_heads: int = 0,
-        local_window_size: int = 256,
-        nb_features: int | None = None,
-        feature_redraw_interval: int | None = 1000,
-        generalized_attention: bool = False,
-        kernel_fn: Callable[[Tensor], Tensor] = torch.relu,
-        dropout: float = 0.0,
-        no_projection: bool = False,
-        qkv_bias: bool = False,
-        attn_out_bias: bool = True,
-        *,
-        ortho_scaling: int = 0,
-        rotary_position_emb: bool = False,
-        softmax_epsilon: float = 1e-4,
-        kernel_epsilon: float = 1e-3,
-    ):
-        check_options(AttentionBase, (*RULES, ROTARY_RULE), locals())
+    @takes(
+        PerformerOptions,
+        "dim causal heads dim_head local_heads local_window_size nb_features feature_redraw_interval "
+        "generalized_attention kernel_fn dropout no_projection qkv_bias attn_out_bias "
+        "* ortho_scaling rotary_position_emb softmax_epsilon kernel_epsilon",
+        heads=8,
+    )
+    def __init__(self, options: PerformerOptions):
         super().__init__()
-        self.looks_at_places = local_heads > 0 or rotary_position_emb
+        self.looks_at_places = options.local_heads > 0 or options.rotary_position_emb
         if self.crosses:
             self._check_cross_attention()
-        channels = head_channels(dim, heads, dim_head)
-        fast = partial(FastAttention, channels, **select(FastAttention, locals()))
-        self.attention = MultiheadAttention(
-            dim,
-            heads,
-            mixed_heads(fast, heads, local_heads, window=local_window_size, causal=causal, rotary=rotary_position_emb),
-            head_dim=channels,
-            context_dim=dim if self.crosses else None,
-            bias=qkv_bias,
-            out_bias=attn_out_bias,
-            dropout=dropout,
-        )
-        self.proj_updater = ProjectionUpdater(self.attention, feature_redraw_interval)
+        inner = mixed_heads(options, options.local_heads)
+        self.attention = make_attention(options, inner, dropout=options.dropout, crosses=self.crosses)
+        self.proj_updater = ProjectionUpdater(self.attention, options.feature_redraw_interval)
 
     def _attend(self, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> Tensor:
         self.proj_updater.redraw_projections()
@@ -98,32 +119,26 @@ class Attention(AttentionBase):
     """Self attention, or, with a context, cross attention with the same projections."""
 
     def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        context: Float[Tensor, "b m d"] | None = None,
-        mask: Bool[Tensor, "b n"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+        self, x: Tokens, context: Context = None, mask: TokenMask = None, context_mask: ContextMask = None
+    ) -> Tokens:
         """Attend. `mask` is True where a token of x is present, `context_mask` where one of the context is."""
-        if context is None:
-            if context_mask is not None:
-                raise ValueError("context_mask is of a context, but none was given")
-            return self._attend(x, None, mask)
-        self._check_cross_attention()
-        return self._attend(x, context, context_mask)
+        if context is not None:
+            self._check_cross_attention()
+            return self._attend(x, context, context_mask)
+        if context_mask is not None:
+            raise ValueError("context_mask is of a context, but none was given")
+        return self._attend(x, None, mask)
 
 
 @final
 class SelfAttention(AttentionBase):
     """Tokens attend to each other."""
 
-    def forward(self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"] | None = None) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, mask: TokenMask = None) -> Tokens:
         """Attend. `mask` is True where a token is present; the others are as if they were not there."""
         return self._attend(x, None, mask)
 
-    def extend(
-        self, x: Float[Tensor, "b n d"], state: Any = None, mask: Bool[Tensor, "b n"] | None = None
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
+    def extend(self, x: Tokens, state: Any = None, mask: TokenMask = None) -> tuple[Tokens, Any]:
         """Return the outputs for the next tokens of sequences whose past is in `state`, and the new state."""
         return self.attention.extend(x, state, key_mask=mask)
 
@@ -134,18 +149,57 @@ class CrossAttention(AttentionBase):
 
     crosses = True
 
-    def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        context: Float[Tensor, "b m d"],
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Tokens, context: Float[Tensor, "b m c"], context_mask: ContextMask = None) -> Tokens:
         """Attend. `context_mask` is True where a token of the context is present."""
         return self._attend(x, context, context_mask)
 
 
-def head_channels(dim: int, heads: int, dim_head: int | None) -> int:
-    """Return the channels of a head. None stands for dim / heads."""
-    if dim_head is None and dim % heads:
-        raise ValueError(f"heads must divide dim where dim_head is None, but they are {heads} and {dim}")
-    return dim // heads if dim_head is None else dim_head
+def make_attention(
+    options: PerformerOptions, inner: InnerAttention, *, dropout: float, crosses: bool = False
+) -> MultiheadAttention:
+    return MultiheadAttention(
+        options.dim,
+        options.heads,
+        inner,
+        head_dim=head_channels(options.dim, options.heads, options.dim_head),
+        context_dim=options.dim if crosses else None,
+        bias=options.qkv_bias,
+        out_bias=options.attn_out_bias,
+        dropout=dropout,
+    )
+
+
+def fast_heads(options: PerformerOptions, *, causal: bool) -> FastAttention:
+    channels = head_channels(options.dim, options.heads, options.dim_head)
+    return FastAttention(replace(options, dim_heads=channels, causal=causal))
+
+
+def mixed_heads(options: PerformerOptions, local: int) -> InnerAttention:
+    """Return fast heads, then local ones, which have buckets of a window's tokens and always rotary positions."""
+    heads = options.heads
+    if not 0 <= local <= heads:
+        raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local}")
+    window = LocalAttention(options.local_window_size, causal=options.causal, bucketed=True)
+    if local == heads:
+        return RotaryAttention(window)
+    fast = fast_heads(options, causal=options.causal)
+    return split_heads(
+        (heads - local, RotaryAttention(fast) if options.rotary_position_emb else fast),
+        (local, RotaryAttention(window)),
+    )
+
+
+def _inner_attention(options: PerformerOptions) -> InnerAttention:
+    dim, causal, scaling = options.dim_heads, options.causal, options.ortho_scaling
+    if options.no_projection:
+        # the causal form normalises outputs as performer-pytorch does; not causal, keys are a softmax over tokens
+        return LinearAttention(EfficientFeatureMap(), causal=causal, normalize="output" if causal else "keys")
+    if options.generalized_attention:
+        count = default_num_features(dim) if options.nb_features is None else options.nb_features
+        projection = RandomProjection(dim, count, scaling=scaling)
+        feature_map = GeneralizedFeatureMap(options.kernel_fn, epsilon=options.kernel_epsilon, projection=projection)
+        return LinearAttention(feature_map, causal=causal)
+    favor = FavorFeatureMap(dim, options.nb_features, scaling=scaling)
+    if options.softmax_epsilon == 0:
+        return LinearAttention(favor, causal=causal)
+    return FlooredFavorAttention(favor, epsilon=options.softmax_epsilon, causal=causal)

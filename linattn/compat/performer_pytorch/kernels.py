@@ -13,6 +13,10 @@ from linattn.ops.backends.base import accumulator
 from linattn.ops.state import LinearState
 
 Device = torch.device | str | None
+Features = Float[Tensor, "*b n f"]
+KeyFeatures = Float[Tensor, "*b m f"]
+Values = Float[Tensor, "*b n dv"]
+KeyValues = Float[Tensor, "*b m dv"]
 
 
 def softmax_kernel(
@@ -23,7 +27,7 @@ def softmax_kernel(
     normalize_data: bool = True,
     eps: float = 1e-4,
     device: Device = None,
-) -> Float[Tensor, "*b n f"]:
+) -> Features:
     """Return (exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself), on `device` (None: where data is).
 
     The maximum is the query's own, but one for all keys: features of keys that are padding, or that a causal query must
@@ -44,7 +48,7 @@ def generalized_kernel(
     kernel_epsilon: float = 0.001,
     normalize_data: bool = True,
     device: Device = None,
-) -> Float[Tensor, "*b n f"]:
+) -> Features:
     """Return kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself); Ω is 1 without a matrix."""
     data = data.to(device=device)
     return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
@@ -62,16 +66,12 @@ def gaussian_orthogonal_random_matrix(
     return RandomProjection(nb_columns, nb_rows, scaling=scaling).rows.to(device=device)
 
 
-def linear_attention(
-    q: Float[Tensor, "*b n f"], k: Float[Tensor, "*b m f"], v: Float[Tensor, "*b m dv"]
-) -> Float[Tensor, "*b n dv"]:
+def linear_attention(q: Features, k: KeyFeatures, v: KeyValues) -> Values:
     """Each query attends to all keys; q and k are features."""
     return linear.linear_attention(q, k, v)
 
 
-def causal_linear_attention(
-    q: Float[Tensor, "*b n f"], k: Float[Tensor, "*b n f"], v: Float[Tensor, "*b n dv"], eps: float = 0.0
-) -> Float[Tensor, "*b n dv"]:
+def causal_linear_attention(q: Features, k: Features, v: Values, eps: float = 0.0) -> Values:
     """Each query attends to the keys up to its own, in linear memory on any device.
 
     `eps` is a key before the first one, whose features are eps and whose value is zero: it draws every output towards
@@ -80,12 +80,8 @@ def causal_linear_attention(
 
 
 def causal_linear_attention_noncuda(
-    q: Float[Tensor, "*b n f"],
-    k: Float[Tensor, "*b n f"],
-    v: Float[Tensor, "*b n dv"],
-    chunk_size: int = 128,
-    eps: float = 0.0,
-) -> Float[Tensor, "*b n dv"]:
+    q: Features, k: Features, v: Values, chunk_size: int = 128, eps: float = 0.0
+) -> Values:
     """Compute the same in pieces of `chunk_size` tokens, each from the state that the one before left: linear
     attention as a recurrent network. Memory beside the output is that of one piece."""
     if chunk_size < 1:

@@ -1,62 +1,101 @@
-"""Rules on the options of performer-pytorch that have no effect beside others."""
+"""The options of performer-pytorch's constructors, and which of them have no effect beside others."""
 
-from linattn.compat.options import Options, Rule
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-_DRAWN = ("nb_features", "ortho_scaling", "feature_redraw_interval", "auto_check_redraw")
+import torch
+from torch import Tensor
+
+from linattn.compat.options import REQUIRED, Idle, Options
+
 _KERNEL = ("kernel_fn", "kernel_epsilon")
-_KINDS = (*_KERNEL, "softmax_epsilon", "generalized_attention")
+_SAMPLED = ("nb_features", "ortho_scaling", "feature_redraw_interval", "auto_check_redraw")
+_FEATURES = (*_SAMPLED, *_KERNEL, "softmax_epsilon", "generalized_attention")
 
 
-def _local_heads(options: Options) -> tuple[int, ...]:
-    counts = options.get("local_attn_heads", options.get("local_heads", 0))
-    return (counts,) if isinstance(counts, int) else tuple(counts)
+@dataclass(frozen=True, kw_only=True)
+class PerformerOptions(Options):
+    """The package's options. `local_attn_heads` are those of a stack, `local_heads` those of a layer alone."""
 
+    dim: int = REQUIRED
+    depth: int = REQUIRED
+    heads: int = REQUIRED
+    dim_head: int | None = 64
+    dim_heads: int = REQUIRED
+    causal: bool = False
+    cross_attend: bool = False
+    local_heads: int = 0
+    local_attn_heads: int | Sequence[int] = 0
+    local_window_size: int = 256
+    qkv_bias: bool = False
+    attn_out_bias: bool = True
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+    # features
+    nb_features: int | None = None
+    ortho_scaling: int = 0
+    feature_redraw_interval: int | None = 1000
+    auto_check_redraw: bool = True
+    generalized_attention: bool = False
+    kernel_fn: Callable[[Tensor], Tensor] = torch.relu
+    kernel_epsilon: float = 1e-3
+    softmax_epsilon: float = 1e-4
+    no_projection: bool = False
+    # layers
+    ff_mult: int = 4
+    ff_chunks: int = 1
+    ff_glu: bool = False
+    ff_dropout: float = 0.0
+    reversible: bool = False
+    shift_tokens: bool = False
+    use_scalenorm: bool = False
+    use_rezero: bool = False
+    # tokens
+    num_tokens: int = REQUIRED
+    max_seq_len: int = REQUIRED
+    emb_dropout: float = 0.0
+    tie_embed: bool = False
+    rotary_position_emb: bool = False
+    axial_position_emb: bool = False
+    axial_position_shape: tuple[int, ...] | None = None
 
-def has_fast_heads(options: Options) -> bool:
-    """Return True if some head of self attention attends to more than its window."""
-    return any(count != options.get("heads") for count in _local_heads(options))
+    @property
+    def local_counts(self) -> tuple[int, ...]:
+        """The numbers of local heads: one for all layers, or one per layer."""
+        counts = self.local_heads if self.local_attn_heads == 0 else self.local_attn_heads
+        return (counts,) if isinstance(counts, int) else tuple(counts)
 
+    @property
+    def local_heads_per_layer(self) -> tuple[int, ...]:
+        counts = self.local_counts
+        if len(counts) not in (1, self.depth):
+            raise ValueError(f"local_attn_heads needs a number, or one a layer, of {self.depth}, but is {counts}")
+        return counts if len(counts) == self.depth else counts * self.depth
 
-RULES = (
-    Rule(
-        (*_DRAWN, *_KINDS, "no_projection"),
-        lambda options: not has_fast_heads(options) and not options.get("cross_attend"),
-        "where all heads are local",
-    ),
-    Rule(
-        (*_DRAWN, *_KINDS),
-        lambda options: options["no_projection"],
-        "with no_projection, whose features are a softmax and an exponential",
-    ),
-    Rule(
-        ("softmax_epsilon",),
-        lambda options: options["generalized_attention"],
-        "with generalized_attention, whose epsilon is kernel_epsilon",
-    ),
-    Rule(_KERNEL, lambda options: not options["generalized_attention"], "without generalized_attention"),
-    Rule(
-        ("auto_check_redraw",),
-        lambda options: options.get("feature_redraw_interval", 1) is None,
-        "where feature_redraw_interval is None, as nothing is redrawn",
-    ),
-    Rule(("local_window_size",), lambda options: not any(_local_heads(options)), "without local heads"),
-    Rule(("use_rezero",), lambda options: bool(options.get("use_scalenorm")), "with use_scalenorm"),
-)
-# in a PerformerLM they are sinusoids too
-ROTARY_RULE = Rule(
-    ("rotary_position_emb",),
-    lambda options: not has_fast_heads(options),
-    "where all heads are local, which have rotary positions anyway",
-)
-POSITION_RULES = (
-    Rule(
-        ("axial_position_emb",),
-        lambda options: options["rotary_position_emb"],
-        "without rotary_position_emb=False, which is not the default",
-    ),
-    Rule(
-        ("axial_position_shape",),
-        lambda options: options["rotary_position_emb"] or not options["axial_position_emb"],
-        "where axial_position_emb is False",
-    ),
-)
+    @property
+    def has_fast_heads(self) -> bool:
+        """True if some head of self attention attends to more than its window."""
+        return any(count != self.heads for count in self.local_counts)
+
+    def without_effect(self) -> Idle:
+        if not self.has_fast_heads and not self.cross_attend:
+            yield (*_FEATURES, "no_projection"), "where all heads are local"
+        if self.no_projection:
+            yield _FEATURES, "with no_projection, whose features are a softmax and an exponential"
+        if self.generalized_attention:
+            yield ("softmax_epsilon",), "with generalized_attention, whose epsilon is kernel_epsilon"
+        else:
+            yield _KERNEL, "without generalized_attention"
+        if self.feature_redraw_interval is None:
+            yield ("auto_check_redraw",), "where feature_redraw_interval is None, as nothing is redrawn"
+        if not any(self.local_counts):
+            yield ("local_window_size",), "without local heads"
+        if self.use_scalenorm:
+            yield ("use_rezero",), "with use_scalenorm"
+        # in a language model they are sinusoids too
+        if not self.has_fast_heads and self.num_tokens is REQUIRED:
+            yield ("rotary_position_emb",), "where all heads are local, which have rotary positions anyway"
+        if self.rotary_position_emb:
+            yield ("axial_position_emb",), "without rotary_position_emb=False, which is not the default"
+        if self.rotary_position_emb or not self.axial_position_emb:
+            yield ("axial_position_shape",), "where axial_position_emb is False"

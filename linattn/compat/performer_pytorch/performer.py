@@ -1,140 +1,157 @@
-"""performer-pytorch's stack of layers."""
+"""performer-pytorch's stack of layers, and its language model."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.layers import make_feed_forward, make_stack
-from linattn.compat.options import check_options, select
-from linattn.compat.performer_pytorch.attention import head_channels, mixed_heads
-from linattn.compat.performer_pytorch.fast_attention import FastAttention
-from linattn.compat.performer_pytorch.options import ROTARY_RULE, RULES
-from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
-from linattn.nn import Branch, MultiheadAttention, ScaleNorm, TokenShift
+from linattn.compat.layers import Pair, check_context, make_feed_forward, make_pair, make_stack
+from linattn.compat.options import takes
+from linattn.compat.performer_pytorch.attention import fast_heads, make_attention, mixed_heads
+from linattn.compat.performer_pytorch.options import PerformerOptions
+from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater, Redrawing
+from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.nn import AxialPositions, LearnedPositions, ScaleNorm, SinusoidalPositions
+from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
+
+# the arguments of both constructors, and those that the package does not have, or only for parts
+_LAYERS = (
+    "dim_head local_attn_heads local_window_size causal ff_mult nb_features feature_redraw_interval reversible "
+    "ff_chunks generalized_attention kernel_fn use_scalenorm use_rezero ff_glu ff_dropout attn_dropout cross_attend "
+    "no_projection auto_check_redraw qkv_bias attn_out_bias shift_tokens"
+)
+_ADDITIONS = "ortho_scaling rotary_position_emb softmax_epsilon kernel_epsilon"
 
 
 @final
-class Performer(nn.Module):
+class Performer(Redrawing):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times; with `cross_attend`, each followed by the
     same with attention to a context. Causal ones have `extend`.
 
     Random features are resampled at the start of a training forward, each sample serving `feature_redraw_interval` of
     them; with `auto_check_redraw=False` the training loop calls `check_redraw_projections` instead."""
 
-    def __init__(
-        self,
-        dim: int,
-        depth: int,
-        heads: int,
-        dim_head: int | None = 64,
-        local_attn_heads: int | Sequence[int] = 0,
-        local_window_size: int = 256,
-        causal: bool = False,
-        ff_mult: int = 4,
-        nb_features: int | None = None,
-        feature_redraw_interval: int | None = 1000,
-        reversible: bool = False,
-        ff_chunks: int = 1,
-        generalized_attention: bool = False,
-        kernel_fn: Callable[[Tensor], Tensor] = torch.relu,
-        use_scalenorm: bool = False,
-        use_rezero: bool = False,
-        ff_glu: bool = False,
-        ff_dropout: float = 0.0,
-        attn_dropout: float = 0.0,
-        cross_attend: bool = False,
-        no_projection: bool = False,
-        auto_check_redraw: bool = True,
-        qkv_bias: bool = True,
-        attn_out_bias: bool = True,
-        shift_tokens: bool = False,
-        *,
-        ortho_scaling: int = 0,
-        rotary_position_emb: bool = False,
-        softmax_epsilon: float = 1e-4,
-        kernel_epsilon: float = 1e-3,
-    ):
-        check_options(Performer, (*RULES, ROTARY_RULE), locals())
+    @takes(PerformerOptions, f"dim depth heads {_LAYERS} * {_ADDITIONS}", qkv_bias=True)
+    def __init__(self, options: PerformerOptions):
         super().__init__()
-        channels = head_channels(dim, heads, dim_head)
-        fast = partial(FastAttention, channels, **select(FastAttention, locals()))
-        attention = partial(
-            MultiheadAttention,
-            dim,
-            heads,
-            head_dim=channels,
-            bias=qkv_bias,
-            out_bias=attn_out_bias,
-            dropout=attn_dropout,
-        )
-        feed_forward = partial(make_feed_forward, dim, ff_mult, glu=ff_glu, dropout=ff_dropout, chunks=ff_chunks)
-        branch = partial(_branch, dim, scale=use_scalenorm, rezero=use_rezero)
-        shifted = partial(branch, shift=((0, 1) if causal else (-1, 0, 1)) if shift_tokens else None)
-        pairs = []
-        for local_heads in _per_layer(local_attn_heads, depth):
-            inner = mixed_heads(
-                fast, heads, local_heads, window=local_window_size, causal=causal, rotary=rotary_position_emb
-            )
-            pairs.append((shifted(attention(inner)), shifted(feed_forward())))
-            if cross_attend:
-                pairs.append((branch(attention(fast(causal=False), context_dim=dim)), branch(feed_forward())))
-        self.net = make_stack(pairs, reversible, "sum")
-        self.causal, self.cross_attend, self.auto_check_redraw = causal, cross_attend, auto_check_redraw
-        self.proj_updater = ProjectionUpdater(self.net, feature_redraw_interval)
-
-    def check_redraw_projections(self) -> None:
-        """Count a training step; after `feature_redraw_interval` of them the random features are resampled."""
-        self.proj_updater.redraw_projections()
-
-    def fix_projection_matrices_(self) -> None:
-        """Never resample the random features again."""
-        self.proj_updater.fix_projections_()
+        self.net = make_stack(_pairs(options), options.reversible, "sum")
+        self.causal, self.cross_attend = options.causal, options.cross_attend
+        self.auto_check_redraw = options.auto_check_redraw
+        self.proj_updater = ProjectionUpdater(self.net, options.feature_redraw_interval)
 
     def forward(
-        self,
-        x: Float[Tensor, "b n d"],
-        mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m d"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> Float[Tensor, "b n d"]:
+        self, x: Tokens, mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Tokens:
         """Apply the layers. `mask` is True where a token is present, `context_mask` where one of the context is."""
-        self._check_context(context, context_mask)
+        check_context(self.cross_attend, "cross_attend", context, context_mask)
         if self.auto_check_redraw:
-            self.check_redraw_projections()
+            self.proj_updater.redraw_projections()
         return self.net(x, key_mask=mask, context=context, context_mask=context_mask)
 
     def extend(
         self,
-        x: Float[Tensor, "b n d"],
+        x: Tokens,
         state: Any = None,
-        mask: Bool[Tensor, "b n"] | None = None,
-        context: Float[Tensor, "b m d"] | None = None,
-        context_mask: Bool[Tensor, "b m"] | None = None,
-    ) -> tuple[Float[Tensor, "b n d"], Any]:
+        mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
-        self._check_context(context, context_mask)
+        check_context(self.cross_attend, "cross_attend", context, context_mask)
         return self.net.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
 
-    def _check_context(self, context: Tensor | None, context_mask: Tensor | None) -> None:
-        if context is not None and not self.cross_attend:
-            raise ValueError("a context was given, but nothing attends to it: cross_attend is False")
-        if context is None and context_mask is not None:
-            raise ValueError("context_mask is of a context, but none was given")
+
+@final
+class PerformerLM(TokenModel, Redrawing):
+    """Embeddings with positions, a `Performer`, a norm and the logits. If causal, `linattn.generate` takes it.
+
+    Positions are sinusoids, and rotary in every layer (the default); or of a grid, `axial_position_emb`, by default
+    64 columns wide; or, with neither, learned. They count present tokens, so padding on the left moves none."""
+
+    @takes(
+        PerformerOptions,
+        f"* num_tokens max_seq_len dim depth heads {_LAYERS} emb_dropout tie_embed axial_position_emb "
+        f"axial_position_shape {_ADDITIONS}",
+        attn_out_bias=False,
+        rotary_position_emb=True,
+    )
+    def __init__(self, options: PerformerOptions):
+        super().__init__()
+        self.max_seq_len, self.causal, self.tied = options.max_seq_len, options.causal, options.tie_embed
+        self.embedding = nn.Embedding(options.num_tokens, options.dim)
+        self.positions = _positions(options)
+        self.dropout = nn.Dropout(options.emb_dropout)
+        # without fast heads the rotary positions are the sinusoids alone
+        rotary = options.rotary_position_emb and options.has_fast_heads
+        self.performer = Performer(replace(options, rotary_position_emb=rotary))
+        self.norm = nn.LayerNorm(options.dim)
+        self.head = None if self.tied else nn.Linear(options.dim, options.num_tokens)
+
+    def get_stack(self) -> nn.Module:
+        return self.performer.net
+
+    def forward(
+        self,
+        x: TokenIds,
+        return_encodings: bool = False,
+        mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> Float[Tensor, "b n o"]:
+        """Return the logits of each token, or the vectors before them. `mask` is True where a token is present."""
+        if x.shape[1] > self.max_seq_len:
+            raise ValueError(f"made for at most {self.max_seq_len} tokens, max_seq_len, but there are {x.shape[1]}")
+        if self.performer.auto_check_redraw:
+            self.performer.proj_updater.redraw_projections()
+        encodings = self.hidden(x, key_mask=mask, context=context, context_mask=context_mask)
+        return encodings if return_encodings else self.logits(encodings)
+
+    def extend(
+        self,
+        x: TokenIds,
+        state: TokenModelState | None = None,
+        mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
+        """Return the logits of the next tokens of sequences whose past and context are in `state`, and the new one."""
+        y, state = self.extend_hidden(x, state, key_mask=mask, context=context, context_mask=context_mask)
+        return self.logits(y), state
 
 
-def _branch(dim: int, module: nn.Module, *, scale: bool, rezero: bool, shift: tuple[int, ...] | None = None) -> Branch:
-    norm = None if rezero else ScaleNorm(dim) if scale else nn.LayerNorm(dim)
-    return Branch(module, norm=norm, shift=None if shift is None else TokenShift(shift), rezero=rezero)
+def _pairs(options: PerformerOptions) -> Iterator[Pair]:
+    shift = None
+    if options.shift_tokens:
+        shift = (0, 1) if options.causal else (-1, 0, 1)
+    attention = partial(make_attention, options, dropout=options.attn_dropout)
+    for local in options.local_heads_per_layer:
+        yield _pair(options, attention(mixed_heads(options, local)), shift)
+        if options.cross_attend:
+            yield _pair(options, attention(fast_heads(options, causal=False), crosses=True))
 
 
-def _per_layer(local_heads: int | Sequence[int], depth: int) -> tuple[int, ...]:
-    counts = (local_heads,) * depth if isinstance(local_heads, int) else tuple(local_heads)
-    if len(counts) == 1:
-        counts = counts * depth
-    if len(counts) != depth:
-        raise ValueError(f"local_attn_heads needs a number, or one a layer, of {depth}, but is {local_heads}")
-    return counts
+def _pair(options: PerformerOptions, attention: nn.Module, shift: tuple[int, ...] | None = None) -> Pair:
+    feed_forward = make_feed_forward(
+        options.dim, options.ff_mult, glu=options.ff_glu, dropout=options.ff_dropout, chunks=options.ff_chunks
+    )
+    norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
+    make_norm = None if options.use_rezero else partial(norm, options.dim)
+    return make_pair(attention, feed_forward, make_norm, shift, rezero=options.use_rezero)
+
+
+def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:
+    """Return the positions: learned ones are as large as the embeddings that they are added to."""
+    dim, length, shape = options.dim, options.max_seq_len, options.axial_position_shape
+    if options.rotary_position_emb:
+        return SinusoidalPositions(dim)
+    if not options.axial_position_emb:
+        return LearnedPositions(length, dim, std=1.0)
+    shape = (math.ceil(length / 64), 64) if shape is None else tuple(shape)
+    if math.prod(shape) < length:
+        raise ValueError(f"axial_position_shape {shape} has {math.prod(shape)} places for max_seq_len {length}")
+    # each axis is as large, not their sum
+    return AxialPositions(dim, shape, std=math.sqrt(len(shape)))

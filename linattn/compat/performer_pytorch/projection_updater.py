@@ -1,10 +1,9 @@
 """Resampling of random features: after a number of training steps, alike on every rank, never in evaluation."""
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from linattn.feature_maps import RandomProjection
@@ -66,19 +65,30 @@ class ProjectionUpdater(nn.Module):
         return f"feature_redraw_interval={self.feature_redraw_interval}"
 
 
+class Redrawing(nn.Module):
+    """The methods of models that hold projection updaters."""
+
+    def check_redraw_projections(self) -> None:
+        """Count a training step; after `feature_redraw_interval` of them the random features are resampled."""
+        for updater in self._updaters():
+            updater.redraw_projections()
+
+    def fix_projection_matrices_(self) -> None:
+        """Never resample the random features again."""
+        for updater in self._updaters():
+            updater.fix_projections_()
+
+    def _updaters(self) -> list[ProjectionUpdater]:
+        return [part for part in self.modules() if isinstance(part, ProjectionUpdater)]
+
+
 @torch.no_grad()
-def count_step(
-    rows: Sequence[Float[Tensor, "r d"]],
-    kinds: Sequence[int],
-    calls: Int[Tensor, ""],
-    seed: Int[Tensor, ""],
-    fixed: Bool[Tensor, ""],
-    interval: int,
-) -> None:
+def count_step(rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int) -> None:
     """Count a step and resample if it is time, in place, as optimisers and graphs know the buffers.
 
     A kind is 2 · scaling + orthogonal."""
-    if _in_backward() or fixed:
+    # a forward inside of a backward pass in this thread is a checkpoint's recomputation
+    if torch._C._current_graph_task_id() != -1 or fixed:
         return
     if calls >= interval:
         generator = torch.Generator().manual_seed(int(seed))
@@ -89,17 +99,8 @@ def count_step(
     calls += 1
 
 
-def _in_backward() -> bool:
-    """Return True if autograd runs a backward pass in this thread: forwards in it are a checkpoint's recomputations."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _new_seed(generator: torch.Generator | None) -> Int[Tensor, ""]:
     return torch.randint(2**62, (), generator=generator, device="cpu")
 
 
-@torch.library.custom_op("linattn::count_step", mutates_args=("rows", "calls", "seed"))
-def _count_step(
-    rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int
-) -> None:
-    count_step(rows, kinds, calls, seed, fixed, interval)
+torch.library.custom_op("linattn::count_step", count_step, mutates_args=("rows", "calls", "seed"))

@@ -1,14 +1,15 @@
-"""The names of layers in linear-attention-transformer, performer-pytorch and linformer, which are of one family."""
+"""The names of layers in linear-attention-transformer, performer-pytorch and linformer, which are of one family.
 
-from collections.abc import Iterator
+Moves have names within the module that they are for."""
+
+from collections.abc import Callable, Iterable
+from typing import cast
 
 from torch import nn
 
-from linattn.attention.axial import AxialAttention
-from linattn.attention.base import InnerAttention
-from linattn.attention.linformer import LinformerAttention
-from linattn.attention.split_heads import SplitHeads
-from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, axis, half, parameters
+from linattn.attention import AxialAttention, InnerAttention, LinformerAttention, SplitHeads
+from linattn.compat.weights.changes import NUMBER, SAME, TRANSPOSED, Change, axis, half
+from linattn.compat.weights.conversion import Move, Moves, parameters, within
 from linattn.models.token_model import TokenModel
 from linattn.nn import (
     AxialPositions,
@@ -25,94 +26,93 @@ from linattn.nn import (
 TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
-def language_model(model: TokenModel, head: str) -> Iterator[Move]:
+def language_model(model: TokenModel, head: str) -> Moves:
     """Move all that stands around the stack; `head` is their name of the output layer."""
     yield from parameters("embedding", "token_emb", model.embedding)
-    yield from positions("positions", "pos_emb", model.positions)
+    yield from within("positions", "pos_emb", _positions(model.positions))
     yield from parameters("norm", "norm", model.norm)
-    if model.head is not None:
-        yield from parameters("head", head, model.head)
+    yield from parameters("head", head, model.head)
 
 
-def branches(stack: nn.Module) -> Iterator[tuple[str, str, Branch]]:
-    """Yield each branch with our name and theirs: reversible stacks have other ones than sequential ones."""
-    reversible = isinstance(stack, ReversibleSequence)
+def stack(
+    module: nn.Module,
+    attention: Callable[[MultiheadAttention], Iterable[Move]],
+    feed_forward: Callable[[nn.Module, MultiheadAttention], Iterable[Move]],
+    *,
+    wrappers: int = 1,
+) -> Moves:
+    """Move the branches of a stack, each an attention or a feed-forward.
+
+    A feed-forward is given with the attention before it; so many `wrappers` are around it there."""
+    reversible = isinstance(module, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
-    assert isinstance(stack.branches, nn.ModuleList)
-    for index, branch in enumerate(stack.branches):
+    assert isinstance(module.branches, nn.ModuleList)
+    before = None
+    for index, branch in enumerate(module.branches):
         assert isinstance(branch, Branch)
-        yield f"branches.{index}", pattern.format(index // 2, places[index % 2]), branch
+        if isinstance(branch.module, MultiheadAttention):
+            before = branch.module
+            inside, depth = attention(before), int(isinstance(before.inner, AxialAttention))
+        else:
+            assert before is not None
+            inside, depth = feed_forward(branch.module, before), wrappers
+        theirs = pattern.format(index // 2, places[index % 2])
+        yield from within(f"branches.{index}", theirs, _branch(branch, inside, depth))
 
 
-def around(ours: str, theirs: str, branch: Branch) -> Iterator[Move]:
-    """Move the weights of a branch that are not in its module."""
+def _branch(branch: Branch, inside: Iterable[Move], wrappers: int) -> Moves:
+    """Move a branch. Their module has a wrapper for each step before it."""
     if branch.g is not None:
-        yield Move(f"{ours}.g", f"{theirs}.g", SAME)
+        yield Move("g", "g")
     if isinstance(branch.norm, ScaleNorm):
-        yield Move(f"{ours}.norm.g", f"{theirs}.g", NUMBER)
-    elif branch.norm is not None:
-        yield from parameters(f"{ours}.norm", f"{theirs}.norm", branch.norm)
+        yield Move("norm.g", "g", NUMBER)
+    else:
+        yield from parameters("norm", "norm", branch.norm)
+    yield from within("module", ".".join(["fn"] * (1 + (branch.shift is not None) + wrappers)), inside)
 
 
-def inside(theirs: str, branch: Branch, wrappers: int = 0) -> str:
-    """Return their name of the module, which has a wrapper for each step before it."""
-    return theirs + ".fn" * (1 + (branch.shift is not None) + wrappers)
-
-
-def feed_forward(ours: str, theirs: str, module: nn.Module) -> Iterator[Move]:
+def feed_forward(module: nn.Module, before: MultiheadAttention | None = None) -> Moves:
     if isinstance(module, Chunked):
-        ours, module = f"{ours}.module", module.module
+        yield from within("module", "", feed_forward(module.module))
+        return
     gated = isinstance(module, GatedFeedForward)
     first = {"gate_proj": half(0), "up_proj": half(1)} if gated else {"up_proj": SAME}
     for name, change in first.items():
-        yield from parameters(f"{ours}.{name}", f"{theirs}.w1", module.get_submodule(name), change)
-    yield from parameters(f"{ours}.down_proj", f"{theirs}.w2", module.get_submodule("down_proj"))
+        yield from parameters(name, "w1", module.get_submodule(name), change)
+    yield from parameters("down_proj", "w2", module.get_submodule("down_proj"))
 
 
-def attention(
-    ours: str, theirs: str, module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME
-) -> Iterator[Move]:
+def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME) -> Moves:
     """Move the projections; `columns` concerns the output's weight, not its bias."""
-    yield from parameters(f"{ours}.q_proj", f"{theirs}.to_q", module.q_proj, q)
-    yield from parameters(f"{ours}.k_proj", f"{theirs}.to_k", module.k_proj, k)
+    yield from parameters("q_proj", "to_q", module.q_proj, q)
+    yield from parameters("k_proj", "to_k", module.k_proj, k)
     # the same object where keys are values
-    values = "to_k" if module.v_proj is module.k_proj else "to_v"
-    yield from parameters(f"{ours}.v_proj", f"{theirs}.{values}", module.v_proj)
+    yield from parameters("v_proj", "to_k" if module.v_proj is module.k_proj else "to_v", module.v_proj)
     for name, _ in module.o_proj.named_parameters():
-        change = columns if name == "weight" else SAME
-        yield Move(f"{ours}.o_proj.{name}", f"{theirs}.to_out.{name}", change)
+        yield Move(f"o_proj.{name}", f"to_out.{name}", columns if name == "weight" else SAME)
 
 
-def linformer(ours: str, theirs: str, module: MultiheadAttention) -> Iterator[Move]:
+def linformer(module: MultiheadAttention) -> Moves:
     """Move attention and the projections of the sequence."""
     assert isinstance(module.inner, LinformerAttention)
-    yield from attention(ours, theirs, module)
-    yield Move(f"{ours}.inner.key_projection.weight", f"{theirs}.proj_k", TRANSPOSED)
+    yield from attention(module)
     shared = module.inner.value_projection is module.inner.key_projection
-    yield Move(f"{ours}.inner.value_projection.weight", f"{theirs}.{'proj_k' if shared else 'proj_v'}", TRANSPOSED)
+    yield Move("inner.key_projection.weight", "proj_k", TRANSPOSED)
+    yield Move("inner.value_projection.weight", "proj_k" if shared else "proj_v", TRANSPOSED)
 
 
 def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
     """Return the inner attentions, each with its number of heads."""
     inner = module.inner.inner if isinstance(module.inner, AxialAttention) else module.inner
     if isinstance(inner, SplitHeads):
-        return list(zip(inner.heads, map(_inner, inner.parts), strict=True))
+        return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
     return [(module.q_proj.out_features // module.head_dim, inner)]
 
 
-def positions(ours: str, theirs: str, module: nn.Module | None) -> Iterator[Move]:
+def _positions(module: nn.Module | None) -> Moves:
     """Move the positions. Sinusoids have no weights."""
     if isinstance(module, LearnedPositions):
-        yield Move(f"{ours}.weight", f"{theirs}.emb.weight", SAME)
+        yield Move("weight", "emb.weight")
     if isinstance(module, AxialPositions):
         for index in range(len(module.shape)):
-            yield Move(f"{ours}.weights.{index}", f"{theirs}.weights.{index}", axis(index, len(module.shape)))
-
-
-def is_linformer(module: nn.Module) -> bool:
-    return isinstance(module, MultiheadAttention) and isinstance(module.inner, LinformerAttention)
-
-
-def _inner(part: nn.Module) -> InnerAttention:
-    assert isinstance(part, InnerAttention)
-    return part
+            yield Move(f"weights.{index}", f"weights.{index}", axis(index, len(module.shape)))

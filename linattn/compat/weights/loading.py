@@ -47,23 +47,21 @@ def load(
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
     before 1.7.2: since then queries there are turned by one window too many, which is folded into their weights."""
     conversion = _conversion(constructor)
-    model = conversion.build(config)
+    model = constructor(**conversion.arguments(constructor, config))
+    conversion.adapt(model)
     theirs = _names(state_dict, conversion.roots)
     moves = list(conversion.moves(model, aligned_rotary))
     _check(constructor, conversion, moves, model.state_dict(), theirs)
     floating = [theirs[move.theirs].dtype for move in moves if move.theirs and theirs[move.theirs].is_floating_point()]
     model = model.to(reduce(torch.promote_types, floating, floating[0]) if floating else None)
-    _copy(moves, model.state_dict(keep_vars=True), theirs)
+    ours = model.state_dict()
+    with torch.no_grad():
+        for move in moves:
+            source = ours[move.ours] if move.theirs is None else theirs[move.theirs]
+            ours[move.ours].copy_(move.change.apply(source))
     for difference in conversion.differences(model):
         warnings.warn(f"{constructor.__name__}: {difference}", stacklevel=2)
     return cast(Model, model.eval())
-
-
-@torch.no_grad()
-def _copy(moves: Iterable[Move], ours: Tensors, theirs: Tensors) -> None:
-    for move in moves:
-        target = ours[move.ours]
-        target.copy_(move.change.apply(target if move.theirs is None else theirs[move.theirs]))
 
 
 def _conversion(constructor: type[nn.Module]) -> Conversion:

@@ -16,8 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
 from linattn.models import LanguageModel, TokenModelState
-from linattn.models.block import Block
-from linattn.models.language_model import INIT_STD
+from linattn.models.language_model import INIT_STD, Block
 
 
 class Hidden(NamedTuple):

@@ -23,7 +23,7 @@ PERFORMER = {"dim": 8, "depth": 1, "heads": 2, "dim_head": 4, "nb_features": 6}
 def checkpoint(constructor: type[nn.Module], config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """What fits: theirs, by the names and shapes that the table expects."""
     conversion = CONVERSIONS[constructor]
-    model = conversion.build(config)
+    model = constructor(**conversion.arguments(constructor, config))
     ours = model.state_dict()
     shapes = {move.theirs: move.change.shape(ours[move.ours].shape) for move in conversion.moves(model, False)}
     return {name: torch.randn([*shape]).to(dtype) for name, shape in shapes.items() if name is not None}

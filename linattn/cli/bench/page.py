@@ -1,40 +1,47 @@
-"""Draws the report's pictures, in Okabe and Ito's colours and a dark red, which the colour-blind can tell apart.
+"""The report as one HTML file with its pictures in it, which needs no network and no script.
 
-Every panel is an SVG of its own, and so is the legend: they stand side by side or, on a phone, in a column."""
+The colours are Okabe and Ito's and a dark red, which the colour-blind can tell apart. Every panel is an SVG of its own,
+and so is the legend: they stand side by side or, on a phone, in a column."""
 
 import io
 import re
 from collections.abc import Iterable
 from html import escape
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from cycler import cycler
+from jinja2 import Environment
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from linattn.cli.bench.cases import SOFTMAX
-from linattn.cli.bench.features import UNIFORM
+from linattn.cli.bench import SOFTMAX, UNIFORM
 from linattn.cli.bench.peers import PEERS
-from linattn.cli.bench.record import ERROR
-from linattn.cli.bench.views import SHARE, Panel, Picture
+from linattn.cli.bench.record import ERROR, Record
+from linattn.cli.bench.report import IN_BYTES, SHARE, Panel, Picture, dropped_lines, pictures, short, tables
 
 Style = dict[str, Any]
-COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
-MARKERS, HOLLOW = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h"), ("x", "s", "^", "D", "v")
+COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255"]
 # beyond the last colour they begin again, with other lines
-LINES = ("-",) * len(COLOURS) + ("-.",) * len(COLOURS)
+STYLES = cycler(color=2 * COLOURS, linestyle=9 * ["-"] + 9 * ["-."], marker=list("os^DvPX*<>hos^DvPX"))
 DOTTED: Style = {"color": "#555555", "linestyle": (0, (1, 1.5)), "linewidth": 1.5}
+
+
+def html(record: Record) -> str:
+    style = styles(dict.fromkeys(each.method for each in record.measurements))
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text("utf-8"))
+    drawn = [(picture, draw(picture, style)) for picture in pictures(record)]
+    return template.render(record=record, pictures=drawn, dropped=dropped_lines(record), tables=list(tables(record)))
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:
     """Give each method a colour and a marker. A peer has the colour of our method that does the same, dashed."""
     ours = [SOFTMAX, *(name for name in methods if name not in PEERS and name != SOFTMAX)]
-    found: dict[str, Style] = {}
-    for name, colour, marker, line in zip(ours, cycle(COLOURS), cycle(MARKERS), cycle(LINES), strict=False):
-        found[name] = {"color": colour, "marker": marker, "linestyle": line}
-    for name, marker in zip((name for name in methods if name in PEERS), cycle(HOLLOW), strict=False):
+    found: dict[str, Style] = dict(zip(ours, cycle(STYLES), strict=False))
+    for name, marker in zip((name for name in methods if name in PEERS), cycle("xs^Dv"), strict=False):
         same = next((each for each in PEERS[name].counterpart.values() if each in found), SOFTMAX)
         found[name] = found[same] | {"marker": marker, "linestyle": "--", "markerfacecolor": "white"}
     return found
@@ -46,23 +53,23 @@ def draw(picture: Picture, style: dict[str, Style]) -> list[str]:
         shown: dict[str, Any] = {}
         figures = [*(_draw_panel(panel, style, shown) for panel in picture.panels), Figure(figsize=(1, 1))]
         figures[-1].legend(shown.values(), shown.keys(), loc="center", frameon=False, fontsize=9)
-        return [_svg(each, f"{picture.name}-{place}", picture.title) for place, each in enumerate(figures)]
+        return [_svg(each, f"{picture.id}-{place}", picture.title) for place, each in enumerate(figures)]
 
 
 def _draw_panel(panel: Panel, style: dict[str, Style], shown: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(4.5, 4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for method, points in panel.curves.items():
+        lows, values, highs = np.array([*points.values()]).T
         if method == UNIFORM:
-            shown[method] = axes.axhline(points[0].value, **DOTTED)
+            shown[method] = axes.axhline(values[0], **DOTTED)
             continue
-        xs, values, lows, highs = np.array(points).T
         # a single point would be hidden by the curves that pass there
-        look: Style = {"markersize": 9, "zorder": 3} if len(xs) == 1 else {"markersize": 6.5}
+        look: Style = {"markersize": 9, "zorder": 3} if len(values) == 1 else {"markersize": 6.5}
         look |= {"linewidth": 1.7, "markeredgewidth": 1.4, "capsize": 2.5} | style[method]
-        shown[method] = axes.errorbar(xs, values, yerr=(values - lows, highs - values), **look)[0]
-    if panel.view.line:
-        shown[panel.view.line] = axes.axhline(1.0, **DOTTED)
+        shown[method] = axes.errorbar([*points], values, yerr=(values - lows, highs - values), **look)[0]
+    if panel.view.one:
+        shown[panel.view.one] = axes.axhline(1.0, **DOTTED)
     _label(axes, panel)
     return figure
 
@@ -72,13 +79,13 @@ def _label(axes: Any, panel: Panel) -> None:
     axes.tick_params(axis="x", rotation=35)
     axes.xaxis.set(major_locator=LogLocator(2, numticks=12), minor_formatter=NullFormatter())
     axes.xaxis.set_major_formatter(lambda x, _: short(float(x)))
-    if panel.view.quantity == ERROR or panel.view is SHARE:
-        top = 1.5 * panel.curves[UNIFORM][0].value if UNIFORM in panel.curves else None
+    if panel.quantity in (ERROR, SHARE):
+        top = 1.5 * panel.curves[UNIFORM][1].value if UNIFORM in panel.curves else None
         axes.set_ylim(bottom=0, top=top)
     else:
-        values = [point.value for points in panel.curves.values() for point in points]
+        values = [point.value for points in panel.curves.values() for point in points.values()]
         few = max(values) < 100 * min(values)
-        in_bytes = "bytes" in panel.view.quantity
+        in_bytes = panel.view.units is IN_BYTES
         ticks = LogLocator(2) if in_bytes else LogLocator(10, (1.0, 2.0, 5.0) if few else (1.0,))
         axes.set_yscale("log", nonpositive="mask")
         axes.yaxis.set(major_locator=ticks, minor_formatter=NullFormatter())
@@ -89,17 +96,11 @@ def _label(axes: Any, panel: Panel) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def short(x: float) -> str:
-    """Write 65536 as 64k, as contexts are called; 100,000 stays."""
-    return f"{x / 1024:,.0f}k" if x >= 1024 and x % 1024 == 0 else f"{x:,.0f}"
-
-
 def _svg(figure: Figure, name: str, label: str) -> str:
     """Return the SVG. Ids get the picture's name, because a page holds several pictures."""
     stream, tight = io.StringIO(), None if figure.axes else "tight"
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches=tight)
-    svg = stream.getvalue()
-    svg = svg[svg.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
+    _, tag, svg = stream.getvalue().partition("<svg ")
+    svg = f'{tag}role="img" aria-label="{escape(label)}" {svg}'
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
