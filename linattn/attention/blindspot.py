@@ -1,20 +1,21 @@
 """A blindspot: tokens come in blocks, and a query sees only the blocks before its own, as `blindspot_size` has it in
 linear-attention-transformer. https://github.com/lucidrains/linear-attention-transformer"""
 
+import math
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues, group_mask
+from linattn.attention.base import InnerAttention, KeysAndValues, finite, group_mask
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.compaction import join_masks, pack_heads
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState, check_part
+from linattn.ops.state import LinearState, check_tokens
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -68,10 +69,13 @@ class BlindspotAttention(InnerAttention):
     def _read(self, q: Tensor, states: LinearAttentionState) -> Tensor:
         """Attend from the queries of each block to the state before it."""
         inner, n, (sums, scale) = self.inner, q.shape[-2], states
-        q = F.pad(q, (0, 0, 0, sums.z.shape[3] * self.size - n))
+        blocks = sums.z.shape[3]
+        # all queries before the first complete block read one state
+        cut = (blocks, self.size if blocks > 1 else n)
+        q = F.pad(q, (0, 0, 0, math.prod(cut) - n))
         x, log_scale, function = inner.per_group(inner.feature_map.query(q), sums.z.shape[1])
-        y = read(self._cut(x), sums, normalize=inner.normalize, feature_map=function)
-        y = inner.rescaled(y, None if log_scale is None else self._cut(log_scale, -1), scale)
+        y = read(x.unflatten(-2, cut), sums, normalize=inner.normalize, feature_map=function)
+        y = inner.rescaled(y, None if log_scale is None else log_scale.unflatten(-1, cut), scale)
         return y.flatten(-3, -2)[..., :n, :].flatten(1, 2)
 
     def _states(
@@ -88,6 +92,9 @@ class BlindspotAttention(InnerAttention):
         keys, log_size = per_key_head(self._faded(self.inner.feature_map.key(k)), key_mask)
         if past is not None:
             self.inner.check_state(past, keys, v, scaled=log_size is not None)
+            if end == 0:
+                scale = None if past.log_scale is None else finite(past.log_scale).unsqueeze(-1)
+                return LinearAttentionState(LinearState(*(x.unsqueeze(3) for x in past.sums)), scale), past
         key_scale, scale, log_decay, last_scale = None, None, None, None
         if log_size is not None:
             start = None if past is None else past.log_scale
@@ -127,8 +134,7 @@ class BlindspotAttention(InnerAttention):
     def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
         if state.size != self.size:
             raise ValueError(f"the state was made with a blindspot of {state.size}, but here it is {self.size}")
-        for name, x, new in (("k", state.block.k, k), ("v", state.block.v, v)):
-            check_part(name, x, new.dtype, new.shape[1], x.shape[-2], new.shape[3])
+        check_tokens(state.block.k, state.block.v, k, v, state.block.k.shape[2])
 
     def extra_repr(self) -> str:
         return f"size={self.size}"

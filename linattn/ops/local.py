@@ -16,7 +16,7 @@ from linattn.ops.backends import loopless
 from linattn.ops.backends.base import is_exporting
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
 from linattn.ops.softmax import among_present, fused_softmax
-from linattn.ops.state import check_part
+from linattn.ops.state import check_tokens
 from linattn.ops.window import Window
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -45,8 +45,7 @@ def extend_local(
     """Process the next tokens of causal `local_attention`; masked ones leave no trace in the state."""
     _check(q, k, v, window)
     if state is not None:
-        for name, x, new in (("k", state.k, k), ("v", state.v, v)):
-            check_part(name, x, new.dtype, new.shape[1], window.past, new.shape[3])
+        check_tokens(state.k, state.v, k, v, window.past)
     packed = pack_heads(q, k, v, key_mask)
     y, state = _extend(packed.q, packed.k, packed.v, state, window, packed.total)
     return packed.unpack(y), state

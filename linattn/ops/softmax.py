@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.compaction import join_masks, pack_heads, per_query_head, without
-from linattn.ops.state import check_part
+from linattn.ops.state import check_tokens
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -48,8 +48,7 @@ def extend_softmax(
         k, v = without(k, key_mask), without(v, key_mask)
     if state is None:
         return softmax_attention(q, k, v, causal=True, key_mask=key_mask), SoftmaxState(k, v, key_mask)
-    for name, x, new in (("k", state.k, k), ("v", state.v, v)):
-        check_part(name, x, new.dtype, new.shape[1], state.k.shape[2], new.shape[3])
+    check_tokens(state.k, state.v, k, v, state.k.shape[2])
     present = join_masks(state.k, state.present, k, key_mask)
     state = SoftmaxState(torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), present)
     n, m = q.shape[-2], state.k.shape[-2]
