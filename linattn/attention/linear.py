@@ -11,10 +11,9 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, causal_view, finite, group_mask, group_queries
 from linattn.attention.decay import Decay
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
-from linattn.ops.arguments import NORMALIZATIONS, checked_decay
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import finite_queries, without
-from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.linear import NORMALIZATIONS, causal_linear_attention, checked_decay, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind

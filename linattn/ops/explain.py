@@ -3,8 +3,8 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.arguments import causal_call, checked, checked_mask
 from linattn.ops.backends import CAUSAL, SUM_KEYS, SumCall
+from linattn.ops.linear import causal_call, checked, checked_mask
 from linattn.ops.state import LinearState
 
 
@@ -25,7 +25,7 @@ def explain_backend(
     arguments.
 
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
-    q, k, v = checked(q, k, v, normalize, feature_map)
     if is_causal:
         return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map))
+    q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

@@ -53,7 +53,7 @@ def test_jacobians_are_those_of_the_definition(operator: Callable[..., Tensor]) 
 
 @every_operator
 def test_what_no_rule_covers_is_refused_by_name(operator: Callable[..., Tensor]) -> None:
-    inputs = [x.requires_grad_() for x in tokens(5)]
+    inputs = [x.requires_grad_() for x in tokens(130)]
     y = operator(*inputs)
     with pytest.raises(NotImplementedError, match="jacrev"):
         torch.autograd.grad(y, inputs, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
@@ -84,14 +84,15 @@ def test_gradient_of_vmap_is_the_gradient(operator: Callable[..., Tensor]) -> No
 
 @every_operator
 def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor]) -> None:
-    q, k, v = tokens(70)
+    q, k, v = tokens(130)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(operator, (q, k, v), (q, k, v))
 
 
-def test_forward_mode_of_the_definition() -> None:
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_forward_mode_of_what_torch_differentiates(backend: str) -> None:
     def operator(*x: Tensor) -> Tensor:
-        return causal_linear_attention(*x, backend="reference", **OPTIONS)[0]
+        return causal_linear_attention(*x, backend=backend, **OPTIONS)[0]
 
     inputs, step = tokens(9), 1e-6
     _, tangent = torch.func.jvp(operator, inputs, inputs)

@@ -1,15 +1,17 @@
 """The operators and their backends, in order of preference: the first that can run a call does; the last is the
 definition."""
 
-from linattn.ops.backends import chunked, dense, loopless, recurrent, reference, sums, triton
+from linattn.ops.backends import chunked, chunked_gradient, dense, loopless, recurrent, reference, sums, triton
 from linattn.ops.backends.base import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.operator import Backend, Operator
+from linattn.ops.backends.operator import Backend, Operator, cannot_trace
+
+_CHUNKED = Backend("chunked", cannot_trace, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2)
 
 CAUSAL = Operator(
     "causal",
     CausalCall,
     outputs=3,
-    backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, chunked.BACKEND, loopless.BACKEND, reference.CAUSAL),
+    backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, _CHUNKED, loopless.BACKEND, reference.CAUSAL),
 )
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, sums.SUM_KEYS, reference.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, sums.READ, reference.READ))

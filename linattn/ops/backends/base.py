@@ -1,7 +1,8 @@
 """The calls that backends take, and what all backends agree on: dtypes, denominators, autocast."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ class SumCall(NamedTuple):
     key_mask: Tensor | None
     feature_map: str
 
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the sums."""
+        mask = () if self.key_mask is None else self.key_mask.shape[:-1]
+        return torch.broadcast_shapes(self.k.shape[:-2], self.v.shape[:-2], mask)
+
 
 class ReadCall(NamedTuple):
     """Checked arguments of `read`; leading dimensions broadcast. It returns y in `dtype`."""
@@ -42,6 +49,11 @@ class ReadCall(NamedTuple):
     normalize: str | None
     feature_map: str
     dtype: torch.dtype
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the outputs."""
+        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2], self.z.shape[:-1])
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -68,6 +80,21 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
 
+def align(x: Tensor, ndim: int) -> Tensor:
+    """Put dimensions of size 1 in front, up to `ndim` of them in all."""
+    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+
+
+def summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x from that of x where it is broadcast."""
+    return gradient.sum_to_size(x.shape).to(x.dtype)
+
+
+def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
+    """Likewise of decays: one of −inf has none, as it begins a new sequence."""
+    return gradient.sum_to_size(log_decay.shape).masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
+
+
 def is_exporting() -> bool:
     """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` is True in torch.compile
     too, but not its flag."""
@@ -83,3 +110,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     # an exported graph may be called where autocast is on
     wanted = torch.is_autocast_enabled(device) or is_exporting()
     return torch.autocast(device, enabled=False) if wanted else nullcontext()
+
+
+def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
+    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
+
+    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
+        with without_autocast(call[0]):
+            return forward(call, save)
+
+    return run

@@ -5,318 +5,267 @@ With D_ij the decay from key j to query i, r_i that since the chunk began, w_j t
 
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v
 
-The gradient is of the same kind, in reverse (Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 13–15). What
-is saved for it is the inputs and one state for every segment of tokens; the rest is computed again, y included: what
-rounding to half precision takes off y would be most of dN·(v − y) where values have a mean."""
+Shapes: a block has c chunks, of C tokens, of b sequences, and g queries share a key. Chunks stand one after another in
+memory, so that every product is one of three-dimensional batches."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, divide, infinite_if_none
-from linattn.ops.backends.blocks import (
-    Block,
-    Tile,
-    cut,
-    load,
-    number_of_blocks,
-    of_queries,
-    rows_of,
-    spread_keys,
-    write,
-    write_keys,
-)
-from linattn.ops.backends.memory import Workspace, empty_like
-from linattn.ops.backends.operator import Backend, Tensors, cannot_export
+from linattn.ops.backends.workspace import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
-
-class Ends(NamedTuple):
-    """States at the c + 1 ends of a block's chunks, (c+1 b f dv) and (c+1 b f)."""
-
-    S: Tensor
-    z: Tensor
-
-    def before(self) -> tuple[Tensor, Tensor]:
-        """Return the states that enter each chunk, (cb f dv) and (cb 1 f)."""
-        return self.S[:-1].flatten(0, 1), self.z[:-1].flatten(0, 1).unsqueeze(1)
-
-    def after(self) -> tuple[Tensor, Tensor]:
-        return self.S[1:].flatten(0, 1), self.z[1:].flatten(0, 1).unsqueeze(1)
+IDENTITY = ELEMENTWISE["identity"]
+# half of A is thrown away, so short chunks save products; their states, one per chunk, cost memory traffic
+SHORTEST, LONGEST = 16, 64
+# a block's keys or values are a megabyte in float32; blocks of fewer tokens would save a state too often
+BLOCK, SEGMENT = 2**18, 256
 
 
-def _per_group(x: Tensor, block: Block) -> Tensor:
+def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
+    """Return outputs, the last state, and the states that enter each block, (i b f dv) and (i b 1 f), if `save`."""
+    results, plan = empty(call, save), cut(call)
+    y, S_end, z_end, S_saved, z_saved = results
+    y, S_end, z_end = beside_tokens(y, call), S_end.flatten(0, -3), z_end.unsqueeze(-2).flatten(0, -3)
+    call, work = arrange(call), Workspace(call.S)
+    for rows, tiles in plan:
+        S, z = call.S[rows], call.z[rows]
+        for i, tile in enumerate(tiles):
+            if save:
+                S_saved[i, rows], z_saved[i, rows] = S, z
+            block = load(call, tile, work)
+            (S_ends, z_ends), b = states(block, S, z), len(S)
+            tile.write(y, outputs(block, S_ends[:-b], z_ends[:-b]))
+            S, z = S_ends[-b:], z_ends[-b:]
+        S_end[rows], z_end[rows] = S, z
+    return results
+
+
+def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
+    """Return results without numbers."""
+    (*lead, f, dv), blocks = call.S.shape, number_of_blocks(call) if save else 0
+    y = empty_like(call.v, (*call.q.shape[:-1], dv))
+    saved = ((blocks, math.prod(lead), *shape) for shape in ((f, dv), (1, f)))
+    return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, *saved))
+
+
+def sizes(call: CausalCall) -> tuple[int, int, int]:
+    """Return (rows of the first dimension per block, tokens per block, tokens per chunk). A chunk is half the shorter
+    side of a state, as a power of two from 16 to 64."""
+    (rows, *others, n, _), chunk = call.q.shape, SHORTEST
+    while chunk < min(LONGEST, min(call.S.shape[-2:]) / 2):
+        chunk *= 2
+    chunk, heads, block = min(chunk, max(1, n)), max(1, math.prod(others)), BLOCK // max(1, *call.S.shape[-2:])
+    step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
+    return step, max(SEGMENT, block // (max(1, min(rows, step)) * heads)) // chunk * chunk, chunk
+
+
+def number_of_blocks(call: CausalCall) -> int:
+    """Return the number of blocks per sequence. Works with a symbolic length."""
+    n, (_, length, chunk) = call.q.shape[-2], sizes(call)
+    return -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
+
+
+class Tile(NamedTuple):
+    """The place of a block: rows of the first of `lead` dimensions, and some chunks of the tokens from `start` on."""
+
+    rows: slice
+    start: int
+    number: int
+    chunk: int
+    lead: int
+
+    def chunks(self, x: Tensor) -> Tensor:
+        """View the chunks of x (*b *g n d) in front, (c *b *g C d)."""
+        x = x[self.rows].narrow(-2, self.start, self.number * self.chunk)
+        return x.unflatten(-2, (self.number, self.chunk)).movedim(-3, 0)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """(c *b *g C d) as (cb gC d)"""
+        return x.flatten(self.lead + 1, -2).flatten(0, self.lead)
+
+    def write(self, total: Tensor, part: Tensor) -> None:
+        """Write (cb gC d) to where it belongs in (*b *g n d)."""
+        target = self.chunks(total)
+        target.copy_(part.view_as(target))
+
+
+def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
+    """Cut the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What is
+    left of the tokens is a chunk of its own length. Return the states and the blocks of each part."""
+    (rows, *others), n, (step, length, chunk) = call.z.shape[:-1], call.q.shape[-2], sizes(call)
+    end, states, lead = n // chunk * chunk, math.prod(others), len(others) + 1
+    cuts = [(start, min(length, end - start) // chunk, chunk, lead) for start in range(0, end, length)]
+    cuts += [(end, 1, n - end, lead)] if end < n else []
+    return [
+        (slice(i * states, (i + step) * states), [Tile(slice(i, i + step), *each) for each in cuts])
+        for i in range(0, rows, step)
+    ]
+
+
+def beside_tokens(x: Tensor, call: CausalCall) -> Tensor:
+    """View queries or outputs (…, n, d) as (*b *g n d): leading dimensions whose queries share a state stand beside the
+    tokens."""
+    for i, size in enumerate(call.z.shape[:-1]):
+        if size != call.q.shape[i]:
+            x = x.unsqueeze(i).movedim(i + 1, -3)
+    return x
+
+
+def arrange(call: CausalCall) -> CausalCall:
+    """View q as (*b *g n f), k and v as (*b n d), mask and decays as (*b n 1), the state as (b f dv) and (b 1 f)."""
+
+    def spread(x: Tensor) -> Tensor:
+        return x.expand(*call.S.shape[:-2], *x.shape[-2:])
+
+    q, k, v, S, z = beside_tokens(call.q, call), spread(call.k), spread(call.v), call.S, call.z.unsqueeze(-2)
+    log_decay, key_mask = (None if x is None else spread(x.unsqueeze(-1)) for x in (call.log_decay, call.key_mask))
+    return CausalCall(q, k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:])
+
+
+class Decay(NamedTuple):
+    """Weights of a block's chunks: inside is D (cb 1 C C), since r (cb 1 C 1), until w (cb C 1), over a (c b 1 1)."""
+
+    inside: Tensor
+    since: Tensor
+    until: Tensor
+    over: Tensor
+
+
+class Block(NamedTuple):
+    """Features and values of one block in the accumulation dtype: q (cb gC f), k (cb C f), v (cb C dv)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    missing: Tensor | None
+    decay: Decay | None
+    normalize: str | None
+    nonnegative: bool
+    tile: Tile
+    work: Workspace
+
+
+def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
+    """Copy one block of a call, as `arrange` returns it, into the cache and apply φ."""
+    phi, missing, decay = ELEMENTWISE[call.feature_map], None, None
+    q = tile.flat(work.features("q", tile.chunks(call.q), phi))
+    k = tile.flat(work.features("k", tile.chunks(call.k), phi))
+    v = tile.flat(work.features("v", tile.chunks(call.v), IDENTITY))
+    if call.key_mask is not None:
+        missing = ~tile.flat(tile.chunks(call.key_mask))
+        k.masked_fill_(missing, 0)
+        v.masked_fill_(missing, 0)
+        # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
+        asking = q.unflatten(1, (-1, tile.chunk))
+        asking.masked_fill_(missing.unsqueeze(1) & ~asking.sum(-1, keepdim=True).isfinite(), 0)
+    if call.log_decay is not None:
+        decay = _decay_weights(tile.flat(tile.chunks(call.log_decay).to(k.dtype)).squeeze(-1), tile)
+    return Block(q, k, v, missing, decay, call.normalize, phi.nonnegative, tile, work)
+
+
+def _decay_weights(log_decay: Tensor, tile: Tile) -> Decay:
+    """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
+    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
+    fresh = log_decay == -torch.inf
+    total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
+    same = (count.unsqueeze(-1) == count.unsqueeze(-2)).tril()
+    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~same, -torch.inf)
+    since = total.masked_fill(count > 0, -torch.inf)
+    until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
+    inside, since, until = (x.to(log_decay.dtype).exp() for x in (inside, since, until))
+    over = since[..., -1:, None].unflatten(0, (tile.number, -1))
+    return Decay(inside.unsqueeze(1), since[:, None, :, None], until.unsqueeze(-1), over)
+
+
+def states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states at the c + 1 ends of all chunks, S (cb+b f dv) and z (cb+b 1 f), from those that enter."""
+    k, (S_ends, z_ends), b = until(block.k, block), new_ends(block, S=S, z=z), len(S)
+    S_ends[:b], z_ends[:b] = S, z
+    S_ends[b:].baddbmm_(k.mT, block.v, beta=0)
+    torch.sum(k, 1, keepdim=True, out=z_ends[b:])
+    scan(S_ends, block)
+    scan(z_ends, block)
+    return S_ends, z_ends
+
+
+def new_ends(block: Block, **states: Tensor) -> list[Tensor]:
+    """Return memory for the states at the ends of all chunks."""
+    count = block.tile.number + 1
+    return [block.work(name, count * len(x), *x.shape[1:]) for name, x in states.items()]
+
+
+def scan(ends: Tensor, block: Block, *, reverse: bool = False) -> None:
+    """Scan over chunks in place: S_{c+1} = a_c S_c + ΔS_c. Runs backwards for gradients."""
+    states = ends.unflatten(0, (block.tile.number + 1, -1)).unbind(0)
+    weights = None if block.decay is None else block.decay.over.unbind(0)
+    for i in reversed(range(block.tile.number)) if reverse else range(block.tile.number):
+        done, following = (states[i + 1], states[i]) if reverse else (states[i], states[i + 1])
+        following.add_(done) if weights is None else following.addcmul_(done, weights[i])
+
+
+def per_group(x: Tensor, block: Block) -> Tensor:
     """(cb gC …) as (cb g C …)"""
-    return x.unflatten(1, (-1, block.k.shape[1]))
+    return x.unflatten(1, (-1, block.tile.chunk))
 
 
-def _weigh(A: Tensor, block: Block) -> Tensor:
+def since(x: Tensor, block: Block) -> Tensor:
+    """r x, of queries (cb gC d)"""
+    return x if block.decay is None else (per_group(x, block) * block.decay.since).flatten(1, 2)
+
+
+def until(x: Tensor, block: Block) -> Tensor:
+    """w x, of keys (cb C d)"""
+    return x if block.decay is None else x * block.decay.until
+
+
+def weigh(A: Tensor, block: Block) -> Tensor:
     """A ∘ D, in place. What a query must not see is overwritten, not multiplied by zero: it may be infinite."""
-    parts = _per_group(A, block)
+    parts = per_group(A, block)
     if block.decay is not None:
         parts.mul_(block.decay.inside)
     parts.tril_()
     return A
 
 
-def _weights(block: Block) -> Tensor:
+def weights(block: Block) -> Tensor:
     """D itself, (cb C C)."""
-    n, C, _ = block.k.shape
-    return _weigh(block.k.new_ones(n, C, C), block)
+    count, C, _ = block.k.shape
+    return weigh(block.k.new_ones(count, C, C), block)
 
 
-def _since(x: Tensor, block: Block) -> Tensor:
-    return x if block.decay is None else (_per_group(x, block) * block.decay.since).flatten(1, 2)
+def over_key_sums(x: Tensor, sums: Tensor, block: Block) -> Tensor:
+    return divide(per_group(x, block), sums.unsqueeze(1)).flatten(1, 2)
 
 
-def _until(x: Tensor, block: Block) -> Tensor:
-    return x if block.decay is None else x * block.decay.until.squeeze(1)
+class Queries(NamedTuple):
+    """Queries of a block as its keys and the states before its chunks meet them."""
 
-
-def _dot(x: Tensor, y: Tensor, work: Workspace) -> Tensor:
-    """Return x·y per row. As a matrix product it would take half the time of a full one."""
-    return torch.mul(x, y, out=work.scratch(x)).sum(-1, keepdim=True)
-
-
-def _ends(
-    state: tuple[Tensor, Tensor], block: Block, first: int, work: Workspace, names: tuple[str, str] = ("S", "z")
-) -> Ends:
-    """Room for the states at the ends of all chunks, that at the first or the last of them given."""
-    ends = Ends(*(work(name, block.chunks + 1, *x.shape) for name, x in zip(names, state, strict=True)))
-    for x, given in zip(ends, state, strict=True):
-        x[first] = given
-    return ends
-
-
-def _accumulate(ends: Ends, block: Block, *, reverse: bool = False) -> None:
-    """Scan over chunks in place: S_{c+1} = a_c S_c + ΔS_c. Runs backwards for gradients."""
-    whole = None if block.decay is None else block.decay.whole.unbind(0)
-    for x, weights in ((ends.S, whole), (ends.z, whole and [a.squeeze(-1) for a in whole])):
-        states = x.unbind(0)
-        for i in reversed(range(len(states) - 1)) if reverse else range(len(states) - 1):
-            done, following = (states[i + 1], states[i]) if reverse else (states[i], states[i + 1])
-            following.add_(done) if weights is None else following.addcmul_(done, weights[i])
-
-
-def _states(block: Block, state: tuple[Tensor, Tensor], work: Workspace) -> Ends:
-    """Return the states at the ends of all chunks, from the state that enters the block, (b f dv) and (b f)."""
-    ends, k = _ends(state, block, 0, work), _until(block.k, block)
-    S, z = ends.after()
-    S.baddbmm_(k.mT, block.v, beta=0)
-    z.copy_(k.sum(1, keepdim=True))
-    _accumulate(ends, block)
-    return ends
-
-
-def _denominator(A: Tensor, q_in: Tensor, z_in: Tensor, block: Block, work: Workspace) -> Tensor:
-    total = A.sum(-1, keepdim=True).add_(_dot(q_in, z_in, work))
-    return infinite_if_none(total, nonnegative=block.nonnegative)
-
-
-def _key_sums(block: Block, z_in: Tensor) -> Tensor:
-    """z_i, the sum of the keys that each query sees, (cb C f)."""
-    return _since(z_in.expand_as(block.k), block) + _weights(block) @ block.k
-
-
-def _over_key_sums(x: Tensor, total: Tensor, block: Block) -> Tensor:
-    return divide(_per_group(x, block), total.unsqueeze(1)).flatten(1, 2)
-
-
-def _product(a: Tensor, b: Tensor, work: Workspace, name: str) -> Tensor:
-    return work(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
-
-
-def _similarities(q: Tensor, block: Block, work: Workspace) -> Tensor:
-    """A = q kᵀ ∘ D"""
-    return _weigh(_product(q, block.k.mT, work, "A"), block)
-
-
-def _outputs(block: Block, ends: Ends, normalize: str | None, work: Workspace) -> Tensor:
-    """(cb gC dv)"""
-    (S_in, z_in), q = ends.before(), block.q
-    if normalize == "keys":
-        q = _over_key_sums(q, _key_sums(block, z_in), block)
-    A, q_in = _similarities(q, block, work), _since(q, block)
-    y = _product(A, block.v, work, "y").baddbmm_(q_in, S_in)
-    return y.div_(_denominator(A, q_in, z_in, block, work)) if normalize == "output" else y
-
-
-def _state_of(S: Tensor, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """(b f dv) and (b f)"""
-    return rows_of(S, rows).flatten(0, -3), rows_of(z, rows).flatten(0, -2)
-
-
-def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the last state, and the states (i, lead, f, dv) that enter each block if they are to be saved."""
-    plan, dv = cut(call), call.S.shape[-1]
-    y = empty_like(call.v, (*call.q.shape[:-1], dv))
-    S_end, z_end = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
-    saved = _room_for_states(call, save)
-    spread, work = spread_keys(call), Workspace(call.S)
-    for rows, tiles in plan:
-        state = _state_of(call.S, call.z, rows)
-        for i, tile in enumerate(tiles):
-            if save:
-                _save(state, (saved[0][i], saved[1][i]), rows)
-            block = load(spread, tile, work)
-            ends = _states(block, state, work)
-            write(y, tile, _outputs(block, ends, call.normalize, work))
-            state = ends.S[-1], ends.z[-1]
-        _save(state, (S_end, z_end), rows)
-    return y, S_end, z_end, saved[0], saved[1]
-
-
-def _room_for_states(call: CausalCall, save: bool) -> tuple[Tensor, Tensor]:
-    entering = number_of_blocks(call) if save else 0
-    return call.S.new_empty(entering, *call.S.shape), call.z.new_empty(entering, *call.z.shape)
-
-
-def _save(state: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor], rows: slice) -> None:
-    for x, target in zip(state, into, strict=True):
-        target = rows_of(target, rows)
-        target.copy_(x.view(target.shape))
-
-
-class Gradients(NamedTuple):
-    """Gradients of the call's queries, keys, values and decays, the last as (…, n, 1)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-
-
-class Shared(NamedTuple):
-    """Tensors that the gradients of keys need and those of queries computed."""
-
-    dN: Tensor  # gradient of the numerator, (cb gC dv)
-    G: Tensor  # gradient of q kᵀ, (cb gC C)
-    A: Tensor  # D ∘ q kᵀ, (cb gC C)
-    q: Tensor  # queries as the keys meet them: over the key sums with "keys", (cb gC f)
+    q: Tensor  # with "keys", over the key sums, (cb gC f)
     q_in: Tensor  # the same, decayed since the chunk began
-    dz: Tensor | None  # gradient of the z that enters each chunk, (cb 1 f)
-    dtotal: Tensor | None  # gradient of the key sums, (cb C f)
-    crossing: Tensor | None  # gradient of the decays through this chunk's queries, (cb C 1)
+    A: Tensor  # D ∘ q kᵀ, (cb gC C)
+    d: Tensor | None  # the denominators of "output", (cb gC 1)
+    key_sums: Tensor | None  # those of "keys", (cb C f): z_i, the sum of the keys that each query sees
 
 
-def _to_queries(
-    call: CausalCall, tile: Tile, block: Block, ends: Ends, dy: Tensor, into: Gradients, work: Workspace
-) -> Shared:
-    """Writes their gradients. With y = N / d, dN = dy / d and dd = −dN·y = −dN·N / d."""
-    (S_in, z_in), normalize = ends.before(), call.normalize
-    q, k, total, dz, dtotal, crossing = block.q, block.k, None, None, None, None
-    if normalize == "keys":
-        total = _key_sums(block, z_in)
-        q = _over_key_sums(q, total, block)
-    A, q_in = _similarities(q, block, work), _since(q, block)
-    dN, d = of_queries(dy, tile, work, "y"), None
-    if normalize == "output":
-        d = _denominator(A, q_in, z_in, block, work)
-        dN.div_(d)
-    dq, G = _product(dN, S_in.mT, work, "dq"), _product(dN, block.v.mT, work, "G")
-    if d is not None:
-        # dN·N from the products at hand: y itself was rounded
-        dd = _dot(q_in, dq, work).add_(_dot(A, G, work)).div_(d).neg_()
-        dq.addcmul_(dd, z_in)
-        G.add_(dd)
-        dz = torch.mul(q_in, dd, out=work.scratch(q_in)).sum(1, keepdim=True)
-    if block.decay is not None:
-        crossing = _crossing(A, G, _dot(q_in, dq, work), block)
-    dq = _since(dq, block).baddbmm_(_weigh(G, block), k)
-    if total is not None:
-        dtotal = -divide(_per_group(dq * q, block).sum(1), total)
-        of_z = _since(dtotal, block)
-        dz = of_z.sum(1, keepdim=True)
-        dq = _over_key_sums(dq, total, block)
-        if crossing is not None:
-            crossing += _crossing(_weights(block), dtotal @ k.mT, _dot(of_z, z_in.expand_as(of_z), work), block)
-    write(into.q, tile, _through_map(dq, block.q, call, work))
-    return Shared(dN, G, A, q, q_in, dz, dtotal, crossing)
+def queries(block: Block, z_in: Tensor) -> Queries:
+    q, d, key_sums = block.q, None, None
+    if block.normalize == "keys":
+        key_sums = since(z_in.expand_as(block.k), block) + weights(block) @ block.k
+        q = over_key_sums(q, key_sums, block)
+    A, q_in = weigh(block.work.product("A", q, block.k.mT), block), since(q, block)
+    if block.normalize == "output":
+        # as a matrix product, q·z would take half the time of a full one
+        d = A.sum(-1, keepdim=True).add_(block.work.times(q_in, z_in).sum(-1, keepdim=True))
+        d = infinite_if_none(d, nonnegative=block.nonnegative)
+    return Queries(q, q_in, A, d, key_sums)
 
 
-def _crossing(A: Tensor, G: Tensor, Q: Tensor, block: Block) -> Tensor:
-    """The gradient of each token's decay through the queries of its chunk, (cb C 1): Σ A_ij G_ij over the pairs that
-    cross it, i ≥ t > j, and Σ Q_i over i ≥ t for the state before the chunk. A difference of sums over all pairs would
-    leave their rounding where decays are strong."""
-    Q, pairs = _per_group(Q, block).sum(1), _per_group(A * G, block).sum(1)
-    before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1)
-
-
-def _to_keys(
-    call: CausalCall,
-    tile: Tile,
-    block: Block,
-    past: Shared,
-    entering: tuple[Tensor, Tensor],
-    dstate: tuple[Tensor, Tensor],
-    into: Gradients,
-    work: Workspace,
-) -> tuple[Tensor, Tensor]:
-    """Writes the gradients of keys, values and decays; returns that of the state before the block, from that of the
-    state after it. `entering` are the states before each chunk."""
-    k, v, ends = block.k, block.v, _ends(dstate, block, -1, work, ("dS", "dz"))
-    dS, dz = ends.before()
-    dS.baddbmm_(past.q_in.mT, past.dN, beta=0)
-    dz.zero_() if past.dz is None else dz.copy_(past.dz)
-    _accumulate(ends, block, reverse=True)
-    dS, dz = ends.after()
-    dv, dk = _product(_until(k, block), dS, work, "dv"), _product(_until(v, block), dS.mT, work, "dk")
-    dk.add_(_until(dz, block))
-    if into.log_decay is not None and past.crossing is not None and block.decay is not None:
-        later = _dot(k, dk, work)
-        over = block.decay.whole.flatten(0, 1) * sum(
-            (x * dx).sum((1, 2), keepdim=True) for x, dx in zip(entering, (dS, dz), strict=True)
-        )
-        of_decay = past.crossing + (later.cumsum(1) - later) + over
-        write_keys(into.log_decay, tile, of_decay, block._replace(missing=None), call)
-    dv.baddbmm_(past.A.mT, past.dN)
-    dk.baddbmm_(past.G.mT, past.q)
-    write_keys(into.v, tile, dv, block, call)
-    if past.dtotal is not None:
-        dk.baddbmm_(_weights(block).mT, past.dtotal)
-    write_keys(into.k, tile, _through_map(dk, k, call, work), block, call)
-    return ends.S[0].clone(), ends.z[0].clone()
-
-
-def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
-    dy, dS_end, dz_end = grads
-    assert dy is not None and dS_end is not None and dz_end is not None
-    plan, (saved_S, saved_z) = cut(call), saved
-    if not plan:
-        # what is broadcast over no rows has a gradient of zeros
-        return *(None if x is None else torch.zeros_like(x) for x in call[:6]), None
-    if saved_S is None or saved_z is None or saved_S.shape[0] == 0:
-        saved_S, saved_z = forward(call, save=True)[3:]
-    dq, dk, dv = (empty_like(x, x.shape) for x in call[:3])
-    dS_start, dz_start = call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
-    of_decay = None if call.log_decay is None else call.S.new_empty(*call.log_decay.shape, 1)
-    spread, into, work = spread_keys(call), Gradients(dq, dk, dv, of_decay), Workspace(call.S)
-    for rows, tiles in plan:
-        dstate = _state_of(dS_end, dz_end, rows)
-        for i, tile in reversed(list(enumerate(tiles))):
-            block = load(spread, tile, work)
-            ends = _states(block, _state_of(saved_S[i], saved_z[i], rows), work)
-            past = _to_queries(call, tile, block, ends, dy, into, work)
-            dstate = _to_keys(call, tile, block, past, ends.before(), dstate, into, work)
-        _save(dstate, (dS_start, dz_start), rows)
-    if call.log_decay is not None and of_decay is not None:
-        # a decay of −inf has no gradient: it begins a new sequence
-        of_decay = of_decay.squeeze(-1).masked_fill(call.log_decay == -torch.inf, 0).to(call.log_decay.dtype)
-    return dq, dk, dv, dS_start, dz_start, of_decay, None
-
-
-def _through_map(gradient: Tensor, features: Tensor, call: CausalCall, work: Workspace) -> Tensor:
-    """The chain rule: from the gradient of φ(x) that of x, in place."""
-    derivative = ELEMENTWISE[call.feature_map].derivative
-    return gradient if derivative is None else gradient.mul_(derivative(features, work.scratch(features)))
-
-
-def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = call.v.new_empty(*call.q.shape[:-1], call.S.shape[-1])
-    return y, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), *_room_for_states(call, save)
-
-
-BACKEND = Backend("chunked", cannot_export, forward, gradient, empty, saved=2)
+def outputs(block: Block, S_in: Tensor, z_in: Tensor) -> Tensor:
+    """(cb gC dv)"""
+    _, q_in, A, d, _ = queries(block, z_in)
+    y = block.work.product("y", A, block.v).baddbmm_(q_in, S_in)
+    return y if d is None else y.div_(d)

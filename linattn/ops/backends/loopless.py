@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.backends.base import CausalCall, accumulator, divide, is_exporting
-from linattn.ops.backends.operator import Backend, exactly
+from linattn.ops.backends.base import CausalCall, accumulator, divide, exactly, is_exporting
+from linattn.ops.backends.operator import Backend
 from linattn.ops.backends.reference import decay_between, of_present_tokens, present
 from linattn.ops.elementwise import ELEMENTWISE
 

@@ -28,9 +28,8 @@ class Backend(NamedTuple):
     `unsupported(call)` says why it cannot run a call, from shapes, dtypes and devices alone. `forward(call, save)`
     returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the call, empty unless
     `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and computes again what
-    was not saved (empty, or None inside vmap). Upstream gradients are None where no output is used, unless `wants_all`.
-    `empty(call, save)` and `empty_gradient(call)` are results without numbers, for tracing. Without a gradient, torch
-    differentiates `forward` itself."""
+    was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are results without
+    numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
 
     name: str
     unsupported: Callable[[Any], str | None]
@@ -39,7 +38,9 @@ class Backend(NamedTuple):
     empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
     empty_gradient: Callable[[Any], Tensors] | None = None
     saved: int = 0
-    wants_all: bool = True
+
+    def run(self, call: Any) -> tuple[Tensor, ...]:
+        return self.forward(call, False)
 
 
 class Operator:
@@ -47,7 +48,7 @@ class Operator:
 
     def __init__(self, name: str, call: type[Any], outputs: int, backends: Sequence[Backend]):
         self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
-        self.run = {b.name: _run_plain(b) if b.gradient is None else Form(self, b) for b in self.backends}
+        self.run = {b.name: Form(self, b) if b.gradient else b.run for b in self.backends}
 
     def __call__(self, call: Any, backend: str | None = None) -> tuple[Tensor, ...]:
         """By the named backend, or the first that can."""
@@ -70,57 +71,48 @@ class Operator:
         return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
 
 
-def _run_plain(backend: Backend) -> Callable[[Any], tuple[Tensor, ...]]:
-    return lambda call: backend.forward(call, False)
+def cannot_trace(call: Any) -> str | None:
+    """Refuse, on behalf of a form made of loops, what would unroll them: graphs for export or of transforms."""
+    if is_exporting() or (torch.compiler.is_compiling() and in_transform()):
+        return "has loops, which this graph would unroll"
+    return None
 
 
-def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
-
-    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
-        with without_autocast(call[0]):
-            return forward(call, save)
-
-    return run
+def in_transform() -> bool:
+    """True under a function transform or in forward mode, which would pass an operation of a graph by, with tangents of
+    zero."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class Form:
-    """A backend with a gradient of its own as one operation: of autograd, and of torch.library for graphs."""
+    """A backend with a gradient of its own as one operation: of autograd, and of torch.library for graphs, where a
+    compiler would unroll its loops."""
 
     def __init__(self, operator: Operator, backend: Backend):
         self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
         self.make, fields = operator.call, get_type_hints(operator.call)
-        self.tensors = sum(_SCHEMA[kind].startswith("Tensor") for kind in fields.values())
-        schema = ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in fields.items())
-        self.whole, self.whole_gradient = _define(self, f"{operator.name}_{backend.name}", schema)
+        schema = [f"{_SCHEMA[kind]} {name}" for name, kind in fields.items()]
+        self.tensors = sum(field.startswith("Tensor") for field in schema)
+        self.traced = _define(self, f"{operator.name}_{backend.name}", schema)
 
     def __call__(self, call: Any) -> tuple[Tensor, ...]:
         tensors = call[: self.tensors]
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if torch.compiler.is_compiling():
-            return self._traced(call, save)
-        _refuse_forward_mode(tensors)
+            return self.traced(*call, save)[: self.outputs]
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(tensors)
         if save or torch._C._are_functorch_transforms_active():
             return _Differentiable.apply(self, (*call[self.tensors :], save), *tensors)[: self.outputs]
         with without_autocast(call[0]):
-            return self.backend.forward(call, save)[: self.outputs]
+            return self.backend.forward(call, False)[: self.outputs]
 
-    def _traced(self, call: Any, save: bool) -> tuple[Tensor, ...]:
-        """A compiler would unroll every loop over blocks, so a graph holds the operation whole, except where a function
-        transform or forward mode would pass it by, with tangents of zero."""
-        if in_transform():
-            return self.forward(call, False)[: self.outputs]
-        return self.whole(*call, save)[: self.outputs]
-
-    def forward(self, call: Any, save: bool) -> tuple[Tensor, ...]:
-        with without_autocast(call[0]):
-            return self.backend.forward(call, save)
-
-    def gradient(self, call: Any, saved: Tensors, grads: Tensors) -> Tensors:
+    def gradient(self, *arguments: Any) -> Tensors:
+        """Return the gradient, given upstream gradients, what was saved, and the call."""
         assert self.backend.gradient is not None
+        first = self.outputs + self.backend.saved
+        grads, saved, call = arguments[: self.outputs], arguments[self.outputs : first], self.make(*arguments[first:])
         with without_autocast(call[0]):
-            if self.backend.wants_all:
-                grads = self.filled(call, grads)
             found = self.backend.gradient(call, saved, grads)
         # neither autograd nor torch.library lets a function return what it was given
         return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in found)
@@ -134,84 +126,56 @@ class Form:
         return tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, results, strict=False))
 
 
-def cannot_export(call: Any) -> str | None:
-    """Refuse, on behalf of a form made of loops, to run while an export is traced."""
-    return "has loops, which an exported graph would unroll" if is_exporting() else None
-
-
-def in_transform() -> bool:
-    """True under a function transform or in forward mode."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _define(form: Form, name: str, schema: str) -> tuple[Any, Any]:
-    """`torch.ops.linattn.<name>` and its gradient, in whose results an empty tensor stands for none."""
-    count, outputs, saved = form.tensors, form.outputs, form.backend.saved
+def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
+    """Define `torch.ops.linattn.<name>` and its gradient, in whose results an empty tensor stands for none."""
+    backend, count, outputs, results = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return form.forward(form.make(*arguments[:-1]), arguments[-1])
+        with without_autocast(arguments[0]):
+            return backend.forward(form.make(*arguments[:-1]), arguments[-1])
 
     def empty(*arguments: Any) -> tuple[Tensor, ...]:
-        assert form.backend.empty is not None
-        return form.backend.empty(form.make(*arguments[:-1]), arguments[-1])
+        assert backend.empty is not None
+        return backend.empty(form.make(*arguments[:-1]), arguments[-1])
 
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        grads, kept, call = _split(arguments, outputs, saved)
-        found = form.gradient(form.make(*call), kept, grads)
-        return tuple(call[0].new_empty(0) if g is None else g for g in found)
+        found = form.gradient(*arguments)
+        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
 
     def empty_gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        call = form.make(*_split(arguments, outputs, saved)[2])
-        if form.backend.empty_gradient is not None:
-            found = form.backend.empty_gradient(call)
-        else:
-            found = tuple(None if not differentiable(x) else x.new_empty(x.shape) for x in call[:count])
-        return tuple(call[0].new_empty(0) if g is None else g for g in found)
+        call = form.make(*arguments[results:])
+        found = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in call[:count])
+        found = found if backend.empty_gradient is None else backend.empty_gradient(call)
+        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.options = inputs[count:-1]
-        ctx.save_for_backward(*inputs[:count], *(output[outputs:] if isinstance(output, tuple) else ()))
+        ctx.save_for_backward(*(output[outputs:] if isinstance(output, tuple) else ()), *inputs[:count])
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        found = whole_gradient(*grads[:outputs], *kept, *tensors, *ctx.options)
-        found = [g if differentiable(x) else None for g, x in zip(found, tensors, strict=True)]
+        kept = ctx.saved_tensors
+        found = of_gradient(*grads[:outputs], *kept, *ctx.options)
+        found = [g if differentiable(x) else None for g, x in zip(found, kept[backend.saved :], strict=True)]
         return *found, *[None] * (len(ctx.options) + 1)
 
-    upstream = ", ".join(f"Tensor upstream{i}" for i in range(outputs)) + "".join(
-        f", Tensor saved{i}" for i in range(saved)
-    )
-    whole = _library(name, f"{schema}, bool save", outputs + saved, forward, empty)
-    whole_gradient = _library(f"{name}_gradient", f"{upstream}, {schema}", count, gradient, empty_gradient)
+    given = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
+    traced = _library(name, [*schema, "bool save"], results, forward, empty)
+    of_gradient = _library(f"{name}_gradient", [*given, *schema], count, gradient, empty_gradient)
     torch.library.register_autograd(f"linattn::{name}", backward, setup_context=keep)
-    return whole, whole_gradient
-
-
-def _split(arguments: tuple[Any, ...], outputs: int, saved: int) -> tuple[Tensors, Tensors, tuple[Any, ...]]:
-    return arguments[:outputs], arguments[outputs : outputs + saved], arguments[outputs + saved :]
+    return traced
 
 
 def _library(
-    name: str, schema: str, count: int, run: Callable[..., Any], empty: Callable[..., Any]
+    name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`torch.ops.linattn.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer. A single one
-    torch wants by itself."""
-    full = f"linattn::{name}"
-    if count == 1:
-        run, empty = _first(run), _first(empty)
-    torch.library.define(
-        full,
-        f"({schema}) -> ({', '.join(['Tensor'] * count)})",
-        tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
-    )
-    torch.library.impl(full, "default", run)
-    torch.library.register_fake(full, empty)
+    """Define `torch.ops.linattn.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
+    full, tags = f"linattn::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+    torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
+    # a single one torch wants by itself
+    torch.library.impl(full, "default", run if count > 1 else lambda *arguments: run(*arguments)[0])
+    torch.library.register_fake(full, empty if count > 1 else lambda *arguments: empty(*arguments)[0])
     operation = getattr(torch.ops.linattn, name).default
     return operation if count > 1 else lambda *arguments: (operation(*arguments),)
-
-
-def _first(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: function(*arguments)[0]
 
 
 def differentiable(x: Tensor | None) -> bool:
@@ -223,7 +187,9 @@ class _Differentiable(Function):
 
     @staticmethod
     def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        results = form.forward(form.make(*tensors, *options[:-1]), options[-1])
+        call = form.make(*tensors, *options[:-1])
+        with without_autocast(call[0]):
+            results = form.backend.forward(call, options[-1])
         # what is saved may be an input itself, of which autograd wants a view
         return tuple(x.view_as(x) if any(x is given for given in tensors) else x for x in results)
 
@@ -232,16 +198,15 @@ class _Differentiable(Function):
         ctx.form, ctx.options, *tensors = inputs
         saved = output[ctx.form.outputs :]
         ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*saved, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        form, grads = ctx.form, grads[: ctx.form.outputs]
+        form, options, kept, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
         _refuse_old_vmap(grads)
-        if torch.is_grad_enabled():
-            grads = form.filled(form.make(*ctx.saved_tensors[: form.tensors], *ctx.options[:-1]), grads)
-        return None, None, *_Gradient.apply(ctx.form, ctx.options[:-1], *ctx.saved_tensors, *grads)
+        grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
+        return None, None, *_Gradient.apply(form, options, *grads, *kept)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -253,30 +218,26 @@ class _Gradient(Function):
 
     @staticmethod
     def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
-        count, outputs = form.tensors, form.outputs
-        call = form.make(*tensors[:count], *options)
-        return form.gradient(call, tensors[count:-outputs], tensors[-outputs:])
+        return form.gradient(*tensors, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.form, ctx.options, *tensors = inputs
-        ctx.saved = len(tensors) - ctx.form.tensors - ctx.form.outputs
-        ctx.save_for_backward(*tensors[: ctx.form.tensors], *tensors[-ctx.form.outputs :])
+        ctx.save_for_backward(*tensors[-ctx.form.tensors :], *tensors[: ctx.form.outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
-        count = ctx.form.tensors
-        with without_autocast(ctx.saved_tensors[0]):
-            second = _second_derivative(ctx.form, ctx.options, ctx.saved_tensors, grads)
-        return None, None, *second[:count], *[None] * ctx.saved, *second[count:]
+        count, tensors = ctx.form.tensors, ctx.saved_tensors
+        with without_autocast(tensors[0]):
+            second = _second_derivative(ctx.form, ctx.options, tensors, grads)
+        return None, None, *second[count:], *[None] * ctx.form.backend.saved, *second[:count]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         # what was saved was laid out for another number of dimensions
-        form, options, *tensors = args
-        saved = slice(form.tensors, len(tensors) - form.outputs)
-        tensors[saved] = [None] * len(tensors[saved])
-        return _vmap(_Gradient, info.batch_size, in_dims, (form, options, *tensors))
+        saved = slice(2 + args[0].outputs, len(args) - args[0].tensors)
+        args = *args[: saved.start], *[None] * args[0].backend.saved, *args[saved.stop :]
+        return _vmap(_Gradient, info.batch_size, in_dims, args)
 
 
 def _second_derivative(form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors) -> list[Tensor | None]:
@@ -321,8 +282,6 @@ def _refuse_old_vmap(grads: Tensors) -> None:
 
 
 def _refuse_forward_mode(tensors: Tensors) -> None:
-    if forward_ad._current_level < 0:
-        return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "linear attention has no forward-mode derivative: take a reverse-mode one (torch.func.grad, vjp or jacrev) "

@@ -4,8 +4,8 @@ matrix of similarities."""
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import CausalCall, ReadCall, SumCall, accumulator, divide
-from linattn.ops.backends.operator import Backend, exactly
+from linattn.ops.backends.base import CausalCall, ReadCall, SumCall, accumulator, divide, exactly
+from linattn.ops.backends.operator import Backend
 from linattn.ops.elementwise import ELEMENTWISE
 
 

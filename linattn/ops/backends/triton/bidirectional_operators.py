@@ -1,7 +1,5 @@
 """The halves of attention to all keys with the kernels, sum the keys and read the sums; and their gradients."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,133 +7,75 @@ from linattn.ops.backends.base import ReadCall, SumCall, divide
 from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.triton import bidirectional_kernels as kernels
 from linattn.ops.backends.triton.launch import (
-    Arguments,
-    Denominators,
-    Splits,
-    arguments,
-    launch,
-    with_denominators,
+    Call,
+    Rows,
+    gradient_shape,
+    launch_query_gradient,
+    sum_splits,
+    summed,
 )
-from linattn.ops.backends.triton.layout import empty_like_tokens, readable, readable_scalars
-from linattn.ops.backends.triton.maps import MAPS
-from linattn.ops.backends.triton.split_kernels import key_sums as key_sums_kernel
-from linattn.ops.backends.triton.split_kernels import query_sums as query_sums_kernel
-from linattn.ops.backends.triton.tiling import PRECISION, Tiles, over_both, over_queries, over_values, split
-
-
-def _lead(*leads: torch.Size) -> torch.Size:
-    return torch.broadcast_shapes(*leads)
+from linattn.ops.backends.triton.layout import empty_like_tokens, readable
+from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
+from linattn.ops.backends.triton.tiling import over_both, over_queries, over_values
 
 
 def _align(x: Tensor, ndim: int) -> Tensor:
-    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+    return x[(None,) * (ndim - x.ndim)]
 
 
-def _constants(x: Tensor, dv: int, args: Arguments) -> dict[str, Any]:
-    return {"PRECISION": PRECISION[x.dtype], "F": x.shape[-1], "DV": dv, "UNIT": args.unit}
+def _keys_lead(call: SumCall) -> torch.Size:
+    mask = torch.Size() if call.key_mask is None else call.key_mask.shape[:-1]
+    return torch.broadcast_shapes(call.k.shape[:-2], call.v.shape[:-2], mask)
 
 
-def _cut(n: int, tiles: Tiles, args: Arguments, device: torch.device) -> tuple[int, int, list[object]]:
-    """The splits of each row, and what kernels are told of them."""
-    rows = args.rows
-    length, splits = split(n, rows.number * tiles.parts, tiles.C, device)
-    return rows.number * splits, splits, [n, length, splits, rows.size1, rows.size2]
-
-
-def _add_up(parts: Splits, lead: torch.Size, splits: int, dv: int) -> tuple[Tensor, Tensor]:
-    """Add the splits' sums up to those of the rows."""
-    sums = parts.parts.view(*lead, splits, -1).sum(-2)
-    halves = sums.split([parts.features * dv, parts.features], -1)
-    S, z = (x.clone(memory_format=torch.contiguous_format) for x in halves)
-    return S.view(*lead, parts.features, dv), z
-
-
-class _Keys:
-    """Keys, values and a mask made readable, in rows of their own."""
-
-    def __init__(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-        self.lead = _lead(k.shape[:-2], v.shape[:-2], torch.Size() if key_mask is None else key_mask.shape[:-1])
-        ndim = len(self.lead) + 2
-        self.k, self.v = (readable(_align(x, ndim), self.lead) for x in (k, v))
-        key_mask = None if key_mask is None else _align(key_mask, ndim - 1)
-        self.key_mask = readable_scalars(key_mask, self.lead)
-        self.m, self.f, self.dv = k.shape[-2], k.shape[-1], v.shape[-1]
-        self.shape = (self.f, self.dv, k.dtype, k.device)
+def _keys(given: SumCall) -> Call:
+    """Keys and values in rows of their own."""
+    (k, v, key_mask, feature_map), lead = given, _keys_lead(given)
+    tokens = {"k": _align(k, len(lead) + 2), "v": _align(v, len(lead) + 2)}
+    key_mask = None if key_mask is None else _align(key_mask, len(lead) + 1)
+    return Call(lead, tokens, v.shape[-1], feature_map, key_mask=key_mask)
 
 
 def sum_keys(given: SumCall, save: bool) -> tuple[Tensor, ...]:
-    k, v, key_mask, feature_map = given
-    call = _Keys(k, v, key_mask)
-    if call.m == 0:
-        S, z = empty_sums(given, save)
-        return S.zero_(), z.zero_()
-    tiles = over_values(*call.shape)
-    args = arguments(call.lead, [call.k, call.v], call.key_mask, None, None)
-    programs, splits, numbers = _cut(call.m, tiles, args, k.device)
-    parts = Splits.empty(programs, call.f, call.dv, k)
-    launch(
-        key_sums_kernel, (programs, tiles.parts),
-        [*args.wide, args.key_mask, args.log_decay, *parts.S_and_z, parts.whole, *parts.units, *numbers],
-        tiles, PHI=MAPS[feature_map][0], MASKED=key_mask is not None, DECAYED=False, **_constants(k, call.dv, args),
-    )  # fmt: skip
-    return _add_up(parts, call.lead, splits, call.dv)
+    call = _keys(given)
+    S, z, _ = sum_splits(call, key_sums, call.tokens)
+    return S.sum(-3), z.sum(-2)
 
 
 def empty_sums(call: SumCall, save: bool) -> tuple[Tensor, ...]:
-    k, v, key_mask, _ = call
-    lead = _lead(k.shape[:-2], v.shape[:-2], torch.Size() if key_mask is None else key_mask.shape[:-1])
+    k, v, lead = call.k, call.v, _keys_lead(call)
     S = k.new_empty(*lead, k.shape[-1], v.shape[-1], dtype=torch.float32)
     return S, k.new_empty(*lead, k.shape[-1], dtype=torch.float32)
 
 
 def sum_keys_gradient(given: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
-    (k, v, key_mask, feature_map), (dS, dz) = given, grads
+    call, (dS, dz) = _keys(given), grads
     assert dS is not None and dz is not None
-    call = _Keys(k, v, key_mask)
-    dS, dz = dS.contiguous(), dz.contiguous()
-    dk, dv = (
-        empty_like_tokens(mine, x.shape[-1]) if x.shape[:-2] == call.lead
-        else x.new_empty(*call.lead, *x.shape[-2:], dtype=torch.float32)
-        for x, mine in ((k, call.k), (v, call.v))
-    )  # fmt: skip
-    args = arguments(call.lead, [call.k, call.v, dk, dv], call.key_mask, None, dz)
-    phi, derivative = MAPS[feature_map]
-    for tiles, keys, values in over_both(*call.shape) if call.m else ():
-        programs, _, numbers = _cut(call.m, tiles, args, k.device)
-        launch(
-            kernels.key_sums_gradient, (programs, tiles.parts),
-            [*args.wide, args.key_mask, dS, dz, args.state, *numbers],
-            tiles, PHI=phi, DERIVATIVE=derivative, KEYS=keys, VALUES=values, MASKED=key_mask is not None,
-            **_constants(k, call.dv, args),
-        )  # fmt: skip
-    return _summed(dk, k), _summed(dv, v), None
-
-
-def _summed(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
-
-
-def _gradient_shape(x: Tensor, lead: torch.Size) -> Tensor:
-    return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)
+    dS, dz, dk, dv = dS.contiguous(), dz.contiguous(), call.empty_gradient("k"), call.empty_gradient("v")
+    rows = Rows(call, {**call.tokens, "dk": dk, "dv": dv}, dz)
+    dstate = rows.shared(dS, dz)
+    for tiles, keys, values in over_both(*call.shape):
+        kernel = kernels.key_sums_gradient
+        rows.launch(kernel, tiles, rows.split(tiles), dstate=dstate, KEYS=keys, VALUES=values)
+    return summed(dk, given.k), summed(dv, given.v), None
 
 
 def empty_sums_gradient(call: SumCall) -> Tensors:
-    lead = empty_sums(call, False)[0].shape[:-2]
-    return _gradient_shape(call.k, lead), _gradient_shape(call.v, lead), None
+    lead = _keys_lead(call)
+    return gradient_shape(call.k, lead), gradient_shape(call.v, lead), None
 
 
-class _Queries:
-    """Queries and the sums that they read, in the rows of both. Queries that serve several rows are expanded."""
+def _queries_lead(call: ReadCall) -> torch.Size:
+    return torch.broadcast_shapes(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
 
-    def __init__(self, q: Tensor, S: Tensor, z: Tensor) -> None:
-        self.lead = _lead(q.shape[:-2], S.shape[:-2], z.shape[:-1])
-        sums = _lead(S.shape[:-2], z.shape[:-1])
-        sums = torch.Size((1,) * (len(self.lead) - len(sums))) + sums
-        self.q = readable(q.expand(*self.lead, *q.shape[-2:]), self.lead)
-        self.S = S.expand(*sums, *S.shape[-2:]).contiguous()
-        self.z = z.expand(*sums, z.shape[-1]).contiguous()
-        self.n, self.f, self.dv = q.shape[-2], q.shape[-1], S.shape[-1]
-        self.shape = (self.f, self.dv, q.dtype, q.device)
+
+def _queries(given: ReadCall) -> tuple[Call, Tensor, Tensor]:
+    """Return queries in the rows of both, and the sums that they read. Queries that serve several rows are expanded."""
+    q, S, z, normalize, feature_map, _ = given
+    lead, sums = _queries_lead(given), torch.broadcast_shapes(S.shape[:-2], z.shape[:-1])
+    S, z = S.expand(*sums, *S.shape[-2:]), z.expand(*sums, z.shape[-1])
+    call = Call(lead, {"q": q.expand(*lead, *q.shape[-2:])}, S.shape[-1], feature_map, normalize == "output")
+    return call, _align(S, len(lead) + 2).contiguous(), _align(z, len(lead) + 1).contiguous()
 
 
 def _means(call: ReadCall) -> Tensor:
@@ -144,22 +84,15 @@ def _means(call: ReadCall) -> Tensor:
 
 
 def read(given: ReadCall, save: bool) -> tuple[Tensor, ...]:
-    q, _, z, normalize, feature_map, dtype = given
-    call = _Queries(q, _means(given), z)
-    y = empty_like_tokens(call.q, call.dv)
-    tiles, args = over_values(*call.shape), arguments(call.lead, [call.q, y], None, None, call.z)
-    programs, _, numbers = _cut(call.n, tiles, args, q.device)
-    if call.n:
-        launch(
-            kernels.read, (programs, tiles.parts),
-            [*args.wide, call.S, call.z, args.state, *numbers],
-            tiles, PHI=MAPS[feature_map][0], NORMALIZED=normalize == "output", **_constants(q, call.dv, args),
-        )  # fmt: skip
-    return (y.to(dtype),)
+    call, S, z = _queries(given._replace(S=_means(given)))
+    y, tiles = empty_like_tokens(call.tokens["q"], call.dv), over_values(*call.shape)
+    rows = Rows(call, {**call.tokens, "y": y}, z)
+    rows.launch(kernels.read, tiles, rows.split(tiles), state=rows.shared(S, z))
+    return (y.to(given.dtype),)
 
 
 def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
-    lead = _lead(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
+    lead = _queries_lead(call)
     q = readable(call.q.expand(*lead, *call.q.shape[-2:]), lead)
     return (empty_like_tokens(q, call.S.shape[-1]).to(call.dtype),)
 
@@ -174,42 +107,16 @@ def read_gradient(given: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _read_gradient(given: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    (q, S, z, normalize, feature_map, _), (dy,) = given, grads
-    normalized = normalize == "output"
+    (call, S, z), (dy,) = _queries(given), grads
     assert dy is not None
-    call = _Queries(q, S, z)
-    dy, dq = readable(dy.to(q.dtype), call.lead), empty_like_tokens(call.q, call.f)
-    if call.n == 0:
-        return _summed(dq, q), torch.zeros_like(S), torch.zeros_like(z)
-    args, tiles = arguments(call.lead, [call.q, dy, dq], None, None, call.z), over_queries(*call.shape)
-    programs, _, numbers = _cut(call.n, tiles, args, q.device)
-    phi, derivative = MAPS[feature_map]
-
-    def run(denominators: Denominators, *, sums: bool, gradient: bool) -> None:
-        launch(
-            kernels.read_gradient, (programs, tiles.parts),
-            [*args.wide, call.S, call.z, args.state, *denominators, *numbers],
-            tiles, PHI=phi, DERIVATIVE=derivative, SUMS=sums, GRADIENT=gradient, NORMALIZED=normalized,
-            **_constants(q, call.dv, args),
-        )  # fmt: skip
-
-    denominators = with_denominators(run, call.q, (args.rows.number, tiles.parts, call.n), normalized)
-    tiles = over_values(*call.shape)
-    programs, splits, numbers = _cut(call.n, tiles, args, q.device)
-    parts = Splits.empty(programs, call.f, call.dv, q)
-    of_q, of_dy, _ = args.wide
-    launch(
-        query_sums_kernel, (programs, tiles.parts),
-        [of_q, of_dy, args.key_mask, args.log_decay, *denominators, *parts.S_and_z, parts.whole, *parts.units,
-         *numbers],
-        tiles, PHI=phi, NORMALIZED=normalized, MASKED=False, DECAYED=False, **_constants(q, call.dv, args),
-    )  # fmt: skip
-    if not normalized:
-        parts.S_and_z[1].zero_()
-    dS, dz = _add_up(parts, call.lead, splits, call.dv)
-    return _summed(dq, q), dS.sum_to_size(*S.shape), dz.sum_to_size(*z.shape)
+    dy, dq = readable(dy.to(given.q.dtype), call.lead), empty_like_tokens(call.tokens["q"], call.f)
+    rows, tiles = Rows(call, {**call.tokens, "dy": dy, "dq": dq}, z), over_queries(*call.shape)
+    state = rows.shared(S, z)
+    denominators = launch_query_gradient(rows, kernels.read_gradient, tiles, rows.split(tiles), state=state)
+    dS, dz, _ = sum_splits(call, query_sums, {**call.tokens, "dy": dy}, None, **denominators)
+    return summed(dq, given.q), dS.sum(-3).sum_to_size(*given.S.shape), dz.sum(-2).sum_to_size(*given.z.shape)
 
 
 def empty_read_gradient(call: ReadCall) -> Tensors:
-    lead = _lead(call.q.shape[:-2], call.S.shape[:-2], call.z.shape[:-1])
-    return _gradient_shape(call.q, lead), call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)
+    lead = _queries_lead(call)
+    return gradient_shape(call.q, lead), call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape)

@@ -1,33 +1,17 @@
 """The kernels of the causal gradients, whose programs walk as those of `causal_kernels.py` do: queries' gradients from
 the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient."""
 
+# constants decide which branches are compiled, and so which names are bound
+# pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false
+
 import triton.language as tl
 
-from linattn.ops.backends.triton.causal_kernels import kernel
-from linattn.ops.backends.triton.tiles import (
-    between,
-    load,
-    load_decay,
-    load_features,
-    load_present,
-    load_queries,
-    mean_value,
-    offset,
-    one_over,
-    owns,
-    product,
-    product_with_state,
-    rounded,
-    store,
-)
+from linattn.ops.backends.triton import device as dev
 
 
-@kernel
+@dev.jit
 def query_gradient(
-    q, q0, q1, q2, qn, k, k0, k1, k2, kn, v, v0, v1, v2, vn, dy, dy0, dy1, dy2, dyn, dq, dq0, dq1, dq2, dqn,
-    key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
-    S, z, s0, s1, s2, s3, S_unit, z_unit, inverse, delta, crossing,
-    n, length, splits, size1, size2,
+    q, k, v, dy, dq, key_mask, log_decay, state, inverse, delta, crossing, walk,
     PHI: tl.constexpr, DERIVATIVE: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr,
     NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -41,103 +25,79 @@ def query_gradient(
 
     For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
     the state's tokens too; again each program its share."""
-    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    places, values = tl.arange(0, C), tl.arange(0, BV)
-    features = tl.program_id(1) * BF + tl.arange(0, BF)
-    begin = split * length
-    stop = tl.minimum(begin + length, n)
-    q += offset(row, size1, size2, q0, q1, q2) * UNIT
-    k += offset(row, size1, size2, k0, k1, k2) * UNIT
-    v += offset(row, size1, size2, v0, v1, v2) * UNIT
-    dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
-    dq += offset(row, size1, size2, dq0, dq1, dq2) * UNIT
-    key_mask += offset(row, size1, size2, m0, m1, m2)
-    log_decay += offset(row, size1, size2, g0, g1, g2)
-    share = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    scalars = share if SUMS else row.to(tl.int64)
-    inverse += scalars * n
-    delta += scalars * n
-    crossing += share * n
-    unit = offset(row, size1, size2, s0, s1, s2) + split * s3
-    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
-    S_i = tl.load(S + unit * S_unit + features[:, None] * DV + values[None, :], mask=whole_tile, other=0)
-    z_i = tl.load(z + unit * z_unit + features, mask=features < F, other=0)
+    row, split, begin, stop = dev.span(walk)
+    places = tl.arange(0, C)
+    features, values = dev.channels(tl.program_id(1), F, BF), dev.channels(0, DV, BV)
+    q, k, v, dy, dq = dev.in_row((q, k, v, dy, dq), row, UNIT)
+    key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
+    crossing = dev.per_token(crossing, walk, True)
+    S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
     for start in range(begin, stop, C):
-        inside = start + places < stop
-        present = inside
-        if MASKED:
-            present = load_present(key_mask, mn, start, inside, C)
-        k_j = load_features(k, kn * UNIT, start, inside, features, PHI, PRECISION, F, C, BF)
-        v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
-        if MASKED:
-            k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
-        v_j, dy_i = rounded(v_j, PRECISION), rounded(load(dy, dyn * UNIT, start, inside, values, DV, C, BV), PRECISION)
+        tokens = dev.chunk(start, stop, C)
+        present = dev.load_present(key_mask, tokens, MASKED)
+        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
+        dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
         visible = places[:, None] >= places[None, :]
-        scale, since, k_end = tl.where(inside, 1.0, 0.0), tl.where(inside, 1.0, 0.0), k_j
+        scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
         if DECAYED:
-            since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
-            weight = tl.where(visible, between(high, low, count), 0.0)
-            k_end = rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            since, until, whole, sums = dev.load_decay(log_decay, tokens)
+            weight = tl.where(visible, dev.between(sums), 0.0)
+            k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
-            q_i = load_queries(q, qn * UNIT, start, inside, features, present, PHI, MASKED, PRECISION, F, C, BF)
-            A = tl.where(visible, product(q_i, tl.trans(k_j), PRECISION), 0.0)
+            q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+            A = tl.where(visible, dev.product(q_i, tl.trans(k_j), PRECISION), 0.0)
             q_i = q_i.to(tl.float32)
             if DECAYED:
                 A *= weight
-        G = tl.where(visible, product(dy_i, tl.trans(v_j), PRECISION), 0.0)
+        G = tl.where(visible, dev.product(dy_i, tl.trans(v_j), PRECISION), 0.0)
         centred = S_i
         if NORMALIZED:
-            # dq stays the same when a constant is args off all values: then what is rounded is small
-            mean = mean_value(S_i, z_i)
+            # dq stays the same when a constant is subtracted from all values: then what is rounded is small
+            mean = dev.mean_value(S_i, z_i)
             of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
             G -= of_mean[:, None]
             centred = S_i - z_i[:, None] * mean[None, :]
-        from_state = product_with_state(dy_i, tl.trans(centred), DECAYED, PRECISION)
+        from_state = dev.product_with_state(dy_i, tl.trans(centred), DECAYED, PRECISION)
         if SUMS:
             d_i = tl.sum(A, 1) + tl.sum(q_i * z_i[None, :], 1) * since
             delta_i = tl.sum(A * G, 1) + tl.sum(q_i * from_state, 1) * since
             if GRADIENT:
-                scale = one_over(d_i)
+                scale = dev.one_over(d_i)
                 delta_i *= scale
-                tl.store(inverse + tl.cast(start, tl.int64) + places, scale, mask=inside)
-                tl.store(delta + tl.cast(start, tl.int64) + places, delta_i + of_mean, mask=inside)
+                dev.store_numbers(inverse, tokens, scale)
+                dev.store_numbers(delta, tokens, delta_i + of_mean)
             else:
-                tl.store(inverse + tl.cast(start, tl.int64) + places, d_i, mask=inside)
-                tl.store(delta + tl.cast(start, tl.int64) + places, delta_i + d_i * of_mean, mask=inside)
+                dev.store_numbers(inverse, tokens, d_i)
+                dev.store_numbers(delta, tokens, delta_i + d_i * of_mean)
         if GRADIENT:
             if NORMALIZED:
                 if not SUMS:
-                    scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-                    delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0) - of_mean
+                    scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens) - of_mean
                 G = tl.where(visible, G - delta_i[:, None], 0.0)
                 from_state -= delta_i[:, None] * z_i[None, :]
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = rounded(q_i * (scale * since)[:, None], PRECISION).to(tl.float32)
+                q_end = dev.rounded(q_i * (scale * since)[:, None], PRECISION).to(tl.float32)
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
-                crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 1)
-                tl.store(crossing + tl.cast(start, tl.int64) + places, crossed, mask=inside)
+                dev.store_numbers(crossing, tokens, tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 1))
                 G *= weight
                 from_state *= since[:, None]
-            dq_i = (product(rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
-            x = load(q, qn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
-            slope = DERIVATIVE(x)
+            dq_i = (dev.product(dev.rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
+            slope = DERIVATIVE(dev.load(q, tokens, features).to(tl.float32))
             if MASKED:
                 slope = tl.where(present[:, None] | (tl.abs(slope) < float("inf")), slope, 0.0)
-            store(dq, dqn * UNIT, start, inside, features, dq_i * slope, F, C, BF)
+            dev.store(dq, tokens, features, dq_i * slope)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
-        S_i += product(tl.trans(k_end), v_j, PRECISION)
+        S_i += dev.product(tl.trans(k_end), v_j, PRECISION)
         z_i += tl.sum(k_end.to(tl.float32), 0)
 
 
-@kernel
+@dev.jit
 def key_gradients(
-    q, q0, q1, q2, qn, k, k0, k1, k2, kn, v, v0, v1, v2, vn, dy, dy0, dy1, dy2, dyn,
-    dk, dk0, dk1, dk2, dkn, dv, dv0, dv1, dv2, dvn, key_mask, m0, m1, m2, mn, log_decay, g0, g1, g2, gn,
-    dS, dz, s0, s1, s2, s3, S_unit, z_unit, e0, e1, e2, inverse, delta, crossing, dS_start, dz_start,
-    n, length, splits, size1, size2,
+    q, k, v, dy, dk, dv, key_mask, log_decay, dstate, inverse, delta, crossing, dstart, walk,
     PHI: tl.constexpr, DERIVATIVE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -151,92 +111,71 @@ def key_gradients(
 
     For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
     the call too."""
-    row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    places, features, values = tl.arange(0, C), tl.arange(0, BF), tl.arange(0, BV)
-    if not VALUES:
-        features += tl.program_id(1) * BF
-    if not KEYS:
-        values += tl.program_id(1) * BV
-    begin = split * length
-    stop = tl.minimum(begin + length, n)
-    q += offset(row, size1, size2, q0, q1, q2) * UNIT
-    k += offset(row, size1, size2, k0, k1, k2) * UNIT
-    v += offset(row, size1, size2, v0, v1, v2) * UNIT
-    dy += offset(row, size1, size2, dy0, dy1, dy2) * UNIT
-    dk += offset(row, size1, size2, dk0, dk1, dk2) * UNIT
-    dv += offset(row, size1, size2, dv0, dv1, dv2) * UNIT
-    key_mask += offset(row, size1, size2, m0, m1, m2)
-    log_decay += offset(row, size1, size2, g0, g1, g2)
-    inverse += row.to(tl.int64) * n
-    delta += row.to(tl.int64) * n
-    crossing += (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * n
-    unit = offset(row, size1, size2, s0, s1, s2) + split * s3
-    whole_tile = (features < F)[:, None] & (values < DV)[None, :]
-    tile = features[:, None] * DV + values[None, :]
-    # of rows that share a state, the first one takes its gradient; the others begin with none
-    given = (splits > 1) | owns(row, size1, size2, e0, e1, e2)
-    dS_j = tl.load(dS + unit * S_unit + tile, mask=whole_tile & given, other=0)
-    dz_j = tl.load(dz + unit * z_unit + features, mask=(features < F) & given, other=0)
+    row, split, begin, stop = dev.span(walk)
+    places = tl.arange(0, C)
+    features = dev.channels(0 if VALUES else tl.program_id(1), F, BF)
+    values = dev.channels(0 if KEYS else tl.program_id(1), DV, BV)
+    q, k, v, dy, dk, dv = dev.in_row((q, k, v, dy, dk, dv), row, UNIT)
+    key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
+    crossing = dev.per_token(crossing, walk, True)
+    # of rows that share a state, the first one gets its gradient; the others begin with none
+    given = dev.owns(dstate, row)
+    dS_j, dz_j = dev.load_state(dstate, row, split, features, values, given, F, DV)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
-        start = begin + (chunks - 1 - i) * C
-        inside = start + places < stop
-        present = inside
-        if MASKED:
-            present = load_present(key_mask, mn, start, inside, C)
-        q_i = load_queries(q, qn * UNIT, start, inside, features, present, PHI, MASKED, PRECISION, F, C, BF)
-        dy_i = rounded(load(dy, dyn * UNIT, start, inside, values, DV, C, BV), PRECISION)
-        x = load(k, kn * UNIT, start, inside, features, F, C, BF).to(tl.float32)
-        k_j = rounded(tl.where(present[:, None] & (features < F)[None, :], PHI(x), 0.0), PRECISION)
-        scale = tl.where(inside, 1.0, 0.0)
+        tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
+        present = dev.load_present(key_mask, tokens, MASKED)
+        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
+        x = dev.load(k, tokens, features).to(tl.float32)
+        # features[1] is a constant if F fills the tile: φ is then computed in the layout of products, and spills
+        k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
+        scale = tl.where(tokens[1], 1.0, 0.0)
         delta_i = scale * 0
         if NORMALIZED:
-            scale = tl.load(inverse + tl.cast(start, tl.int64) + places, mask=inside, other=0)
-            delta_i = tl.load(delta + tl.cast(start, tl.int64) + places, mask=inside, other=0)
+            scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
         # row j, column i
-        weight = tl.where(places[:, None] <= places[None, :], scale[None, :], 0.0)
+        visible = places[:, None] <= places[None, :]
+        weight = tl.where(visible, scale[None, :], 0.0)
         q_end, k_end = scale, k_j
         if DECAYED:
-            since, until, whole, high, low, count = load_decay(log_decay, gn, start, inside, C)
-            weight = tl.where(places[:, None] <= places[None, :], weight * tl.trans(between(high, low, count)), 0.0)
-            q_end, k_end = scale * since, rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            since, until, whole, sums = dev.load_decay(log_decay, tokens)
+            weight = tl.where(visible, weight * tl.trans(dev.between(sums)), 0.0)
+            q_end, k_end = scale * since, dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         if KEYS and DECAYED:
-            A = product(k_j, tl.trans(q_i), PRECISION)
+            A = dev.product(k_j, tl.trans(q_i), PRECISION)
         if KEYS:
-            v_j = load(v, vn * UNIT, start, inside, values, DV, C, BV)
-            v_j = rounded(tl.where(present[:, None], v_j, 0.0), PRECISION)
-            G = product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :]
+            v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
+            G = dev.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :]
             # what a key is not seen by may be infinite
-            G = tl.where(places[:, None] <= places[None, :], G * weight, 0.0)
+            G = tl.where(visible, G * weight, 0.0)
             if NORMALIZED and not DECAYED:
                 mean = tl.sum(v_j.to(tl.float32), 0) / C
-                centred = rounded(v_j.to(tl.float32) - mean[None, :], PRECISION)
-                from_state = product(centred, tl.trans(rounded(dS_j, PRECISION)), PRECISION)
+                centred = dev.rounded(v_j.to(tl.float32) - mean[None, :], PRECISION)
+                from_state = dev.product(centred, tl.trans(dev.rounded(dS_j, PRECISION)), PRECISION)
                 from_state += (dz_j + tl.sum(dS_j * mean[None, :], 1))[None, :]
             else:
-                from_state = product_with_state(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
+                from_state = dev.product_with_state(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
             if DECAYED:
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)
-                tl.store(crossing + tl.cast(start, tl.int64) + places, crossed, mask=inside)
+                dev.store_numbers(crossing, tokens, crossed)
                 from_state *= until[:, None]
-            dk_j = product(rounded(G, PRECISION), q_i, PRECISION) + from_state
-            dk_j = tl.where(present[:, None], dk_j * DERIVATIVE(x), 0.0)
-            store(dk, dkn * UNIT, start, inside, features, dk_j, F, C, BF)
+            dk_j = dev.product(dev.rounded(G, PRECISION), q_i, PRECISION) + from_state
+            dev.store(dk, tokens, features, tl.where(present[:, None], dk_j * DERIVATIVE(x), 0.0))
         if VALUES:
             if not (KEYS and DECAYED):
-                A = product(k_j, tl.trans(q_i), PRECISION)
-            A = rounded(tl.where(places[:, None] <= places[None, :], A * weight, 0.0), PRECISION)
-            from_state = product(k_end, rounded(dS_j, PRECISION), PRECISION)
-            dv_j = tl.where(present[:, None], product(A, dy_i, PRECISION) + from_state, 0.0)
-            store(dv, dvn * UNIT, start, inside, values, dv_j, DV, C, BV)
-        q_end = rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
+                A = dev.product(k_j, tl.trans(q_i), PRECISION)
+            A = dev.rounded(tl.where(visible, A * weight, 0.0), PRECISION)
+            from_state = dev.product(k_end, dev.rounded(dS_j, PRECISION), PRECISION)
+            dv_j = dev.product(A, dy_i, PRECISION) + from_state
+            dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))
+        q_end = dev.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole
-        dS_j += product(tl.trans(q_end), dy_i, PRECISION)
+        dS_j += dev.product(tl.trans(q_end), dy_i, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_end.to(tl.float32) * delta_i[:, None], 0)
     # one for each row, to be summed over rows that share a state
-    begins = (split == 0) & KEYS
-    tl.store(dS_start + row.to(tl.int64) * F * DV + tile, dS_j, mask=whole_tile & begins)
-    tl.store(dz_start + row.to(tl.int64) * F + features, dz_j, mask=(features < F) & begins)
+    dev.store_state(dstart, row, 0, features, values, dS_j, dz_j, (split == 0) & KEYS, True, F, DV)

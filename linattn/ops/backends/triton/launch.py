@@ -1,122 +1,161 @@
-"""Launches from tensors: what every operator here does before and after its kernels."""
+"""Calls made readable for kernels, and launches: what every operator here does before and after its kernels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import infinite_if_none
-from linattn.ops.backends.triton.layout import Rows, scalar_arguments, unfold, unit, wide_arguments
+from linattn.ops.backends.triton.layout import (
+    States,
+    Walk,
+    empty_like_tokens,
+    opaque,
+    readable,
+    readable_scalars,
+    strided,
+    strided_scalars,
+    unfold,
+    unit,
+)
+from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import enter
-from linattn.ops.backends.triton.tiling import Tiles
+from linattn.ops.backends.triton.tiling import PRECISION, Split, Tiles, over_values, split
 
 _ENTER = 1024
 
 
-class Arguments(NamedTuple):
-    """Kernel arguments of tensors with channels, of the mask and the decay; and a state's strides over the rows, in
-    states."""
+@dataclass
+class Call:
+    """Tensors (…, n, d) by their names in kernels, the mask and the decay of a call in the rows of `lead`."""
 
-    rows: Rows
-    unit: int
-    wide: list[list[object]]
-    key_mask: list[object]
-    log_decay: list[object]
-    state: list[int]
+    lead: torch.Size
+    tokens: dict[str, Tensor]
+    dv: int
+    feature_map: str
+    normalized: bool = False
+    key_mask: Tensor | None = None
+    log_decay: Tensor | None = None
+    constants: dict[str, Any] = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.given, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
+        self.key_mask, self.log_decay = (readable_scalars(x, self.lead) for x in (self.key_mask, self.log_decay))
+        first = next(iter(self.tokens.values()))
+        self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
+        # what tiles are chosen by
+        self.shape = (self.f, self.dv, first.dtype, self.device)
+        phi, derivative = MAPS[self.feature_map]
+        self.constants = {
+            "PHI": phi, "DERIVATIVE": derivative, "NORMALIZED": self.normalized,
+            "MASKED": self.key_mask is not None, "DECAYED": self.log_decay is not None,
+            "PRECISION": PRECISION[first.dtype], "F": self.f, "DV": self.dv,
+        }  # fmt: skip
 
-def arguments(
-    lead: Sequence[int], wide: Sequence[Tensor], key_mask: Tensor | None, log_decay: Tensor | None, z: Tensor | None
-) -> Arguments:
-    """Make kernel arguments of tensors that `layout.readable` has made readable; z (…, f) is contiguous."""
-    rows = unfold(lead, [*wide, key_mask, log_decay, z])
-    width = unit(wide, rows)
-    *_, of_mask, of_decay, of_state = rows.strides
-    features = 1 if z is None else max(1, z.shape[-1])
-    return Arguments(
-        rows,
-        width,
-        wide_arguments(wide, rows, width),
-        scalar_arguments(key_mask, of_mask, wide[0]),
-        scalar_arguments(log_decay, of_decay, wide[0]),
-        [s // features for s in of_state],
-    )
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-
-def launch(kernel: Any, grid: tuple[int, int], groups: Sequence[object], tiles: Tiles, **constants: Any) -> None:
-    """Groups of arguments in the kernel's order. A call without rows launches nothing."""
-    flat = [x for group in groups for x in (group if isinstance(group, list) else [group])]
-    if grid[0] == 0:
-        return
-    with torch.cuda.device_of(flat[0]):
-        kernel[grid](
-            *flat,
-            BF=tiles.BF,
-            BV=tiles.BV,
-            C=tiles.C,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **constants,
-        )
+    def empty_gradient(self, name: str) -> Tensor:
+        """For a gradient in every row. Gradients of what serves several rows are summed in float32."""
+        x = self.given[name]
+        if x.shape[:-2] == self.lead:
+            return empty_like_tokens(self.tokens[name], x.shape[-1])
+        return self.empty(*self.lead, *x.shape[-2:])
 
 
-class Denominators(NamedTuple):
-    """Each query's 1/d and δ, or each program's shares of d and of δ d; empty if the output is not normalised."""
+class Rows:
+    """The tensors that a kernel is given, as it takes them, and how to launch it; z (…, f) is contiguous."""
 
-    inverse: Tensor
-    delta: Tensor
+    def __init__(self, call: Call, tokens: dict[str, Tensor], z: Tensor | None = None) -> None:
+        tensors = list(tokens.values())
+        rows = unfold(call.lead, [*tensors, call.key_mask, call.log_decay, z])
+        *strides, of_mask, of_decay, of_state = rows.strides
+        width = unit(tensors, rows)
+        self.call, self.first, (self.number, self.size1, self.size2, _) = call, tensors[0], rows
+        self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
+        self.arguments = {
+            **call.constants,
+            **{name: strided(x, s, -2, width) for (name, x), s in zip(tokens.items(), strides, strict=True)},
+            "key_mask": strided_scalars(call.key_mask, of_mask, tensors[0]),
+            "log_decay": strided_scalars(call.log_decay, of_decay, tensors[0]),
+            "UNIT": width,
+        }
+
+    def split(self, tiles: Tiles) -> Split:
+        return split(self.call.n, self.number * tiles.parts, tiles.C, self.call.device)
+
+    def shared(self, S: Tensor, z: Tensor) -> States:
+        """States that lie as the z that the rows were made with, so that several rows may share one."""
+        return States(S, z, *opaque(*self.state_strides, 0))
+
+    def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
+        """States of each row and split, one after another."""
+        return States(S, z, *opaque(self.size1 * self.size2 * splits, self.size2 * splits, splits, 1))
+
+    def launch(self, kernel: Any, tiles: Tiles, splits: Split, **arguments: object) -> None:
+        grid = (self.number * splits.number, tiles.parts)
+        self.run(kernel, grid, splits, **self.arguments, **tiles._asdict(), **arguments)
+
+    def run(self, kernel: Any, grid: tuple[int, int], splits: Split, **arguments: Any) -> None:
+        """Give a kernel the arguments that it names. Without rows, nothing is launched."""
+        arguments["walk"] = Walk(*opaque(self.call.n, *splits, self.size1, self.size2))
+        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
+        if self.number:
+            with torch.cuda.device_of(self.first):
+                kernel[grid](**{name: arguments[name] for name in wanted})
+
+    def enter(self, state: States, sums: "Sums", splits: Split, **constants: bool) -> States:
+        """Turn each split's own sums into the states that enter it, in place."""
+        entering, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
+        arguments = {"state": state, "sums": entering, "kept": sums.kept, "F": f, "DV": dv, "B": _ENTER}
+        self.run(enter, (self.number, -(-f * dv // _ENTER) + 1), splits, **arguments, **constants)
+        return entering
 
 
-def with_denominators(
-    run: Callable[..., None], q: Tensor, shape: tuple[int, int, int], normalized: bool
-) -> Denominators:
-    """Run the kernel of the queries' gradient, `run(denominators, sums=…, gradient=…)`, for `shape` = (rows, programs
-    of a row, tokens). Where several programs share the features of a row, it runs twice."""
-    if not normalized:
-        found = Denominators(*(q.new_empty(0, dtype=torch.float32) for _ in range(2)))
-        run(found, sums=False, gradient=True)
-        return found
-    found = Denominators(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
-    run(found, sums=True, gradient=shape[1] == 1)
-    if shape[1] > 1:
-        inverse = infinite_if_none(found.inverse.sum(1)).reciprocal()
-        found = Denominators(inverse, found.delta.sum(1) * inverse)
-        run(found, sums=False, gradient=True)
+class Sums(NamedTuple):
+    """Sums of each split by itself, S (…, splits, f, dv) and z (…, splits, f), and its whole decay (…, splits)."""
+
+    S: Tensor
+    z: Tensor
+    kept: Tensor
+
+
+def sum_splits(
+    call: Call, kernel: Any, tokens: dict[str, Tensor], splits: Split | None = None, **arguments: object
+) -> Sums:
+    """Sum the keys or the queries of each split; it chooses the splits if none are given."""
+    rows, tiles = Rows(call, tokens), over_values(*call.shape)
+    splits = rows.split(tiles) if splits is None else splits
+    shapes = (call.f, call.dv), (call.f,), ()
+    sums = Sums(*(call.empty(*call.lead, splits.number, *shape) for shape in shapes))
+    states = rows.separate(sums.S, sums.z, splits.number)
+    rows.launch(kernel, tiles, splits, sums=states, kept=sums.kept, **arguments)
+    return sums
+
+
+def launch_query_gradient(
+    rows: Rows, kernel: Any, tiles: Tiles, splits: Split, **arguments: object
+) -> dict[str, Tensor]:
+    """Run the kernel of the queries' gradient and return the denominators, for the kernels of the other gradients.
+    Where several programs share the features of a row, it runs twice."""
+    call, shape = rows.call, (rows.number, tiles.parts, rows.call.n) if rows.call.normalized else (0,)
+    found = {"inverse": call.empty(*shape), "delta": call.empty(*shape)}
+    whole = tiles.parts == 1
+    if call.normalized and not whole:
+        rows.launch(kernel, tiles, splits, **arguments, **found, SUMS=True, GRADIENT=False)
+        inverse = infinite_if_none(found["inverse"].sum(1)).reciprocal()
+        found = {"inverse": inverse, "delta": found["delta"].sum(1) * inverse}
+    rows.launch(kernel, tiles, splits, **arguments, **found, SUMS=call.normalized and whole, GRADIENT=True)
     return found
 
 
-class Splits(NamedTuple):
-    """The states at the splits of each row: S and z of one after the other in `parts` (rows · splits, f·dv + f)."""
-
-    parts: Tensor
-    whole: Tensor
-    features: int
-
-    @staticmethod
-    def empty(count: int, f: int, dv: int, x: Tensor) -> "Splits":
-        parts = x.new_empty(count, f * dv + f, dtype=torch.float32)
-        return Splits(parts, x.new_empty(count, dtype=torch.float32), f)
-
-    @property
-    def S_and_z(self) -> list[Tensor]:
-        width = self.parts.shape[1]
-        return [self.parts, self.parts.narrow(1, width - self.features, self.features)]
-
-    @property
-    def units(self) -> list[int]:
-        return [self.parts.shape[1]] * 2
+def summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """Sum a gradient in every row over the rows that x serves."""
+    return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
 
 
-def enter_splits(
-    splits: Splits, number: int, S: Tensor, z: Tensor, args: Arguments, *, reverse: bool, shared: bool
-) -> None:
-    """Turn each split's own sums into the states that enter it, in place."""
-    width = splits.parts.shape[1]
-    rows, state = args.rows, width - splits.features
-    grid = (rows.number, -(-width // _ENTER))
-    with torch.cuda.device_of(S):
-        enter[grid](
-            splits.parts, splits.whole, S, z, *args.state, number, rows.size1, rows.size2,
-            REVERSE=reverse, SHARED=shared, STATE=state, WIDTH=width, B=_ENTER,
-        )  # fmt: skip
+def gradient_shape(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """An empty tensor that lies as what `summed` returns."""
+    return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)

@@ -26,6 +26,43 @@ class Rows(NamedTuple):
     strides: list[Strides]
 
 
+class Strided(NamedTuple):
+    """A tensor (…, n, d) or (…, n) as kernels take it: its strides over the rows, opaque, and from token to token."""
+
+    pointer: Tensor
+    outer: int
+    middle: int
+    inner: int
+    step: int
+
+
+class States(NamedTuple):
+    """S (…, f, dv) and z (…, f) as kernels take them: strides over the rows and their splits, in states; opaque."""
+
+    S: Tensor
+    z: Tensor
+    outer: int
+    middle: int
+    inner: int
+    split: int
+
+
+class Walk(NamedTuple):
+    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; opaque."""
+
+    n: int
+    length: int
+    splits: int
+    size1: int
+    size2: int
+
+
+def opaque(*integers: int) -> tuple[int, ...]:
+    """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
+    another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
+    return tuple(16 * x for x in integers)
+
+
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
     """Merges leading dimensions wherever all the tensors allow it."""
     table = [[0 if x is None or x.shape[i] == 1 else x.stride(i) for x in tensors] for i in range(len(lead))]
@@ -84,16 +121,15 @@ def unit(wide: Sequence[Tensor], rows: Rows) -> int:
     return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)
 
 
-def wide_arguments(wide: Sequence[Tensor], rows: Rows, unit: int) -> list[list[object]]:
-    """For each tensor (…, n, d): itself and four strides."""
-    return [
-        [x, *(s // unit for s in strides), x.stride(-2) // unit if x.shape[-2] > 1 else 0]
-        for x, strides in zip(wide, rows.strides[: len(wide)], strict=True)
-    ]
+def strided(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> Strided:
+    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units. A single step is not opaque: other
+    lengths and batches do not change it."""
+    step = x.stride(tokens) if x.shape[tokens] > 1 else 0
+    return Strided(x, *opaque(*(s // unit for s in strides)), *((step,) if unit == 1 else opaque(step // unit)))
 
 
-def scalar_arguments(x: Tensor | None, strides: Strides, absent: Tensor) -> list[object]:
-    """For a mask or a decay (…, n), likewise."""
+def strided_scalars(x: Tensor | None, strides: Strides, absent: Tensor) -> Strided:
+    """Describe a mask or a decay (…, n) to kernels, which read none of `absent`."""
     if x is None:
-        return [absent, 0, 0, 0, 0]
-    return [x.view(torch.uint8) if x.dtype == torch.bool else x, *strides, x.stride(-1) if x.shape[-1] > 1 else 0]
+        return Strided(absent, *opaque(0, 0, 0, 0))
+    return strided(x.view(torch.uint8) if x.dtype == torch.bool else x, strides, -1)

@@ -24,6 +24,13 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+class Split(NamedTuple):
+    """The length and the number of the parts of a sequence."""
+
+    length: int
+    number: int
+
+
 class Rule(NamedTuple):
     """`state`: how many numbers of a state a program keeps in registers."""
 
@@ -103,12 +110,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def split(n: int, programs: int, chunk: int, device: torch.device) -> tuple[int, int]:
-    """(length, number) of the parts of a sequence: one, unless it would leave half of the device idle; then as many as
-    give every processor two programs."""
+def split(n: int, programs: int, chunk: int, device: torch.device) -> Split:
+    """One part, unless it would leave half of the device idle; then as many as give every processor two programs."""
     wanted = 2 * processors(device) // max(1, programs)
     if wanted < 4:
-        return max(n, 1), 1
+        return Split(max(n, 1), 1)
     length = max(SHORTEST_SPLIT, -(-n // wanted))
     length = -(-length // chunk) * chunk
-    return length, max(1, -(-n // length))
+    return Split(length, max(1, -(-n // length)))

@@ -44,7 +44,7 @@ def test_opcheck(device: torch.device, n: int) -> None:
     q, k, v = (x.requires_grad_() for x in tokens(n, device))
     S, z = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, device=device)
     log_decay, mask = -torch.rand(2, n, device=device), torch.rand(2, n, device=device) < 0.7
-    call = (q, k, v, S, z, log_decay, mask, "output", "elu_plus_one", 1, False)
+    call = (q, k, v, S, z, log_decay, mask, "output", "elu_plus_one", False)
     torch.library.opcheck(operators.causal_triton.default, (*call, True), test_utils=CHECKS)
     torch.library.opcheck(operators.sum_keys_triton.default, (k, v, mask, "softplus", True), test_utils=CHECKS)
     for normalize in ("output", "keys"):
@@ -56,7 +56,7 @@ def test_opcheck_of_gradients(device: torch.device) -> None:
     operators = torch.ops.linattn
     q, k, v = tokens(5, device)
     S, z = torch.zeros(2, 4, 3, device=device), torch.ones(2, 4, device=device)
-    call = (q, k, v, S, z, None, None, "output", "elu_plus_one", 1, False)
+    call = (q, k, v, S, z, None, None, "output", "elu_plus_one", False)
     grads = [torch.randn_like(x) for x in operators.causal_triton(*call, True)]
     for operator, arguments in (
         (operators.causal_triton_gradient, (*grads, *call)),

@@ -1,0 +1,298 @@
+"""Parts of all kernels: where a row begins, tiles of tokens, what tensor cores multiply, decays of a chunk.
+
+A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. It is given the
+tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
+which of them are inside), and columns are (channels, which of them are inside)."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# type checkers believe that a compiled function cannot be called
+jit: Any = triton.jit
+
+# the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+# as `base.infinite_if_none`: what is smaller has lost its terms to rounding
+_NONE = tl.constexpr(2.0**-126 / 2.0**-23)
+
+
+@jit
+def plain(x):
+    """Read an integer that `layout.opaque` made."""
+    return x >> 4
+
+
+@jit
+def _elements(x, UNIT: tl.constexpr):
+    """Read a stride in units, so that the compiler sees what divides it."""
+    if UNIT == 16:
+        return x
+    else:
+        return plain(x) * UNIT
+
+
+@jit
+def row_of(number, walk):
+    """Return the indices of a row in the three leading dimensions."""
+    size1, size2 = plain(walk.size1), plain(walk.size2)
+    return number // (size1 * size2), number // size2 % size1, number % size2
+
+
+@jit
+def span(walk):
+    """Return the row and the split of this program, and the tokens from which and up to which it walks."""
+    splits, length = plain(walk.splits), plain(walk.length)
+    number, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    begin = split * length
+    return row_of(number, walk), split, begin, tl.minimum(begin + length, plain(walk.n))
+
+
+@jit
+def offset(x, row, UNIT: tl.constexpr):
+    """Return where a row begins in a tensor with these strides, a `layout.Strided` or `layout.States`."""
+    outer, middle, inner = row
+    found = outer.to(tl.int64) * _elements(x.outer, UNIT) + middle.to(tl.int64) * _elements(x.middle, UNIT)
+    return found + inner.to(tl.int64) * _elements(x.inner, UNIT)
+
+
+@jit
+def owns(x, row):
+    """Return whether the row is the first of those that share a place in x."""
+    outer, middle, inner = row
+    return ((x.outer != 0) | (outer == 0)) & ((x.middle != 0) | (middle == 0)) & ((x.inner != 0) | (inner == 0))
+
+
+@jit
+def _in_row(x, row, UNIT: tl.constexpr):
+    pointer = x.pointer + offset(x, row, UNIT)
+    if UNIT == 1:
+        return pointer, x.step
+    else:
+        return pointer, _elements(x.step, UNIT)
+
+
+@jit
+def in_row(tensors, row, UNIT: tl.constexpr):
+    """Return (pointer, step) of each tensor in this row."""
+    return [_in_row(x, row, UNIT) for x in tensors]
+
+
+@jit
+def per_token(x, walk, SHARES: tl.constexpr):
+    """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
+    place = tl.program_id(0) // plain(walk.splits)
+    if SHARES:
+        place = place * tl.num_programs(1) + tl.program_id(1)
+    return x + place.to(tl.int64) * plain(walk.n), 1
+
+
+@jit
+def chunk(start, stop, C: tl.constexpr):
+    return start, start + tl.arange(0, C) < stop
+
+
+@jit
+def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
+    """Return B of WIDTH columns."""
+    columns = block * B + tl.arange(0, B)
+    if WIDTH % B == 0:
+        return columns, tl.full((B,), True, tl.int1)
+    else:
+        return columns, columns < WIDTH
+
+
+@jit
+def both(rows, columns):
+    return rows[:, None] & columns[None, :]
+
+
+@jit
+def _nearest_bfloat16(x):
+    """Float32 numbers that bfloat16 holds, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@jit
+def cast(x, TYPE: tl.constexpr):
+    """Convert float32 to what a tensor holds."""
+    if _INTERPRETED and tl.bfloat16 == TYPE:
+        x = _nearest_bfloat16(x)
+    return x.to(TYPE)
+
+
+@jit
+def _numbers(x, tokens):
+    """Return pointers to one number per token."""
+    pointer, step = x
+    start, inside = tokens
+    return pointer + tl.cast(start, tl.int64) * step + tl.arange(0, inside.shape[0]) * step
+
+
+@jit
+def load_numbers(x, tokens):
+    """(C,): zeros for tokens that are not inside."""
+    return tl.load(_numbers(x, tokens), mask=tokens[1], other=0)
+
+
+@jit
+def store_numbers(x, tokens, numbers):
+    tl.store(_numbers(x, tokens), numbers, mask=tokens[1])
+
+
+@jit
+def load_present(key_mask, tokens, MASKED: tl.constexpr):
+    """(C,): which tokens are keys."""
+    if MASKED:
+        return load_numbers(key_mask, tokens) != 0
+    else:
+        return tokens[1]
+
+
+@jit
+def _tile(x, tokens, columns):
+    """Return pointers to a chunk's tokens, and which of them are inside."""
+    pointer, step = x
+    start, inside = tokens
+    places = tl.arange(0, inside.shape[0])[:, None] * step + columns[0][None, :]
+    return pointer + tl.cast(start, tl.int64) * step + places, both(inside, columns[1])
+
+
+@jit
+def load(x, tokens, columns):
+    """(C, B): zeros for tokens and columns that are not inside."""
+    places, inside = _tile(x, tokens, columns)
+    return tl.load(places, mask=inside, other=0)
+
+
+@jit
+def store(x, tokens, columns, tile):
+    places, inside = _tile(x, tokens, columns)
+    tl.store(places, cast(tile, x[0].dtype.element_ty), mask=inside)
+
+
+@jit
+def _state(states, row, split, features, values, F: tl.constexpr, DV: tl.constexpr):
+    """Return pointers to (BF, BV) of S and to (BF,) of z."""
+    place = offset(states, row, 1) + split * plain(states.split)
+    tile = features[0][:, None] * DV + values[0][None, :]
+    return states.S + place * F * DV + tile, states.z + place * F + features[0]
+
+
+@jit
+def load_state(states, row, split, features, values, given, F: tl.constexpr, DV: tl.constexpr):
+    """Return (BF, BV) of S and (BF,) of z: zeros unless given."""
+    S, z = _state(states, row, split, features, values, F, DV)
+    mask = both(features[1], values[1])
+    return tl.load(S, mask=mask & given, other=0), tl.load(z, mask=features[1] & given, other=0)
+
+
+@jit
+def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted, F: tl.constexpr, DV: tl.constexpr):
+    S, z = _state(states, row, split, features, values, F, DV)
+    tl.store(S, S_i, mask=both(features[1], values[1]) & wanted)
+    tl.store(z, z_i, mask=features[1] & wanted & z_wanted)
+
+
+@jit
+def rounded(x, PRECISION: tl.constexpr):
+    """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
+    if PRECISION == "bf16":
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else x.to(tl.bfloat16)
+    elif PRECISION == "tf32":
+        return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@jit
+def product(a, b, PRECISION: tl.constexpr):
+    """Multiply rounded tiles, summed in float32."""
+    if PRECISION == "bf16":
+        return tl.dot(a, b)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@jit
+def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
+    high = rounded(b, PRECISION)
+    result = product(a, high, PRECISION)
+    if PRECISE and (PRECISION == "bf16" or PRECISION == "tf32"):
+        result += product(a, rounded(b - high.to(tl.float32), PRECISION), PRECISION)
+    return result
+
+
+@jit
+def one_over(denominator):
+    """Zero for a query that resembles no key."""
+    none = tl.abs(denominator) < _NONE
+    return tl.where(none, 0.0, 1 / tl.where(none, 1.0, denominator))
+
+
+@jit
+def mean_value(S, z):
+    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only their differences."""
+    weight = z * one_over(tl.max(tl.abs(z), 0))
+    return tl.sum(weight[:, None] * S, 0) * one_over(tl.sum(weight * z, 0))
+
+
+@jit
+def mapped(x, inside, PHI: tl.constexpr, PRECISION: tl.constexpr):
+    """φ of a tile, rounded; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
+    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION)
+
+
+@jit
+def load_queries(
+    q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients."""
+    x = load(q, tokens, features)
+    inside = both(tokens[1], features[1])
+    if MASKED:
+        inside = inside & (present[:, None] | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
+    return mapped(x, inside, PHI, PRECISION)
+
+
+@jit
+def load_keys(
+    k, v, tokens, features, values, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """φ(k) and v of a chunk, rounded; zeros for masked tokens."""
+    k_j = mapped(load(k, tokens, features), both(tokens[1], features[1]), PHI, PRECISION)
+    v_j = load(v, tokens, values)
+    if MASKED:
+        k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
+    return k_j, rounded(v_j, PRECISION)
+
+
+@jit
+def load_decay(log_decay, tokens):
+    """Weights of a chunk: (C,) since it began and until it ends, that of it all, and the sums for `between`.
+
+    Sums of logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
+    logs = load_numbers(log_decay, tokens).to(tl.float32)
+    fresh = logs == float("-inf")
+    exact = tl.where(fresh, 0.0, logs).to(tl.float64)
+    total, count = tl.cumsum(exact, 0), tl.cumsum(fresh.to(tl.int32), 0)
+    end, end_count = tl.sum(exact, 0), tl.sum(fresh.to(tl.int32), 0)
+    since = tl.where(count == 0, tl.exp(total.to(tl.float32)), 0.0)
+    until = tl.where(count == end_count, tl.exp((end - total).to(tl.float32)), 0.0)
+    whole = tl.where(end_count == 0, tl.exp(end.to(tl.float32)), 0.0)
+    high = total.to(tl.float32)
+    return since, until, whole, (high, (total - high.to(tl.float64)).to(tl.float32), count)
+
+
+@jit
+def between(sums):
+    """(C, C): what key j has decayed to at query i; anything for j > i."""
+    high, low, count = sums
+    same = count[:, None] == count[None, :]
+    return tl.where(same, tl.exp((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])), 0.0)
