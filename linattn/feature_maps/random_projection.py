@@ -87,7 +87,7 @@ def default_num_features(head_dim: int) -> int:
 
 
 def redraw_features_(module: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Resample every random feature map in the module, in the order of `module.modules()`.
+    """Resample every random feature map in the `module`, in the order of `module.modules()`.
 
     Call it between training steps. `generator` is on the CPU (None: torch's own); generators of the same seed give the
     same features on every rank."""
