@@ -23,8 +23,8 @@ class AxialState(NamedTuple):
 
 @final
 class AxialAttention(InnerAttention):
-    """Writes the sequence into rows of `window` tokens; each token attends, by the inner attention, to those in its
-    column: i − window, i − 2 · window, … and, if not causal, i + window, ….
+    """Writes the sequence into rows of `window` tokens; each token attends, by the attention `inner`, to those in
+    its column: i − window, i − 2 · window, … and, if `inner` is not causal, i + window, ….
 
     The last row may be short. A masked token is a missing token: rows count present tokens only."""
 

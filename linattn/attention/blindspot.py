@@ -29,7 +29,8 @@ class BlindspotState(NamedTuple):
 
 @final
 class BlindspotAttention(InnerAttention):
-    """Causal linear attention that hides each query's own block: each `size` present tokens of a row are a block.
+    """Hides each query's own block in the causal `LinearAttention` `inner`: each `size` ≥ 2 present tokens of a row are
+    a block.
 
     A query reads the state as it was when its block began, so that decays of its own block do not apply; they would
     cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""

@@ -10,7 +10,8 @@ _State = TypeVar("_State")
 
 
 class LinearState(NamedTuple):
-    """The sums over the tokens seen so far."""
+    """The sums over the tokens seen so far, `S` = Σ_j φ(k_j) v_jᵀ and `z` = Σ_j φ(k_j): float32, or float64 for float64
+    inputs."""
 
     S: Float[Tensor, "*b f dv"]
     z: Float[Tensor, "*b f"]
