@@ -8,7 +8,7 @@ class MeanAttention(linattn.InnerAttention):
 
     causal = False
 
-    def forward(self, q, k, v, *, key_mask=None):
+    def _attend(self, q, k, v, key_mask):
         if key_mask is not None:
             v = v.masked_fill(~key_mask.unsqueeze(-1), 0) * (v.shape[-2] / key_mask.sum(-1)[..., None, None])
         return v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1)
