@@ -1,5 +1,7 @@
 """The site: the pages of this folder, and a page per public name from its docstring. `make docs` builds it."""
 
+import dataclasses
+import importlib
 import inspect
 import re
 import sys
@@ -7,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
 from linattn.version import __version__  # noqa: E402
 
@@ -53,9 +57,23 @@ html_theme_options = {
 
 # where public names are
 PACKAGES = ("linattn", "linattn.integrations.transformers")
+PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
 # a span of code, or a character that reStructuredText would take for markup
 MARKUP = re.compile(r"`[^`]+`|[*|_\\]")
+
+
+def repeated_fields(public: str) -> list[str]:
+    """Return the fields of a record that have no docstring, so that the class explains them."""
+    package, _, name = public.rpartition(".")
+    value = getattr(importlib.import_module(package), name)
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    described = ModuleAnalyzer.for_module(value.__module__).find_attr_docs() if inspect.isclass(value) else {}
+    names = getattr(value, "_fields", [each.name for each in fields])
+    return [field for field in names if (name, field) not in described]
+
+
+autosummary_context = {"repeated_fields": {public: repeated_fields(public) for public in PUBLIC.values()}}
 
 
 def link_to_source(app: object, page: str, text: list[str]) -> None:
@@ -71,12 +89,20 @@ def link_to_source(app: object, page: str, text: list[str]) -> None:
 
 
 def as_restructured_text(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with `code`, in which indented lines are formulas. Each page ends with what the name's
-    file says of itself, which tells where the method comes from."""
+    """Docstrings are plain text with `code`, in which indented lines are formulas, and public names are links. Options
+    that the command line has too add its help texts. Each page ends with what the name's file says of itself, which
+    tells where the method comes from."""
 
     def escaped(match: re.Match[str]) -> str:
+        public = PUBLIC.get(match[0].strip("`"))
+        # in a class, a name that begins small is that of its method
+        if public is not None and public != name and (what == "function" or match[0][1].isupper()):
+            return f":py:obj:`~{public}`"
         return f"`{match[0]}`" if match[0].startswith("`") else "\\" + match[0]
 
+    if what == "class" and dataclasses.is_dataclass(value):
+        helps = {each.name: each.metadata.get("help") for each in dataclasses.fields(value)}
+        lines += ["", *(f"- `{option}`: {text}" for option, text in helps.items() if text)]
     if isinstance(value, dict):
         lines[:] = [f"The names: {', '.join(f'`{key}`' for key in value)}."]
     elif name.rpartition(".")[0] in PACKAGES:
@@ -86,6 +112,15 @@ def as_restructured_text(app: object, what: str, name: str, value: object, optio
         lines[place] = f"| ``{line.strip()}``" if line.startswith("    ") else MARKUP.sub(escaped, line)
 
 
+def name_functions(
+    app: object, what: str, name: str, value: object, options: object, arguments: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Show defaults that are functions by their names, without an address; one that has no name is an ellipsis."""
+    named = arguments and re.sub(r"<(?:built-in )?function (\w+)[^>]*>", r"\1", arguments)
+    return named and re.sub(r"<function [^ ]*<lambda>[^>]*>", "...", named), returned
+
+
 def setup(app: object) -> None:
     app.connect("source-read", link_to_source)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-signature", name_functions)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", as_restructured_text)  # type: ignore[attr-defined]

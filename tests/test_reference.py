@@ -1,13 +1,17 @@
 """The reference has a page per public name, with an example that runs, and explains every parameter."""
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import linattn
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("linattn", "linattn.integrations.transformers")
@@ -46,13 +50,26 @@ def test_the_example_prints_what_it_says(name, tmp_path, monkeypatch):
 
 
 def parameters(public: object) -> list[str]:
-    if not callable(public) or not (inspect.isfunction(public) or inspect.isclass(public)):
+    """Return the names of the parameters that the package adds to those of transformers' classes."""
+    if not (inspect.isfunction(public) or inspect.isclass(public)):
         return []
-    return [name for name in inspect.signature(public).parameters if name not in ("self", "args", "kwargs")]
+    bases = [base for base in getattr(public, "__mro__", ()) if base.__module__.startswith("transformers.")]
+    foreign = {"self", "args", "kwargs"}.union(*(inspect.signature(base).parameters for base in bases))
+    return [name for name in inspect.signature(public).parameters if name not in foreign]
+
+
+def explanation(public: Any) -> str:
+    """Return the docstrings of a name and its module, of those to which it sends the reader, and the options that have
+    a help text."""
+    text = " ".join([inspect.getdoc(public) or "", inspect.getdoc(inspect.getmodule(public)) or ""])
+    fields = dataclasses.fields(public) if dataclasses.is_dataclass(public) else ()
+    helped = [field.name for field in fields if field.metadata.get("help")]
+    others = [inspect.getdoc(getattr(linattn, name)) or "" for name in re.findall(r"\bSee\s`(\w+)`", text)]
+    return " ".join([text, *helped, *others])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if parameters(value(name))])
 def test_every_parameter_is_explained(name):
     public = value(name)
-    text = " ".join([inspect.getdoc(public) or "", inspect.getdoc(inspect.getmodule(public)) or ""])
+    text = explanation(public)
     assert [each for each in parameters(public) if not re.search(rf"(?<!\w){each}(?!\w)", text)] == []

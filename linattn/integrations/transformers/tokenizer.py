@@ -21,7 +21,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def file_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file of the `tokenizers` package, with one more token, which begins a document."""
+    """Return the tokenizer in `path`, a JSON file of the `tokenizers` package, with one more token, which begins a
+    document."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -29,8 +30,8 @@ def file_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def save_for_transformers(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the files that transformers reads beside a model's weights: the tokenizer, the tokens that begin and end a
-    text, and our classes."""
+    """Write into `folder` what transformers reads beside a model's weights: the `tokenizer`, the tokens that begin and
+    end a text, and our classes."""
     separator = tokenizer.bos_token_id
     tokenizer.save_pretrained(folder)
     GenerationConfig(bos_token_id=separator, eos_token_id=separator, pad_token_id=separator).save_pretrained(folder)
