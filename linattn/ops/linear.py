@@ -34,10 +34,14 @@ def causal_linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
-    """Attend from each query to the keys up to its own, and to those summed in `state`.
+    """Attend from each query in `q` to the keys in `k` up to its own, and to those summed in `state` (None: no past).
 
-    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
-    feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
+    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then `normalize` chooses y_i = φ(q_i) S_i / φ(q_i)·z_i
+    ("output"), or each feature normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
+
+    `feature_map` names φ in `ELEMENTWISE`. `v` holds a value per key, `log_decay` a number ≤ 0 per token (None: zeros),
+    and `key_mask` is True for each present token (None: all); leading dimensions broadcast. `backend` is a name that
+    `explain_backend` lists, or None: the first that can run.
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
@@ -68,9 +72,11 @@ def linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Attend from each query to all keys: `read` of the sums of `summarize`. Queries and keys may differ in number.
+    """Attend from each query in `q` to all keys in `k`, each with its value in `v`: `read` of the sums of `summarize`.
+    Queries and keys may differ in number.
 
-    Options and errors are those of `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
+    The options `key_mask`, `normalize` and `feature_map`, and errors, are those of `causal_linear_attention`; `backend`
+    is "triton", "chunked", "reference" or None, the first that can run."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
@@ -88,7 +94,10 @@ def summarize(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     feature_map: str = "identity",
 ) -> LinearState:
-    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, computed once, for instance of an encoder's output."""
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys in `k` and values in `v` where `key_mask` is True (None:
+    all), computed once, for instance of an encoder's output. `feature_map` names φ in `ELEMENTWISE`.
+
+    Raises ValueError for shapes and names that do not fit."""
     k, _, v = checked(k, k, v, None, feature_map)
     call = SumCall(k, v, checked_mask(k, key_mask), feature_map)
     return LinearState(*SUM_KEYS.choose(call)(call))
@@ -102,7 +111,10 @@ def read(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None: each
+    query in `q` sees the whole `state`, which stays. `feature_map` names φ in `ELEMENTWISE`, as it did for the keys.
+
+    Raises ValueError for shapes and names that do not fit."""
     S, z = checked_kind(state, LinearState)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
