@@ -17,7 +17,7 @@ from linattn.integrations.transformers.heads import (
 )
 from linattn.integrations.transformers.lora import register_target_modules
 from linattn.integrations.transformers.model import LinattnModel
-from linattn.integrations.transformers.tokenizer import byte_tokenizer
+from linattn.integrations.transformers.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
 
 __all__ = [
     "LinattnCache",
@@ -27,6 +27,8 @@ __all__ = [
     "LinattnForTokenClassification",
     "LinattnModel",
     "byte_tokenizer",
+    "file_tokenizer",
+    "save_for_transformers",
 ]
 
 AutoConfig.register(LinattnConfig.model_type, LinattnConfig, exist_ok=True)

@@ -67,7 +67,8 @@ class StateLayer(CacheLayerMixin):
 
 
 class LinattnCache(Cache):
-    """One StateLayer per block. Only softmax blocks keep all their keys and values, and grow."""
+    """One StateLayer for each of the model's `num_layers` blocks. Only softmax blocks keep all their keys and values,
+    and grow."""
 
     layers: list[StateLayer]
 
