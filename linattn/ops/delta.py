@@ -1,5 +1,6 @@
-"""The delta rule: a state that a token corrects instead of only adding to it. It is what y = Sᵀ q answers at a key that
-changes: S_t = α_t S_{t−1} + β_t k_t (v_t − (α_t S_{t−1})ᵀ k_t)ᵀ.
+"""The delta rule: a token does not only add to the state, but corrects what the state answers at its key:
+
+    S_t = α_t S_{t−1} + β_t k_t (v_t − (α_t S_{t−1})ᵀ k_t)ᵀ        y_t = S_tᵀ q_t
 
 α_t = 1: DeltaNet, https://arxiv.org/abs/2406.06484. A number per head: gated DeltaNet, https://arxiv.org/abs/2412.06464.
 A number per channel: Kimi Delta Attention, https://arxiv.org/abs/2510.26692."""
@@ -26,19 +27,22 @@ def causal_delta_attention(
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
-    """Let each token decay the state, move what it answers at its key towards its value, and read it with its query.
+    """Let each token decay the `state` (None: zeros), correct what it answers at its key in `k`, and read it with its
+    query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = S_tᵀ q_t.
 
-    S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = S_tᵀ q_t. With β = 1 and k of length 1
-    the state then answers k with v exactly; with β = 0 nothing is written; β in (1, 2] lets the state flip signs.
-    α = exp(log_decay) is 1 without `log_decay`, a number per head and token, or one per channel if `log_decay` has k's
-    shape. Longer keys than |k|² = 2/β make the state grow without bound: normalize them.
+    `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then answers it with v
+    exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
+    normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has k's
+    shape (None: zeros). `key_mask` is True for each present token (None: all); leading dimensions broadcast.
+    `backend` is "recurrent" (one token), "chunked" or "reference", or None: the first that can run.
 
     A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
-    sequence; a positive one is refused where that can be seen without waiting for a device. The state is float32, or
-    float64 for float64 inputs, with the leading dimensions of keys, values, β and decays.
+    sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is
+    float32, or float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
 
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
-    y, S = DELTA(delta_call(q, k, v, beta, state, log_decay, key_mask), backend)
+    call = delta_call(q, k, v, beta, state, log_decay, key_mask)
+    y, S = DELTA.choose(call, backend)(call)
     return y, S
 
 

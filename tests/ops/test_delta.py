@@ -356,6 +356,15 @@ def test_autocast_does_not_round_the_states(decay: str | None) -> None:
         assert_same(mixed, everything(given, upstream, backend=backend))
 
 
+@every_backend
+@every_decay
+@pytest.mark.parametrize("lead", [(0, 3), (2, 0)])
+def test_no_rows(backend: str, decay: str | None, lead: tuple[int, ...]) -> None:
+    given = inputs(70, decay, lead=lead)
+    found = everything(given, upstream_of(given), backend=backend)
+    assert all(found[name].shape == x.shape for name, x in given.items())
+
+
 def test_inputs_are_not_modified() -> None:
     given = inputs(70, "channel") | {"key_mask": laws.masks(70)["holes"]}
     copies = {name: x.clone() for name, x in given.items()}

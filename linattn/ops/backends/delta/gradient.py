@@ -45,7 +45,7 @@ def _of_segment(s: Segment, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Tensor, 
     dE, leaving, dS = _of_states(s, dy, dS)
     X = s.M.mT @ dE
     upstream, shape = torch.cat([dy, -X], 1), s.asking.shape
-    dproducts = (upstream @ E.mT).view(*shape[:3], -1)
+    dproducts = (upstream @ E.mT).view(*shape[:3], shape[2])
     # no token asks itself what the state says at its key
     dproducts[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
     dasking, dwritten, dlog_decay = _of_products(s, dproducts)

@@ -8,12 +8,6 @@ from linattn.ops.backends.delta.reference import step
 from linattn.ops.backends.operator import Backend
 
 
-def unsupported(call: DeltaCall) -> str | None:
-    if call.q.shape[-2] != 1:
-        return f"takes one token at a time, but q is {tuple(call.q.shape)}"
-    return None
-
-
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     dtype = accumulator(call.q.dtype)
     q, k, v, beta = (x.to(dtype) for x in call[:4])
@@ -21,4 +15,4 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     return y.to(call.v.dtype), S
 
 
-BACKEND = Backend("recurrent", unsupported, exactly(forward))
+BACKEND = Backend("recurrent", None, exactly(forward), one_token=True)
