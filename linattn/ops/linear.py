@@ -53,10 +53,11 @@ def causal_linear_attention(
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
     if call.q.ndim > 2:
-        y, S, z = CAUSAL(call, backend)
+        y, S, z = CAUSAL.choose(call, backend)(call)
     else:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
-        y, S, z = (x.squeeze(0) for x in CAUSAL(call._replace(**one_row), backend))
+        call = call._replace(**one_row)
+        y, S, z = (x.squeeze(0) for x in CAUSAL.choose(call, backend)(call))
     return y, LinearState(S, z)
 
 
@@ -79,8 +80,10 @@ def linear_attention(
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
-    S, z = SUM_KEYS(SumCall(k, v, key_mask, feature_map), backend)
-    return READ(ReadCall(q, S, z, normalize, feature_map, v.dtype), backend)[0]
+    keys = SumCall(k, v, key_mask, feature_map)
+    S, z = SUM_KEYS.choose(keys, backend)(keys)
+    queries = ReadCall(q, S, z, normalize, feature_map, v.dtype)
+    return READ.choose(queries, backend)(queries)[0]
 
 
 def summarize(
@@ -96,8 +99,8 @@ def summarize(
 
     Raises ValueError for shapes and names that do not fit."""
     k, _, v = checked(k, k, v, None, feature_map)
-    S, z = SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map))
-    return LinearState(S, z)
+    call = SumCall(k, v, checked_mask(k, key_mask), feature_map)
+    return LinearState(*SUM_KEYS.choose(call)(call))
 
 
 def read(
@@ -118,7 +121,8 @@ def read(
         raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
-    return READ(ReadCall(q, S, z, normalize, feature_map, q.dtype))[0]
+    call = ReadCall(q, S, z, normalize, feature_map, q.dtype)
+    return READ.choose(call)(call)[0]
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
