@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linattn.attention import InnerAttention
 from linattn.attention.named import untrained_attention
 from linattn.integrations.transformers.cache import CachedKeys
-from linattn.integrations.transformers.masks import attend_per_document
+from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
 
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
 IGNORED = {
@@ -62,7 +62,7 @@ def attention_forward(
     method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
     dtype = torch.promote_types(query.dtype, torch.float32)
     inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
+    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
         return attend_per_document(inner, query, keys, value, attention_mask).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
     key_mask = None if attention_mask is None else attention_mask[:, None, attention_mask.shape[1] - m :]
@@ -93,7 +93,7 @@ def windowed(method: str, window: int | None, tokens: int) -> tuple[str, int]:
 
 
 class Kind(NamedTuple):
-    """What an inner attention is made for. Nothing in it depends on the layer, so all layers of a kind share one."""
+    """The sizes that an inner attention is made for. None depends on the layer, so layers of one kind share it."""
 
     method: str
     num_heads: int
@@ -115,13 +115,12 @@ def _inner(kind: Kind) -> InnerAttention:
     return _INNERS[kind]
 
 
-@torch.compiler.disable
+@torch.compiler.disable(recursive=True)
 def _make(kind: Kind) -> None:
-    method, *_, device, dtype = kind
     sizes = {name: getattr(kind, name) for name in ("num_heads", "num_key_heads", "head_dim", "window", "causal")}
     # outside of inference mode, whose tensors cannot be used in training
     with torch.inference_mode(False):
-        _INNERS[kind] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
+        _INNERS[kind] = untrained_attention(kind.method, **sizes).to(device=kind.device, dtype=kind.dtype)
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -132,10 +131,11 @@ def _is_causal(module: nn.Module) -> bool:
 
 def _refuse(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
     name = type(module).__name__
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.dtype not in (torch.bool, DOCUMENTS)):
         raise ValueError(
-            f"{name} gives a mask of shape {tuple(attention_mask.shape)}, but linattn's attention takes (batch, "
-            "tokens), which keys are present: it cannot choose or weigh them per query, as relative positions do"
+            f"{name} gives a mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}, but linattn's "
+            "attention takes (batch, tokens) and booleans, which keys are present: it cannot choose or weigh them per "
+            "query, as relative positions do"
         )
     for option, value in options.items():
         if value is not None and value is not False and option not in IGNORED:

@@ -94,12 +94,12 @@ class AttentionLayer(StateLayer):
 
     def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
         """Attend to an encoder's keys and values, which come once and are summarized."""
-        if k.shape[2]:
-            if self.state is not None:
-                raise ValueError("a state of attention that is not causal takes no more keys: give use_cache=False")
+        if self.state is None:
             self.state = inner.summarize(k, v, key_mask=key_mask)
-            # the model gives these instead of new keys from now on
-            self.keys, self.values = CachedKeys(k.new_empty(*k.shape[:2], 0, k.shape[3]), self), None
+            # the model hands these on in place of new ones from now on
+            self.keys, self.values = CachedKeys(k[:, :, :0].clone(), self), v[:, :, :0].clone()
+        elif k.shape[2]:
+            raise ValueError("a state of attention that is not causal takes no more keys: give use_cache=False")
         return inner.read(q, self.state)
 
 

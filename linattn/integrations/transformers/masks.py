@@ -13,6 +13,9 @@ from linattn.attention import InnerAttention
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
 
+DOCUMENTS = torch.int32
+"""The dtype of masks that number documents, which no mask of transformers has."""
+
 
 def attention_mask(
     *,
@@ -52,7 +55,7 @@ def attention_mask(
         raise ValueError(
             "documents or chunks in a row do not go together with padding or a cache in linattn's attention"
         )
-    return F.pad(starts.cumsum(-1), (1, 0))
+    return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))
 
 
 def attend_per_document(
