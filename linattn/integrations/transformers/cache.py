@@ -84,11 +84,21 @@ class AttentionLayer(StateLayer):
 
     keys: Any
 
+    def reset(self) -> None:
+        super().reset()
+        self.summed = 0
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
         self.seen += key_states.shape[2]
         return CachedKeys(key_states, self), value_states
 
     def extend(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
+        self.summed += k.shape[2]
+        if self.summed != self.seen:
+            raise ValueError(
+                f"{self.seen} tokens came into the cache, but {self.summed} into its state: a model that attends twice "
+                "to the same keys, or elsewhere, needs use_cache=False"
+            )
         y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask)
         return y
 

@@ -113,7 +113,7 @@ def _check_model(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} computes its attention without transformers' AttentionInterface (as models with "
-            "alibi or disentangled positions do), so linattn's cannot replace it"
+            "alibi or relative positions and some older ones do), so linattn's cannot replace it"
         )
 
 

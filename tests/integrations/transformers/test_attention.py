@@ -230,6 +230,13 @@ def test_no_cache_for_attention_that_sees_the_future():
         model(tokens(3, 1), is_causal=False, past_key_values=cache)
 
 
+def test_a_model_that_attends_twice_to_its_keys_has_no_state():
+    model, ids = make(("DiffLlamaForCausalLM", GROUPED)), tokens()
+    assert_close(*both(model, input_ids=ids))
+    with pytest.raises(ValueError, match="11 tokens came into the cache, but 22 into its state"):
+        model(ids)
+
+
 def test_a_cache_of_all_keys_gives_the_same():
     model, ids = make(DECODERS["llama"]), tokens()
     model.set_attn_implementation("linattn:elu")
