@@ -37,6 +37,7 @@ laws: $(INSTALLED)
 
 # a warning is an error: a name without a page, a link that leads nowhere
 docs: $(INSTALLED)
+	rm -rf docs/reference/names build/site
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 package: $(INSTALLED)

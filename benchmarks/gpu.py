@@ -27,7 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
 from linattn.ops.flex import flex_window
-from linattn.ops.local import Window, in_blocks
+from linattn.ops.local import in_blocks
+from linattn.ops.window import Window
 
 LAWS = Path(__file__).parents[1] / "tests" / "ops" / "backends" / "triton" / "laws"
 SECTIONS = ("forward", "training", "long", "step", "bidirectional", "dtypes", "local")

@@ -25,11 +25,16 @@ Visible = Bool[Tensor, "b h c m"]
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxComparison:
-    """Figures per head, averaged over queries. Weights are P for softmax, A for the map, U for uniform attention.
+    """Figures per head, averaged over queries. Weights are P for softmax, A for the map named `feature_map`, U for
+    uniform attention.
 
-    Without values an output error is ‖A − P‖/‖P‖ in the Frobenius norm, the expectation for independent values of mean
-    zero. Entropies are in nats; that of A counts negative weights as zero. The divergence KL(P‖A) is infinite where A
-    has no weight for a key that softmax weighs."""
+    `output_error` is ‖(A − P) V‖/‖P V‖ in the Frobenius norm, or without values ‖A − P‖/‖P‖, the expectation for
+    independent values of mean zero; `total_variation` is Σ_j |A_ij − P_ij|/2; `divergence` is KL(P‖A) in nats, infinite
+    where A has no weight for a key that softmax weighs. `uniform_output_error`, `uniform_total_variation` and
+    `uniform_divergence` are those of U instead of A. `entropy`, of A with negative weights as zero, and
+    `softmax_entropy`, of P, are in nats. `negative_weight` is the sum of the absolute values of A's negative weights.
+    `small_features` is the share of the keys' features below 1e-4 of the head's largest, which hardly contribute.
+    `norm_product` is ‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
 
     feature_map: str
     output_error: PerHead = field(metadata={"title": "error"})
@@ -41,11 +46,8 @@ class SoftmaxComparison:
     entropy: PerHead = field(metadata={"title": "entropy"})
     softmax_entropy: PerHead = field(metadata={"title": "softmax"})
     negative_weight: PerHead = field(metadata={"title": "negative"})
-    """The sum of the absolute values of negative weights."""
     small_features: PerHead = field(metadata={"title": "small φ(k)"})
-    """The share of the keys' features below 1e-4 of the head's largest, which hardly contribute."""
     norm_product: PerHead = field(metadata={"title": "|q||k|/√d"})
-    """‖q‖‖k‖/√d, root mean square: the size that softmax's exponents may reach."""
 
     @property
     def verdict(self) -> str:
@@ -78,7 +80,8 @@ def compare_with_softmax(
     causal: bool = False,
     key_mask: KeyMask = None,
 ) -> SoftmaxComparison:
-    """Compare a feature map's attention weights, and the outputs if there are values, with those of softmax.
+    """Compare a `feature_map` with softmax on queries `q` and keys `k`: attention weights and, if there are values `v`,
+    outputs, over all keys or, if `causal`, over j ≤ i. `key_mask` is True for present keys (None: all).
 
     Takes quadratic time, but linear memory. Queries that see no key are left out; if causal, so are those of masked
     tokens. Random maps are compared with their current projection, learned ones with their current weights.

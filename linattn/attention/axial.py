@@ -23,8 +23,8 @@ class AxialState(NamedTuple):
 
 @final
 class AxialAttention(InnerAttention):
-    """Writes the sequence into rows of `window` tokens; each token attends, by the inner attention, to those in its
-    column: i − window, i − 2 · window, … and, if not causal, i + window, ….
+    """Writes the sequence into rows of `window` tokens; each token attends, by the attention `inner`, to those in
+    its column: i − window, i − 2 · window, … and, if `inner` is not causal, i + window, ….
 
     The last row may be short. A masked token is a missing token: rows count present tokens only."""
 
@@ -37,33 +37,22 @@ class AxialAttention(InnerAttention):
         self.inner, self.window, self.causal = checked_inner(inner), window, inner.causal
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        if key_mask is not None:
-            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
-            grid = _Grid.over(k, self.window, packed.total.squeeze(1))
-            return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=grid.mask)))
-        grid = _Grid.over(k, self.window)
-        # the padding of the last row lies in the future
-        mask = None if self.causal or k.shape[-2] % self.window == 0 else grid.mask
-        return grid.unfold(self.inner(*grid.fold(q, k, v), key_mask=mask))
+        packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+        grid = _Grid.over(k, self.window, packed.total)
+        # without a mask, the padding of the last row lies in the future
+        mask = None if key_mask is None and (self.causal or k.shape[-2] % self.window == 0) else grid.mask
+        return packed.unpack(grid.unfold(self.inner(*grid.fold(packed.q, packed.k, packed.v), key_mask=mask)))
 
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: AxialState | None, key_mask: KeyMask
     ) -> tuple[Outputs, AxialState]:
-        if key_mask is not None:
-            packed = pack_heads(q, k, v, _for_all_heads(key_mask))
-            y, state = self._extend_packed(packed.q, packed.k, packed.v, state, packed.total.squeeze(1))
-            return packed.unpack(y), state
-        return self._extend_packed(q, k, v, state, None)
-
-    def _extend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: AxialState | None, total: Tensor | None
-    ) -> tuple[Tensor, AxialState]:
-        grid = _Grid.over(k, self.window, total, state and state.column)
+        packed = pack_heads(q, k, v, _for_all_heads(key_mask))
+        grid = _Grid.over(k, self.window, packed.total, state and state.column)
         inner = None if state is None else map_state(self._columns, state.inner)
-        y, inner = self.inner.extend(*grid.fold(q, k, v), inner, key_mask=grid.mask)
+        y, inner = self.inner.extend(*grid.fold(packed.q, packed.k, packed.v), inner, key_mask=grid.mask)
         inner = map_state(lambda x: x.unflatten(0, (-1, self.window)), inner)
-        arrived = k.shape[-2] if total is None else total
-        return grid.unfold(y), AxialState(inner, (grid.column + arrived) % self.window)
+        arrived = k.shape[-2] if packed.total is None else packed.total.squeeze(1)
+        return packed.unpack(grid.unfold(y)), AxialState(inner, (grid.column + arrived) % self.window)
 
     def as_causal(self) -> "AxialAttention | None":
         inner = self.inner.as_causal()
@@ -97,7 +86,7 @@ class _Grid(NamedTuple):
         if column is None:
             column = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
         tokens = torch.arange(rows * window, device=k.device) - column.unsqueeze(1)
-        held = (tokens >= 0) & (tokens < (n if total is None else total.unsqueeze(1)))
+        held = (tokens >= 0) & (tokens < (n if total is None else total))
         places = torch.arange(n, device=k.device) + column.unsqueeze(1)
         return _Grid(tokens.masked_fill(~held, -1), places, column, window)
 
@@ -122,7 +111,7 @@ class _Grid(NamedTuple):
         return torch.take_along_dim(grid, self.places[:, None, :, None], -2)
 
 
-def _for_all_heads(key_mask: Tensor) -> Tensor:
-    if key_mask.shape[1] != 1:
+def _for_all_heads(key_mask: KeyMask) -> KeyMask:
+    if key_mask is not None and key_mask.shape[1] != 1:
         raise ValueError(f"rows are the same for all heads: the mask must be (b, 1, n), but is {tuple(key_mask.shape)}")
     return key_mask

@@ -16,7 +16,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 class InnerAttention(nn.Module, ABC):
     """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
-    as in `scaled_dot_product_attention(enable_gqa=True)`.
+    as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all.
 
     The public methods check their arguments, and call what a subclass defines: `_attend`; `state_kind`, `_extend` and
     `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values."""

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 @final
 class Decay(nn.Module):
-    """log γ per key head: fixed at log(1 − 2^(−5−i)) for head i, or learned as −softplus(w), starting from there."""
+    """log γ for each of `num_key_heads`: fixed at log(1 − 2^(−5−i)) for head i, or, if `learned`, −softplus(w), which
+    starts from there."""
 
     log_decay: Tensor
 

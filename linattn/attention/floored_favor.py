@@ -38,10 +38,11 @@ class _Keys(NamedTuple):
 @final
 class FlooredFavorAttention(InnerAttention):
     """y_i = Σ_j s_ij v_j / Σ_j s_ij with s_ij = (φ(q_i) + ε e^{a_i})·(φ(k_j) + ε e^{b_i}), φ(x) = exp(Ωu − ‖u‖²/2),
-    u = x/d^¼, a_i the largest number in Ωu of the query, and b_i the largest of all keys that the query sees.
+    u = x/d^¼, the Ω of `feature_map`, ε = `epsilon` > 0, a_i the largest number in Ωu of the query, and b_i the largest
+    of all keys that the query sees.
 
-    If causal, a query sees the keys up to its own, so each output depends on its prefix alone; the published code takes
-    the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
+    If `causal`, a query sees the keys up to its own, so each output depends on its prefix alone; the published code
+    takes the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
     state_kind = FlooredFavorState
     as_causal = causal_view

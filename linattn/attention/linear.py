@@ -30,10 +30,10 @@ class LinearAttentionState(NamedTuple):
 
 @final
 class LinearAttention(InnerAttention):
-    """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j), over all j or, if causal, over j ≤ i.
+    """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade. The causal state has constant size."""
+    fade; without `causal` it raises ValueError. The causal state has constant size."""
 
     state_kind = LinearAttentionState
     as_causal = causal_view

@@ -20,7 +20,7 @@ _Present = Bool[Tensor, " b #hk r"] | None
 
 
 class SequenceProjection(nn.Module, ABC):
-    """Projects up to `max_length` keys or values to at most `projected_length`."""
+    """Projects up to `max_length` keys or values to at most `projected_length`, which must not be more."""
 
     def __init__(self, max_length: int, projected_length: int):
         super().__init__()
@@ -46,7 +46,8 @@ class SequenceProjection(nn.Module, ABC):
 
 @final
 class LearnedProjection(SequenceProjection):
-    """x̄_r = Σ_j E_rj x_j with a learned matrix E, one for all heads, or one per head if `num_key_heads` is given.
+    """x̄_r = Σ_j E_rj x_j with a learned matrix E of `projected_length` rows and `max_length` columns, one for all
+    heads, or one per head if `num_key_heads` is given.
 
     Column j multiplies the j-th *present* token, so padding changes nothing; a shorter sequence leaves columns unused.
     E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
@@ -69,7 +70,8 @@ class LearnedProjection(SequenceProjection):
 
 @final
 class MeanPooling(SequenceProjection):
-    """Takes the mean of each ⌈max_length / projected_length⌉ present tokens, or fewer at the end. It has no weights."""
+    """Takes the mean of each ⌈max_length / projected_length⌉ present tokens, or fewer at the end, so that `max_length`
+    tokens become at most `projected_length`. It has no weights."""
 
     def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, _Present]:
         return pool_sequence(x, self.window, key_mask=key_mask)
@@ -77,8 +79,9 @@ class MeanPooling(SequenceProjection):
 
 @final
 class StridedConvolution(SequenceProjection):
-    """Convolves along the sequence with a stride equal to the width, ⌈max_length / projected_length⌉ present tokens.
-    Weights are per channel, the same for all heads, and start as mean pooling."""
+    """Convolves along the sequence with a stride equal to the width, ⌈max_length / projected_length⌉ present tokens, so
+    that `max_length` tokens become at most `projected_length`. Each of `head_dim` channels has its own weights, the
+    same for all heads, which start as mean pooling."""
 
     def __init__(self, max_length: int, projected_length: int, head_dim: int):
         super().__init__(max_length, projected_length)
@@ -96,7 +99,8 @@ class StridedConvolution(SequenceProjection):
 
 @final
 class LinformerAttention(InnerAttention):
-    """y_i = Σ_r softmax_r(q_i·k̄_r / √d) v̄_r with k̄ and v̄ the projected keys and values.
+    """y_i = Σ_r softmax_r(q_i·k̄_r / √d) v̄_r with k̄ and v̄ the keys and values after `key_projection` and
+    `value_projection` (None: the same). More keys than either was made for raise ValueError.
 
     To share weights as the paper does, pass the same object: one projection for keys and values (the default), or for
     all layers. Every output depends on every key, so there is no causal form.

@@ -12,9 +12,9 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 class LocalAttention(InnerAttention):
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of i.
 
-    If causal, the window is i − window < j ≤ i, the last `window` tokens with i itself; if not, |i − j| < window. With
-    `bucketed`, as in local-attention, the sequence is cut into buckets of `window` tokens. Token i then sees its own
-    bucket and both neighbours, or, if causal, the previous bucket and its own up to itself: between window + 1 and
+    If `causal`, the window is i − window < j ≤ i, the last `window` tokens with i itself; if not, |i − j| < window.
+    With `bucketed`, as in local-attention, the sequence is cut into buckets of `window` tokens. Token i then sees its
+    own bucket and both neighbours, or, if causal, the previous bucket and its own up to itself: between window + 1 and
     2 · window keys once the first bucket is full.
 
     A masked token is a missing token, as key and as query: windows count present tokens only, and its output is zeros.

@@ -91,10 +91,13 @@ def named_attention(
     window: int = 128,
     max_length: int | None = None,
 ) -> InnerAttention:
-    """Make an attention from a name in `ATTENTIONS`, or from a mixture with the number of heads of each part,
-    "local:4+elu:4"; "local+elu" splits the heads equally.
+    """Make an attention for `num_heads` heads of `head_dim` channels. `spec` is a name in `ATTENTIONS`, or a mixture
+    with the number of heads of each part, "local:4+elu:4"; "local+elu" splits the heads equally.
 
-    Only local heads use `window`, and only Linformer uses `max_length`."""
+    `num_key_heads` divides `num_heads` (None: as many). If `causal`, a query sees the keys up to its own. Only local
+    heads use `window`, their reach in tokens, and only Linformer uses, and needs, `max_length`, the most keys it takes.
+
+    Raises ValueError for what does not fit, such as a causal Linformer or a retention that is not causal."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
     parts = []
     for name, count in _shares(spec, num_heads):
@@ -132,12 +135,14 @@ def attend(
     is_causal: bool = False,
     key_mask: Bool[Tensor, "*masked m"] | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Attend by any method on raw q, k and v, which are laid out as for `scaled_dot_product_attention`.
+    """Attend by any method on raw `q`, `k` and `v`, which are laid out as for `scaled_dot_product_attention`.
 
     Heads precede tokens, (…, h, n, d); k and v may have fewer, each serving consecutive heads of q. `method` is a name
     in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention. Random
-    features come from a fixed seed. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all
-    heads.
+    features come from a fixed seed. If `is_causal`, a query sees the keys up to its own; an inner attention must have
+    been made so. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all heads.
+
+    Raises ValueError for what does not fit.
     """
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(

@@ -28,10 +28,12 @@ class RotaryLinearAttentionState(NamedTuple):
 
 @final
 class RotaryLinearAttention(InnerAttention):
-    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j): only the numerator has rotated features, as a
-    negative similarity is harmless there. Queries and keys belong to the same tokens; masked tokens have no position.
+    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), over all j or, if `causal`, j ≤ i: only the
+    numerator has rotated features, as a negative similarity is harmless there. Queries and keys belong to the same
+    tokens; masked tokens have no position. R_i turns features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger
+    `base` turns more slowly.
 
-    Feature maps with a scale per token, such as FAVOR+ and exp, are refused."""
+    φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
 
     state_kind = RotaryLinearAttentionState
     as_causal = causal_view

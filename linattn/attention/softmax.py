@@ -9,7 +9,8 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 @final
 class SoftmaxAttention(InnerAttention):
-    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j, by torch's fused kernels: quadratic in time, linear in memory.
+    """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over all j or, if `causal`, over j ≤ i, by torch's fused kernels: quadratic
+    in time, linear in memory.
 
     Its state keeps every key and value, so both the state and the cost per token grow with the past. The states of the
     other attentions have constant size.

@@ -14,7 +14,8 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 class SplitHeads(InnerAttention):
     """Splits the heads: in `SplitHeads((4, local), (4, linear))` the first four query heads are local, the rest linear.
 
-    Key heads, if there are fewer, are split in the same proportion. The state is a tuple with the state of each part.
+    Each of `parts` pairs a number of query heads with their attention; all are causal or none. Key heads, if there are
+    fewer, are split in the same proportion. The state is a tuple with the state of each part.
     """
 
     def __init__(self, *parts: tuple[int, InnerAttention]):

@@ -9,7 +9,7 @@ _State = TypeVar("_State")
 
 
 def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
-    """Apply the function to every tensor of a state: nested tuples of tensors, each with the batch in front.
+    """Apply `function` to every tensor of a `state`: nested tuples of tensors, each with the batch in front.
 
     With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
     if isinstance(state, leaf):

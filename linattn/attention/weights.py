@@ -13,7 +13,8 @@ from linattn.types import KeyMask, Keys, Queries
 def attention_weights(
     inner: InnerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None
 ) -> Float[Tensor, "b h n m"]:
-    """Return the matrix A with inner(q, k, v) = A v for every v, from the outputs for one-hot values.
+    """Return the matrix A of `inner` for `q` and `k`, with inner(q, k, v) = A v for every v, by the outputs for one-hot
+    v. Keys that are False in `key_mask` have zeros. A `StridedConvolution`, with a matrix per channel, is a ValueError.
 
     The rows of softmax and of normalised linear attention sum to one. Those of Linformer need not, and its weights may
     be negative, as may those of random trigonometric features. Time and memory are quadratic for any method."""

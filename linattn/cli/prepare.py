@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.cli.atomic import atomic_folder, copy_atomically, remove_atomically
+from linattn.cli.atomic import atomic_folder, remove_atomically
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import FORMAT, TOKENIZER, Run, is_run, timestamp
+from linattn.cli.run_folder import FORMAT, Run, is_run, timestamp
 from linattn.cli.vocabulary import Vocabulary
+from linattn.integrations.transformers import byte_tokenizer, file_tokenizer, save_for_transformers
 from linattn.version import __version__
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "safetensors")
@@ -41,8 +42,8 @@ def create_run(
             for name, extents in zip(("training", "validation"), parts, strict=True)
         }
         _require_tokens(data, options.context)
-        if options.tokenizer is not None:
-            copy_atomically(Path(options.tokenizer), partial / TOKENIZER)
+        tokenizer = byte_tokenizer() if options.tokenizer is None else file_tokenizer(options.tokenizer)
+        save_for_transformers(tokenizer, partial)
         run.describe(
             options=dataclasses.asdict(options),
             tokenizer=None if options.tokenizer is None else vocabulary.name,

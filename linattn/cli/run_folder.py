@@ -2,7 +2,7 @@
 
 config.json, model.safetensors   the last checkpoint's weights, for LanguageModel.load and from_pretrained
 run.json                         the options, the data and the versions
-tokenizer.json                   if there is one
+tokenizer.json                   of bytes too, as transformers reads it
 log.jsonl, curve.png             how the training went
 data/                            the tokens
 checkpoints/checkpoint-…/        what --resume needs"""

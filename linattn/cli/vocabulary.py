@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import final
 
 from linattn.cli.errors import CommandError, explained
+from linattn.models.storage import SEPARATOR
 
 Decoder = Callable[[int], str]
 
@@ -67,8 +68,9 @@ class Tokenizer(Vocabulary):
         # truncation and padding are settings of a batch, not of a text
         self.backend.no_truncation()
         self.backend.no_padding()
-        # one more than the tokenizer's tokens, for the separator
-        super().__init__(path.name, max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 2)
+        last = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        # one more than the tokenizer's tokens, for the separator, which the tokenizer of a run has
+        super().__init__(path.name, last + (1 if self.backend.token_to_id(SEPARATOR) == last else 2))
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids

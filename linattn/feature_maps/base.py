@@ -19,8 +19,8 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
 class Features(NamedTuple):
     """The features function(x) · exp(log_scale) of each token; the scale takes up a large range.
 
-    `function` is a name in `ELEMENTWISE`, and the operator applies it in its loop. `log_scale` is at least float32;
-    None means zero. Gradients flow through both."""
+    `x` holds f numbers per token. `function` is a name in `ELEMENTWISE`, and the operator applies it in its loop.
+    `log_scale` is at least float32; None means zero. Gradients flow through `x` and `log_scale`."""
 
     x: Float[Tensor, "*b n f"]
     log_scale: Float[Tensor, "*b n"] | None = None

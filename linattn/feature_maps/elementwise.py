@@ -13,7 +13,7 @@ from linattn.ops.names import unknown_name
 
 @final
 class ElementwiseFeatureMap(FeatureMap):
-    """φ(x) = ELEMENTWISE[function](x), the same for queries and keys.
+    """φ(x) = ELEMENTWISE[function](x), the same for queries and keys. Any other `function` raises ValueError.
 
     With "exp", φ(q)·φ(k) = Σ_c exp(q_c + k_c), which is not softmax's exp(q·k). Any x is in range: channels of a key
     count as zero from about 70 below the largest of the keys, channels of a query from 87 below its own."""

@@ -13,10 +13,11 @@ from linattn.feature_maps.random_projection import RandomProjection
 
 @final
 class GeneralizedFeatureMap(FeatureMap):
-    """φ(x) = kernel(Ω x/d^¼) + epsilon, or kernel(x) + epsilon without a projection.
+    """φ(x) = kernel(Ω x/d^¼) + epsilon with the Ω of `projection`, or kernel(x) + epsilon without one.
 
-    The epsilon makes every key a little similar to every query, so that kernels with zeros do not ignore all keys.
-    A kernel that `ELEMENTWISE` names is faster as an `ElementwiseFeatureMap`. A lambda cannot be pickled."""
+    A positive `epsilon` makes every key a little similar to every query, so that kernels with zeros do not ignore all
+    keys; a negative one raises ValueError. `kernel` maps a tensor number by number; one that `ELEMENTWISE` names is
+    faster as an `ElementwiseFeatureMap`, and a lambda cannot be pickled."""
 
     def __init__(
         self, kernel: Callable[[Tensor], Tensor], *, epsilon: float = 0.0, projection: RandomProjection | None = None

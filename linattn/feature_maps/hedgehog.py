@@ -13,8 +13,9 @@ from linattn.ops.backends.base import accumulator
 
 @final
 class HedgehogFeatureMap(FeatureMap):
-    """φ(x) = softmax([x W, −x W]) over its 2d features. Queries and keys have their own W per head, initially the
-    identity. The paper trains W to bring the attention weights close to those of a given softmax attention."""
+    """φ(x) = softmax([x W, −x W]) over its 2d features. Queries and keys have their own W for each of `num_heads` and
+    of `num_key_heads` (None: as many), initially the identity of `head_dim` channels. The paper trains W to bring the
+    attention weights close to those of a given softmax attention."""
 
     def __init__(self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None):
         super().__init__()

@@ -12,10 +12,12 @@ from linattn.ops.backends.base import accumulator
 
 @final
 class RandomProjection(nn.Module):
-    """x ↦ Ω x/d^¼, with rows ω of Ω drawn from N(0, I); if orthogonal, d rows at a time are at right angles.
+    """x ↦ Ω x/d^¼, with `num_rows` rows ω of Ω drawn from N(0, I), each of d = `head_dim` numbers; if `orthogonal`, d
+    rows at a time are at right angles.
 
-    With scaling 0 each row is as long as a Gaussian vector, so it is still distributed as N(0, I). With scaling 1 all
-    have length √d: less variance, but a small bias. Only `reset_parameters` and `redraw_` sample this buffer."""
+    With `scaling` 0 each row is as long as a Gaussian vector, so it is still distributed as N(0, I). With 1 all have
+    length √d: less variance, but a small bias; anything else raises ValueError. Only `reset_parameters` and `redraw_`
+    sample this buffer."""
 
     rows: Tensor
 
@@ -85,9 +87,10 @@ def default_num_features(head_dim: int) -> int:
 
 
 def redraw_features_(module: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Resample every random feature map in the module, in the order of `module.modules()`.
+    """Resample every random feature map in the `module`, in the order of `module.modules()`.
 
-    Call it between training steps. Generators of the same seed give the same features on every rank."""
+    Call it between training steps. `generator` is on the CPU (None: torch's own); generators of the same seed give the
+    same features on every rank."""
     for part in module.modules():
         if isinstance(part, RandomProjection):
             part.redraw_(generator)

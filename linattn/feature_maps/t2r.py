@@ -11,8 +11,9 @@ from linattn.feature_maps.per_head_linear import PerHeadLinear
 
 @final
 class T2RFeatureMap(FeatureMap):
-    """φ(x) = ReLU(x W + b). Queries and keys have their own W and b per head; there are as many features as channels
-    by default (the paper takes 32). A query whose features are all zero resembles no key, so its output is zero."""
+    """φ(x) = ReLU(x W + b). Queries and keys have their own W and b for each of `num_heads` and of `num_key_heads`
+    (None: as many), from `head_dim` channels to `num_features` (None: as many; the paper takes 32). A query whose
+    features are all zero resembles no key, so its output is zero."""
 
     def __init__(
         self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None, num_features: int | None = None

@@ -24,7 +24,10 @@ def _option(default: Any, description: str, *, least: int = 1, choices: tuple[st
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """`attention` is a name or a mixture of `linattn.attention.named` ("softmax", "elu", "local+elu", "local:3+elu:1"),
-    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer."""
+    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer.
+
+    Tokens are numbers below `vocab_size`. Only learned positions have a longest sequence, of `max_length` tokens. If
+    `causal` is False, every token sees all others: an encoder, whose logits are those of the token itself."""
 
     vocab_size: int = field(metadata={"least": 1, "choices": ()})
     dim: int = _option(256, "width of the model")
@@ -44,7 +47,6 @@ class LanguageModelConfig:
         None, "learned: add a learned vector for each position to the embeddings", choices=(None, "learned")
     )
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
-    """Longest sequence; only learned positions have one."""
     convolution: int = _option(0, "width of the short causal convolution before q, k and v (0: none)", least=0)
     head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
     gate: bool = _option(False, "multiply the attention's output by silu(W x)")
@@ -56,7 +58,6 @@ class LanguageModelConfig:
     tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")
     dropout: float = _option(0.0, "share of activations that is dropped")
     causal: bool = field(default=True, metadata={"least": 1, "choices": ()})
-    """If False, every token sees all others: an encoder, whose logits are those of the token itself."""
 
     def __post_init__(self) -> None:
         _check_fields(self)

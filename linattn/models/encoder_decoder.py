@@ -18,7 +18,8 @@ SourceIds = Int[Tensor, "b m"]
 
 @final
 class EncoderDecoder(nn.Module):
-    """decoder(target, context=encoder(source)): an encoder without a head, a causal decoder with cross attention.
+    """decoder(target, context=encoder(source)): an `encoder` without a head, which is not causal, and a causal
+    `decoder` with cross attention.
 
     For generation each cross attention sums up the encoder's output once: (S, z) if it is linear, whatever the length
     of the source, and every token reads it."""

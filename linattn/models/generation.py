@@ -48,10 +48,10 @@ class Generative(Protocol):
 class Sampling:
     """The way to draw the next token from the logits: first the penalty, then temperature, top_k, top_p and filter.
 
-    temperature 0 takes the most likely token. top_k keeps the k most likely, top_p the fewest that reach probability p
-    together, `filter` is any function of logits to logits. The penalty concerns the tokens that were there before, in
-    the prompt too: it divides positive logits and multiplies negative ones (Keskar et al.,
-    https://arxiv.org/abs/1909.05858)."""
+    `temperature` divides the logits; 0 takes the most likely token. `top_k` keeps the k most likely, `top_p` the fewest
+    that reach probability p together (both need a temperature above 0), `filter` is any function of logits to logits.
+    `repetition_penalty` concerns the tokens that were there before, in the prompt too: it divides positive logits and
+    multiplies negative ones, so 1 does nothing (Keskar et al., https://arxiv.org/abs/1909.05858)."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -104,8 +104,12 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yield in each step one token per row, None for a row that has stopped (its stop token is given).
 
+    The `model` is a causal one with logits. `prompts` are rows of tokens, of any lengths but zero; each gets
+    `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first. ValueError if a token is
+    not in the vocabulary, or if the model's positions do not suffice.
+
     `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
-    With a seed the draws are the same every time and touch no other randomness; without one they come from torch's
+    With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
     rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
     if max_new_tokens < 0:

@@ -20,7 +20,7 @@ INIT_STD = 0.02
 
 @final
 class LanguageModel(TokenModel):
-    """Embeddings, blocks, a last norm and the logits of the next token.
+    """Embeddings, blocks, a last norm and the logits of the next token. `config` says which and how wide.
 
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 

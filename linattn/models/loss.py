@@ -15,7 +15,7 @@ def next_token_loss(
     """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 
     `logits` are those of `tokens[:, :-1]`, the last token has no next (or of all tokens: the last ones do not count).
-    Masked tokens, and next tokens that are `ignore_index`, do not count either."""
+    Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
     count = tokens.shape[1] - 1
     if logits.shape[1] not in (count, count + 1):
         raise ValueError(

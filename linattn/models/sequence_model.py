@@ -14,9 +14,13 @@ from linattn.types import Context, ContextMask, TokenIds, TokenMask
 class SequenceModel(TokenModel):
     """head(norm(stack(embedding(tokens) + positions))): an encoder or a decoder, with a context or without.
 
-    The stack is a `ResidualSequence`, a `ReversibleSequence`, or one of them `Projected`. `tied` makes the embedding's
-    matrix the head; with neither, the outputs are embeddings. A masked token (`key_mask` False, anywhere) counts as if
-    it were not there; its own output means nothing. If the stack is causal, `linattn.generate` takes the model."""
+    The `stack` is a `ResidualSequence`, a `ReversibleSequence`, or one of them `Projected`; `positions` one of
+    `LearnedPositions`, `SinusoidalPositions` and `AxialPositions`; `norm` and `head` modules that act on each token
+    alone, such as an nn.RMSNorm and an nn.Linear. `dropout` is the probability of dropping inputs of the stack in
+    training. `tied` makes the matrix of the `embedding` the head; with neither, the outputs are embeddings.
+
+    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
+    stack is causal, `linattn.generate` takes the model."""
 
     def __init__(
         self,

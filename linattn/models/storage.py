@@ -17,6 +17,8 @@ from linattn.version import __version__
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 MODEL_TYPE = "linattn"
+# the token that begins every document, where a tokenizer has a name for it
+SEPARATOR = "<|document|>"
 ARCHITECTURE = "LinattnForCausalLM"
 # transformers finds the classes of a folder in a file of the folder, where the user trusts it
 LOADER = "linattn_classes.py"

@@ -18,7 +18,8 @@ from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
 class TokenModelState(NamedTuple):
-    """The past of a batch of sequences: the stack's state, and the number of tokens if the model has positions."""
+    """The past of a batch of sequences: `stack` is the layers' state, `position` the number of present tokens per row
+    if the model has positions, else None."""
 
     stack: Any
     position: Int[Tensor, " b"] | None

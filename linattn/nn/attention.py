@@ -20,7 +20,9 @@ from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class AttentionState(NamedTuple):
-    """The inner attention's own state, the last inputs of the convolution, the number of tokens so far."""
+    """The state after some tokens: `inner` is the inner attention's own, `convolution` holds the last inputs of the
+    short convolution, `position` the number of present tokens per row, for rotary positions; each is None if there is
+    none."""
 
     inner: Any
     convolution: Float[Tensor, "b w d"] | None
@@ -31,15 +33,19 @@ class AttentionState(NamedTuple):
 class MultiheadAttention(nn.Module):
     """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
 
-    `inner` is an inner attention or, for attention to all keys, a name of `ATTENTIONS`; `named_attention(name, …,
-    causal=True)` makes a causal one.
+    x and y have `dim` channels, a context has `context_dim`: given this, the attention is cross attention, which takes
+    neither a causal `inner` nor `rotary` nor `convolution`. `inner` is an inner attention or, for attention to all
+    keys, a name of `ATTENTIONS`; `named_attention(name, …, causal=True)` makes a causal one.
+
+    There are `num_heads` heads of q, and `num_key_heads` (as many, or a divisor) of k and v, each shared by consecutive
+    heads of q. `head_dim` (`dim` / `num_heads`) and `key_dim` (`head_dim`) are the channels per head of v and of q and
+    k; Based, for instance, keeps `key_dim` small for maps with many features.
 
     Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
     `convolution` is the width of a causal convolution at the input of q, k and v; `head_norm` puts an RMSNorm on each
     head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x) (both as in
-    RetNet, https://arxiv.org/abs/2307.08621). `head_dim` and `key_dim` are the channels per head of v and of q and k;
-    Based, for instance, keeps `key_dim` small for maps with many features. W_o has a bias if the other projections have
-    one, unless `out_bias` says otherwise. `dropout` acts on the output of W_o, `hidden_dropout` on its input."""
+    RetNet, https://arxiv.org/abs/2307.08621). `bias` gives all projections one, but `out_bias` decides for W_o if it is
+    given. `dropout` is the probability of dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class BranchState(NamedTuple):
-    """The last inputs of the token shift, and the module's own state (in cross attention, the context's summary)."""
+    """`shift` is the last inputs of the token shift (None without one), `module` the module's own state (in cross
+    attention, the context's summary)."""
 
     shift: Float[Tensor, "b w d"] | None
     module: Any
@@ -23,9 +24,10 @@ class BranchState(NamedTuple):
 class Branch(nn.Module):
     """y = g · module(shift(norm(x))), where each part but the module is optional.
 
-    The module is self attention or anything with its `forward(x, *, key_mask)` and `extend`, cross attention (a
-    `MultiheadAttention` with a `context_dim`), or a function of each token alone, such as a feed-forward. With
-    `rezero`, g is a learned number that starts near zero. Bachlechner et al., https://arxiv.org/abs/2003.04887"""
+    The `module` is self attention or anything with its `forward(x, *, key_mask)` and `extend`, cross attention (a
+    `MultiheadAttention` with a `context_dim`), or a function of each token alone, such as a feed-forward. The `norm` is
+    such a function too; `shift` is a `TokenShift`. With `rezero`, g is a learned number that starts near zero.
+    Bachlechner et al., https://arxiv.org/abs/2003.04887"""
 
     def __init__(
         self, module: nn.Module, *, norm: nn.Module | None = None, shift: TokenShift | None = None, rezero: bool = False

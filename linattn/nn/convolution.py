@@ -20,7 +20,8 @@ Past = Float[Tensor, "b w d"]
 
 @final
 class ShortConvolution(nn.Module):
-    """y_i = x_i + b + Σ_{j < width} w_j ⊙ x_{i-j}: depthwise and causal, with a residual (x_i) or without.
+    """y_i = x_i + b + Σ_{j < width} w_j ⊙ x_{i-j} over `dim` channels: depthwise and causal, over the token itself and
+    `width` - 1 before it. `residual=False` leaves the first x_i out.
 
     A missing token is skipped: the neighbours of a token are the present ones before it."""
 
@@ -59,7 +60,8 @@ class ShortConvolution(nn.Module):
 
 @final
 class GatedConvolution(nn.Module):
-    """y = (1 + W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much.
+    """y = (1 + W x + b) ⊙ conv(x): a layer that mixes neighbours, where attention would be too much. x and y have `dim`
+    channels, conv is a `ShortConvolution` of `width` without residual, and `dropout` acts on y.
 
     This is Zoology's BaseConv with a gate that starts open: a product with random numbers would hide the neighbours at
     first, and recall would be learnt some 200 steps later. Arora et al., https://arxiv.org/abs/2312.04927"""

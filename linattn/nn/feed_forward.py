@@ -14,9 +14,10 @@ Activation = Callable[[Tensor], Tensor]
 
 @final
 class FeedForward(nn.Module):
-    """y = W₂ a(W₁ x + b₁) + b₂ with a = gelu, as in GPT-2, or any other activation.
+    """y = W₂ a(W₁ x + b₁) + b₂ with a = gelu, as in GPT-2, or any other `activation`.
 
-    `dropout` acts on the output, `hidden_dropout` on the hidden units."""
+    x and y have `dim` channels, with `hidden_dim` hidden units between. Without `bias` there are no b₁ and b₂.
+    `dropout` is the probability of dropping outputs in training, `hidden_dropout` that of hidden units."""
 
     def __init__(
         self,
@@ -41,8 +42,11 @@ class FeedForward(nn.Module):
 
 @final
 class GatedFeedForward(nn.Module):
-    """y = W₃ (a(W₁ x) ⊙ W₂ x), the GLU variants: a = silu is SwiGLU, gelu GEGLU, relu ReGLU, sigmoid GLU itself.
-    Shazeer, https://arxiv.org/abs/2002.05202"""
+    """y = W₃ (a(W₁ x) ⊙ W₂ x), the GLU variants: the `activation` a = silu makes SwiGLU, gelu GEGLU, relu ReGLU,
+    sigmoid GLU itself. Shazeer, https://arxiv.org/abs/2002.05202
+
+    x and y have `dim` channels, a(W₁ x) and W₂ x `hidden_dim`; `bias` adds a vector to each of the three products.
+    See `FeedForward` for `dropout` and `hidden_dropout`."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class GatedFeedForward(nn.Module):
 
 @final
 class Chunked(nn.Module):
-    """Apply a module that acts on each token alone to `chunks` pieces of the sequence, one after the other.
+    """Apply a `module` that acts on each token alone to `chunks` pieces of the sequence, one after the other.
 
     The result is the same, but only one piece's hidden units are in memory at a time, also in the backward pass, which
     recomputes them. Kitaev et al., Reformer, https://arxiv.org/abs/2001.04451, section 3."""

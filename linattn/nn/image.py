@@ -22,9 +22,12 @@ class ImageLinearAttention(nn.Module):
     channels (without `norm_queries`, q d^-¼ itself), φ(k)/z the softmax of k d^-¼ over pixels, d = `key_dim`. Shen et
     al., Efficient Attention, https://arxiv.org/abs/1812.01243
 
+    x has `chan` channels and y `chan_out` (as many); each of the `heads` has `key_dim` channels of q and k and
+    `value_dim` of v. `kernel_size` and `padding` (zeros) are those of all four convolutions. `stride` is that of q's,
+    k's and v's, so it makes the result smaller, as `kernel_size` without `padding` does.
+
     Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, another
-    image or a set of pixels (b, chan, m), queries attend to its pixels and to their own. `stride` is that of the
-    convolutions of q, k and v, so it makes the result smaller, as `kernel_size` without `padding` does.
+    image or a set of pixels (b, chan, m), queries attend to its pixels and to their own.
 
     Masks are True for present pixels. The others are treated as lying outside of the image: the convolutions read zeros
     there, and they are no keys. A small image in a corner of a larger one gives what it gives alone."""
@@ -91,9 +94,9 @@ class ImageLinearAttention(nn.Module):
 class PositionLinearAttention(nn.Module):
     """x + γ y with y_i = Σ_j (1 + cos(q_i, k_j)) v_j / Σ_j (1 + cos(q_i, k_j)) over the pixels j; γ starts at zero.
 
-    q and k have `key_channels` (an eighth of `channels`, at least one). Images need not be square, and a pixel of zeros
-    causes no division by zero. Masked pixels (False) come back unchanged. Li et al., Linear Attention Mechanism,
-    https://arxiv.org/abs/2007.14902"""
+    x and v have `channels`, q and k `key_channels` (an eighth of them, at least one). Images need not be square, and a
+    pixel of zeros causes no division by zero. Masked pixels (False) come back unchanged. Li et al., Linear Attention
+    Mechanism, https://arxiv.org/abs/2007.14902"""
 
     def __init__(self, channels: int, key_channels: int | None = None):
         super().__init__()

@@ -15,6 +15,7 @@ PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 @final
 class LinearMultiheadAttention(TorchMultiheadAttention):
     """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k`, or fewer.
+    See `TorchMultiheadAttention` for the parameters that are torch's, and `return_weights`.
 
     `param_sharing` is the paper's: "none" has an E and an F for each head, "headwise" one E and one F for all heads,
     "key-value" E = F, and "layerwise" takes that one E from `projection`, the same object in every layer:

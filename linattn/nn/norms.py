@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @final
 class HeadNorm(nn.Module):
-    """y = w ⊙ x / √mean(x²) over the channels of a head, which un-normalised attention needs.
+    """y = w ⊙ x / √mean(x²) over the `head_dim` channels of a head, which un-normalised attention needs.
     Sun et al., Retentive Network, https://arxiv.org/abs/2307.08621; Qin et al., TransNormer,
     https://arxiv.org/abs/2210.10340
 
@@ -30,7 +30,8 @@ class HeadNorm(nn.Module):
 
 @final
 class ScaleNorm(nn.Module):
-    """y = g · x / ‖x‖ with one learned g, √dim at first. Nguyen and Salazar, https://arxiv.org/abs/1910.05895"""
+    """y = g · x / ‖x‖ over `dim` channels with one learned g, √dim at first.
+    Nguyen and Salazar, https://arxiv.org/abs/1910.05895"""
 
     def __init__(self, dim: int):
         super().__init__()

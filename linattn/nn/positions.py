@@ -15,7 +15,8 @@ INIT_STD = 0.02
 
 @final
 class LearnedPositions(nn.Module):
-    """A learned vector for each of `max_length` positions."""
+    """A learned vector of `dim` channels for each of `max_length` positions, drawn with the standard deviation
+    `std`. Later positions are an error."""
 
     def __init__(self, max_length: int, dim: int, *, std: float = INIT_STD):
         super().__init__()
@@ -36,8 +37,9 @@ class LearnedPositions(nn.Module):
 
 @final
 class SinusoidalPositions(nn.Module):
-    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim), in two halves of the channels as in the packages, not alternating
-    as in the paper. It has no weights and no longest length."""
+    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim), in two halves of the `dim` channels as in the packages, not
+    alternating as in the paper. A larger `base` makes the slowest waves longer, up to 2π·base positions. It has no
+    weights and no longest length."""
 
     max_length = None
     dtype_holder: Tensor
@@ -61,8 +63,9 @@ class SinusoidalPositions(nn.Module):
 
 @final
 class AxialPositions(nn.Module):
-    """The position is a cell of a grid of the given shape, counted row by row; its vector is the sum of one learned
-    vector per axis: (64, 128) has 8,192 positions with 192 vectors."""
+    """The position is a cell of a grid of the given `shape`, counted row by row; its vector is the sum of one learned
+    vector of `dim` channels per axis: (64, 128) has 8,192 positions with 192 vectors. At first these sums have the
+    standard deviation `std`. Positions beyond the grid are an error."""
 
     def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()

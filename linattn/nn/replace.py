@@ -23,14 +23,16 @@ def replace_attention(
     max_length: int | None = None,
     return_weights: bool = True,
 ) -> dict[str, nn.MultiheadAttention]:
-    """Replace each `nn.MultiheadAttention` that `where` chooses by name and module with a `TorchMultiheadAttention`;
-    return the old modules by name.
+    """Replace each `nn.MultiheadAttention` in `model` that `where` (default: all) chooses by name and module with a
+    `TorchMultiheadAttention`; return the old modules by name.
 
-    `attention` is a name as for `named_attention`, or a function that makes the inner attention for a module; if it
-    returns the same object each time, the layers share it. The new modules hold the very same Parameters, so optimizers
-    keep theirs, and `model.set_submodule(name, old)` undoes it. Parameters of the inner attention are new.
+    `attention` is a name, with `window` and `max_length` as in `named_attention`, or without them a function that makes
+    the inner attention for a module; if it returns the same object each time, the layers share it. The new modules hold
+    the very same Parameters, so optimizers keep theirs, and `model.set_submodule(name, old)` undoes it. Parameters of
+    the inner attention are new. See `TorchMultiheadAttention` for `return_weights`.
 
-    Modules of other classes that derive from torch's are left alone, except ours."""
+    Modules of other classes that derive from torch's are left alone, except ours. A model in which nothing is replaced
+    raises ValueError."""
     places = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -53,7 +55,9 @@ def replace_attention(
 def with_inner(
     attention: nn.MultiheadAttention, inner: InnerAttention | str, *, return_weights: bool = True
 ) -> TorchMultiheadAttention:
-    """Return the same projections, with the very same Parameters, around another inner attention."""
+    """Return the projections of `attention`, with the very same Parameters, around another inner attention.
+
+    See `TorchMultiheadAttention` for `inner` and `return_weights`."""
     # made outside of the meta device, where random features would be lost
     inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from linattn.types import Tokens
 
 @final
 class ResidualSequence(Stack):
-    """x ← x + branch(x) for each branch in turn."""
+    """x ← x + branch(x) for each of the `branches` in turn."""
 
     def __init__(self, branches: Iterable[Branch]):
         super().__init__()
@@ -46,9 +46,9 @@ class PostNormSequence(Stack):
 
 @final
 class ReversibleSequence(Stack):
-    """x₁ = x₂ = x; each pair (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of the two, or
-    with `reduce="sum"` their sum. Gomez et al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al., Reformer,
-    https://arxiv.org/abs/2001.04451
+    """x₁ = x₂ = x; each of the `pairs` (f, g) makes x₁ ← x₁ + f(x₂), then x₂ ← x₂ + g(x₁); the output is the mean of
+    the two, or with `reduce="sum"` their sum. Gomez et al., RevNet, https://arxiv.org/abs/1707.04585; Kitaev et al.,
+    Reformer, https://arxiv.org/abs/2001.04451
 
     The backward pass computes each pair's inputs from its outputs: the memory for activations does not grow with the
     number of pairs, and one more forward is the price. The function differs from `ResidualSequence`. Gradients equal
@@ -78,8 +78,9 @@ class ReversibleSequence(Stack):
 
 @final
 class Projected(Stack):
-    """y = out_proj(stack(in_proj(x))), a stack of another width than its surroundings', as with factorised embeddings;
-    without `out_dim` the output keeps the stack's width. Lan et al., ALBERT, https://arxiv.org/abs/1909.11942"""
+    """y = out_proj(stack(in_proj(x))), a `stack` of another width than its surroundings', as with factorised
+    embeddings: `in_dim` channels come in, the stack has `dim`, and `out_dim` go out; without `out_dim` the output keeps
+    the stack's width. Lan et al., ALBERT, https://arxiv.org/abs/1909.11942"""
 
     def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
         super().__init__()

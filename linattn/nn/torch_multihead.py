@@ -22,6 +22,11 @@ from linattn.types import Keys, Outputs, Queries, Values
 class TorchMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention(…)` with `inner`, an inner attention or a name of `ATTENTIONS`, in the place of softmax.
 
+    Queries and outputs have `embed_dim` channels, keys `kdim` and values `vdim` (default: as many), in `num_heads`
+    heads. `bias` gives all projections one, `add_bias_kv` adds a learned key and value, `add_zero_attn` a key and value
+    of zeros. `batch_first` takes (b, n, d) and not (n, b, d). The weights are made on `device` in `dtype` (default:
+    torch's).
+
     A state_dict of `nn.MultiheadAttention` loads strictly; parameters of `inner` then keep their values.
 
     - An `inner` that was made causal is so in every call. Another one follows the call: `is_causal=True`, with or
@@ -30,8 +35,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     - `need_weights=True`, torch's default, returns the exact n × m matrix of the method's weights, at quadratic cost
       (for Linformer over its r projected keys, n × r, without dropout). `return_weights=False` never does, for models
       that ignore the weights but do not pass `need_weights=False`.
-    - `dropout` drops weights in torch. Without a matrix none can be dropped alone: in training, a dropped key is
-      dropped for all queries of its head.
+    - `dropout` is the probability of dropping a weight in torch. Without a matrix none can be dropped alone: in
+      training, a dropped key is dropped for all queries of its head.
     - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
 
     def __init__(

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
+
 
 class Compaction(NamedTuple):
     """The places of the present tokens per row: `order` lists their positions, then those of the masked tokens; `rank`
@@ -62,47 +64,57 @@ def last_tokens(
     return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
 
 
-def without(x: Float[Tensor, "b hk m d"], key_mask: Bool[Tensor, "#b #hk m"], /) -> Float[Tensor, "b hk m d"]:
+def without(x: Keys, key_mask: Bool[Tensor, "#b #hk m"], /) -> Keys:
     """Put zeros in the place of masked tokens. A product with zero is not enough, as they may hold NaN."""
     return torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
-def finite_queries(q: Float[Tensor, "b h n d"], key_mask: Bool[Tensor, "#b #hk n"], /) -> Float[Tensor, "b h n d"]:
+def finite_queries(q: Queries, key_mask: Bool[Tensor, "#b #hk n"], /) -> Queries:
     """Put zeros in the place of masked queries that are not finite; finite ones may still be asked."""
     kept = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite().all(-1, keepdim=True)
     return torch.where(kept, q, 0)
 
 
 class PackedHeads(NamedTuple):
-    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row."""
+    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row.
 
-    q: Float[Tensor, "b h n d"]
-    k: Float[Tensor, "b hk n d"]
-    v: Float[Tensor, "b hk n dv"]
-    real: Bool[Tensor, " b #hk n"]
-    total: Int[Tensor, " b #hk"]
-    queries: Compaction
-    query_mask: Bool[Tensor, " b #h n"]
+    Where all tokens are present they stay as they are, and the other fields are None."""
 
-    def unpack(self, y: Float[Tensor, "b h n dv"]) -> Float[Tensor, "b h n dv"]:
+    q: Queries
+    k: Keys
+    v: Values
+    real: Bool[Tensor, " b #hk n"] | None = None
+    total: Int[Tensor, " b #hk"] | None = None
+    queries: tuple[Compaction, Bool[Tensor, " b #h n"]] | None = None
+
+    def unpack(self, y: Outputs) -> Outputs:
         """Move outputs back to the places of their queries."""
-        return unpack(y, self.queries, self.query_mask)
+        return y if self.queries is None else unpack(y, *self.queries)
 
 
-def pack_heads(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk n d"],
-    v: Float[Tensor, "b hk n dv"],
-    key_mask: Bool[Tensor, "#b #hk n"],
-    /,
-) -> PackedHeads:
+def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHeads:
     """Pack the tokens of self-attention, where a masked key's token is masked as a query too."""
+    if key_mask is None:
+        return PackedHeads(q, k, v)
     key_mask = key_mask.expand(k.shape[0], -1, -1)
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
-    return PackedHeads(pack(q, queries), pack(k, where), pack(v, where), real(where), where.total, queries, query_mask)
+    q, k, v = pack(q, queries), pack(k, where), pack(v, where)
+    return PackedHeads(q, k, v, real(where), where.total, (queries, query_mask))
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
     """Repeat each key head's entry for the query heads that share it. A single entry for all heads stays single."""
     return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def join_masks(
+    past: Float[Tensor, "b hk s d"], past_mask: Bool[Tensor, "#b #hk s"] | None, new: Keys, new_mask: KeyMask, /
+) -> Bool[Tensor, " b #hk past"] | None:
+    """Return the mask of past ⊕ new keys, None if all are present."""
+    if past_mask is None and new_mask is None:
+        return None
+    pairs = ((past, past_mask), (new, new_mask))
+    masks = [x.new_ones(1, 1, x.shape[-2], dtype=torch.bool) if mask is None else mask for x, mask in pairs]
+    heads = max(mask.shape[1] for mask in masks)
+    return torch.cat([mask.expand(new.shape[0], heads, -1) for mask in masks], -1)

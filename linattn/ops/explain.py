@@ -21,8 +21,9 @@ def explain_backend(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> str:
-    """Describe in one line per backend what `causal_linear_attention` (or `linear_attention`) does with these
-    arguments.
+    """Describe in one line per backend what `causal_linear_attention`, or `linear_attention` if not `is_causal`, does
+    with the same arguments: `q`, `k`, `v`, `key_mask`, `normalize`, `feature_map` and, only if `is_causal`, `state` and
+    `log_decay`. Raises ValueError as they do.
 
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
     if is_causal:

@@ -3,14 +3,14 @@ blocks of keys; single pairs are masked only in blocks seen in part. Dong et al.
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from linattn.ops.local import Window
+from linattn.ops.window import Window
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 # of queries and of keys: the default of the kernel, which may split it
 BLOCK = 128
@@ -32,15 +32,7 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def flex_window(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk n d"],
-    v: Float[Tensor, "b hk n dv"],
-    /,
-    *,
-    window: "Window",
-    real: Bool[Tensor, "#b #hk n"] | None = None,
-) -> Float[Tensor, "b h n dv"]:
+def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, real: KeyMask = None) -> Outputs:
     """Compute `local_attention` of packed tokens; tokens that are not real see only themselves."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -63,7 +55,7 @@ def flex_window(
     return _kernel(q.device.type)(q, k, v, block_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=group > 1)
 
 
-def visible_blocks(n: int, window: "Window", device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
+def visible_blocks(n: int, window: Window, device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
     """Return the blocks of keys that each block of queries sees in part, and those that it sees whole."""
     first = torch.arange(0, n, BLOCK, device=device)
     last = (first + BLOCK).clamp(max=n) - 1

@@ -34,10 +34,14 @@ def causal_linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
-    """Attend from each query to the keys up to its own, and to those summed in `state`.
+    """Attend from each query in `q` to the keys in `k` up to its own, and to those summed in `state` (None: no past).
 
-    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then y_i = φ(q_i) S_i / φ(q_i)·z_i ("output"), or each
-    feature is normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
+    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then `normalize` chooses y_i = φ(q_i) S_i / φ(q_i)·z_i
+    ("output"), or each feature normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
+
+    `feature_map` names φ in `ELEMENTWISE`. `v` holds a value per key, `log_decay` a number ≤ 0 per token (None: zeros),
+    and `key_mask` is True for each present token (None: all); leading dimensions broadcast. `backend` is a name that
+    `explain_backend` lists, or None: the first that can run.
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
@@ -49,10 +53,11 @@ def causal_linear_attention(
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
     if call.q.ndim > 2:
-        y, S, z = CAUSAL(call, backend)
+        y, S, z = CAUSAL.choose(call, backend)(call)
     else:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
-        y, S, z = (x.squeeze(0) for x in CAUSAL(call._replace(**one_row), backend))
+        call = call._replace(**one_row)
+        y, S, z = (x.squeeze(0) for x in CAUSAL.choose(call, backend)(call))
     return y, LinearState(S, z)
 
 
@@ -67,14 +72,18 @@ def linear_attention(
     feature_map: str = "identity",
     backend: str | None = None,
 ) -> Float[Tensor, "*b n dv"]:
-    """Attend from each query to all keys: `read` of the sums of `summarize`. Queries and keys may differ in number.
+    """Attend from each query in `q` to all keys in `k`, each with its value in `v`: `read` of the sums of `summarize`.
+    Queries and keys may differ in number.
 
-    Options and errors are those of `causal_linear_attention`; backends are "triton", "chunked" and "reference"."""
+    The options `key_mask`, `normalize` and `feature_map`, and errors, are those of `causal_linear_attention`; `backend`
+    is "triton", "chunked", "reference" or None, the first that can run."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     key_mask = checked_mask(k, key_mask)
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
-    S, z = SUM_KEYS(SumCall(k, v, key_mask, feature_map), backend)
-    return READ(ReadCall(q, S, z, normalize, feature_map, v.dtype), backend)[0]
+    keys = SumCall(k, v, key_mask, feature_map)
+    S, z = SUM_KEYS.choose(keys, backend)(keys)
+    queries = ReadCall(q, S, z, normalize, feature_map, v.dtype)
+    return READ.choose(queries, backend)(queries)[0]
 
 
 def summarize(
@@ -85,10 +94,13 @@ def summarize(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     feature_map: str = "identity",
 ) -> LinearState:
-    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys, computed once, for instance of an encoder's output."""
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys in `k` and values in `v` where `key_mask` is True (None:
+    all), computed once, for instance of an encoder's output. `feature_map` names φ in `ELEMENTWISE`.
+
+    Raises ValueError for shapes and names that do not fit."""
     k, _, v = checked(k, k, v, None, feature_map)
-    S, z = SUM_KEYS(SumCall(k, v, checked_mask(k, key_mask), feature_map))
-    return LinearState(S, z)
+    call = SumCall(k, v, checked_mask(k, key_mask), feature_map)
+    return LinearState(*SUM_KEYS.choose(call)(call))
 
 
 def read(
@@ -99,14 +111,18 @@ def read(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S: each query sees the whole state, which stays."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None: each
+    query in `q` sees the whole `state`, which stays. `feature_map` names φ in `ELEMENTWISE`, as it did for the keys.
+
+    Raises ValueError for shapes and names that do not fit."""
     S, z = checked_kind(state, LinearState)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
         raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
-    return READ(ReadCall(q, S, z, normalize, feature_map, q.dtype))[0]
+    call = ReadCall(q, S, z, normalize, feature_map, q.dtype)
+    return READ.choose(call)(call)[0]
 
 
 def shape(x: Tensor) -> tuple[int, ...]:

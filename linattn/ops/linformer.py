@@ -11,14 +11,11 @@ from torch.nn import functional as F
 
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import compact, pack
+from linattn.types import KeyMask, Keys
 
 
 def project_sequence(
-    x: Float[Tensor, "b hk m d"],
-    weight: Float[Tensor, "*#hk r max"],
-    /,
-    *,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    x: Keys, weight: Float[Tensor, "*#hk r max"], /, *, key_mask: KeyMask = None
 ) -> Float[Tensor, "b hk r d"]:
     """y_r = Σ_j E_rj x_j over the present tokens; a sequence shorter than E leaves its last columns unused."""
     if key_mask is not None:
@@ -27,12 +24,7 @@ def project_sequence(
 
 
 def pool_sequence(
-    x: Float[Tensor, "b hk m d"],
-    size: int,
-    /,
-    *,
-    weight: Float[Tensor, "size d"] | None = None,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
+    x: Keys, size: int, /, *, weight: Float[Tensor, "size d"] | None = None, key_mask: KeyMask = None
 ) -> tuple[Float[Tensor, "b hk r d"], Bool[Tensor, " b #hk r"] | None]:
     """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
     channel.
@@ -46,9 +38,7 @@ def pool_sequence(
     r = (x.shape[-2] + size - 1) // size
     windows = F.pad(x, (0, 0, 0, r * size - x.shape[-2])).unflatten(-2, (r, size))
     held = (count.unsqueeze(-1) - size * torch.arange(r, device=x.device)).clamp(0, size)
-    dtype = accumulator(x.dtype)
+    pooled = (windows if weight is None else windows * weight).sum(-2, dtype=accumulator(x.dtype))
     if weight is None:
-        pooled = windows.sum(-2, dtype=dtype) / held.clamp(min=1).unsqueeze(-1)
-    else:
-        pooled = (windows * weight).sum(-2, dtype=dtype)
+        pooled = pooled / held.clamp(min=1).unsqueeze(-1)
     return pooled.to(x.dtype), None if key_mask is None else held > 0

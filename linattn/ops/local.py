@@ -7,7 +7,7 @@ FlexAttention does the same in one kernel."""
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,94 +15,39 @@ from linattn.ops import flex
 from linattn.ops.backends import loopless
 from linattn.ops.backends.base import is_exporting
 from linattn.ops.compaction import last_tokens, pack_heads, per_query_head
-from linattn.ops.softmax import fused_softmax
-from linattn.ops.state import check_part
-
-
-class Window(NamedTuple):
-    """The positions that a query sees. Exact: those closer than `size`, its own included. Bucketed: those of its own
-    bucket of `size` tokens and of the adjacent buckets. Causal: none after its own."""
-
-    size: int
-    causal: bool = False
-    bucketed: bool = False
-
-    def first(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """Return the first position that query i may see, which may be negative."""
-        return (i // self.size - 1) * self.size if self.bucketed else i - self.size + 1
-
-    def last(self, i: Int[Tensor, "*b"]) -> Int[Tensor, "*b"]:
-        """Return the last position that query i may see, which may lie behind the end."""
-        if self.causal:
-            return i
-        return (i // self.size + 2) * self.size - 1 if self.bucketed else i + self.size - 1
-
-    def sees(self, i: Int[Tensor, "*#b"], j: Int[Tensor, "*#b"]) -> Bool[Tensor, "*b"]:
-        return (j >= self.first(i)) & (j <= self.last(i))
-
-    @property
-    def reach(self) -> int:
-        """The distance of the farthest visible key from the border of a block."""
-        return self.size if self.bucketed else self.size - 1
-
-    @property
-    def past(self) -> int:
-        """The number of tokens that a state keeps: all that a later query may see."""
-        return 2 * self.size - 1 if self.bucketed else self.size - 1
-
-    @property
-    def block(self) -> int:
-        """The number of queries per block: whole buckets, near the size that measured fastest on a CPU."""
-        return -(-64 // self.size) * self.size if self.bucketed else 64 if self.size <= 128 else 128
+from linattn.ops.softmax import among_present, fused_softmax
+from linattn.ops.state import check_tokens
+from linattn.ops.window import Window
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class LocalState(NamedTuple):
     """The last keys and values of each row, right-aligned, and the number of tokens seen. Its size is constant."""
 
-    k: Float[Tensor, "b hk s d"]
-    v: Float[Tensor, "b hk s dv"]
+    k: Keys
+    v: Values
     seen: Int[Tensor, " b #hk"]
 
 
-def local_attention(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk m d"],
-    v: Float[Tensor, "b hk m dv"],
-    /,
-    *,
-    window: Window,
-    key_mask: Bool[Tensor, "#b #hk m"] | None = None,
-) -> Float[Tensor, "b h n dv"]:
+def local_attention(q: Queries, k: Keys, v: Values, /, *, window: Window, key_mask: KeyMask = None) -> Outputs:
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over the keys j in the window of query i.
 
     A masked token is a missing one: the window counts present tokens only, and the outputs of masked ones are zeros."""
     _check(q, k, v, window)
-    if key_mask is None:
-        return _attend(q, k, v, window, None)
     packed = pack_heads(q, k, v, key_mask)
     # zeros from packing stand behind every present token, where no causal query sees them
     return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.real))
 
 
 def extend_local(
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk n d"],
-    v: Float[Tensor, "b hk n dv"],
-    state: LocalState | None = None,
-    /,
-    *,
-    window: Window,
-    key_mask: Bool[Tensor, "#b #hk n"] | None = None,
-) -> tuple[Float[Tensor, "b h n dv"], LocalState]:
+    q: Queries, k: Keys, v: Values, state: LocalState | None = None, /, *, window: Window, key_mask: KeyMask = None
+) -> tuple[Outputs, LocalState]:
     """Process the next tokens of causal `local_attention`; masked ones leave no trace in the state."""
     _check(q, k, v, window)
     if state is not None:
-        check_part("k", state.k, k.dtype, k.shape[1], window.past, k.shape[3])
-        check_part("v", state.v, v.dtype, v.shape[1], window.past, v.shape[3])
-    if key_mask is None:
-        return _continue(q, k, v, state, window, None)
+        check_tokens(state.k, state.v, k, v, window.past)
     packed = pack_heads(q, k, v, key_mask)
-    y, state = _continue(packed.q, packed.k, packed.v, state, window, packed.total)
+    y, state = _extend(packed.q, packed.k, packed.v, state, window, packed.total)
     return packed.unpack(y), state
 
 
@@ -116,14 +61,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
         )
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
-) -> Tensor:
-    if past is None and is_exporting():
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
+    if is_exporting():
         return in_equal_blocks(q, k, v, window, real)
-    if past is None and flex.unsupported(q, v) is None:
+    if flex.unsupported(q, v) is None:
         return flex.flex_window(q, k, v, window=window, real=real)
-    return in_blocks(q, k, v, window, real, past)
+    return in_blocks(q, k, v, window, real)
 
 
 def in_blocks(
@@ -136,7 +79,8 @@ def in_blocks(
     if past is None:
         parts = [_border(q, k, v, window, real, 0, start)]
     else:
-        parts = [_resume(q[..., :start, :], k[..., :start, :], v[..., :start, :], past, window)]
+        keys, values = torch.cat([past.k, k[..., :start, :]], -2), torch.cat([past.v, v[..., :start, :]], -2)
+        parts = [_after(past.seen, q[..., :start, :], keys, values, window)]
     if stop > start:
         parts.append(_blocks(q, k, v, window, real, start, stop))
     if n > stop:
@@ -160,7 +104,7 @@ def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tenso
 
     i = torch.arange(block, device=q.device)[:, None]
     j = torch.arange(-before * block, (1 + after) * block, device=q.device)
-    visible = per_query_head(_among(window.sees(i, j), near(present).squeeze(-1), i == j), h)
+    visible = among_present(window.sees(i, j), near(present).squeeze(-1), i == j, h)
     y = fused_softmax(queries.flatten(0, 1), near(k), near(v), visible=visible)
     return loopless.join(y.unflatten(0, (b, count)).transpose(1, 2), n)
 
@@ -176,7 +120,7 @@ def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
     visible = window.sees(i[:, None], j[None])
     if real is not None:
-        visible = per_query_head(_among(visible, real[..., left:right], i[:, None] == j), q.shape[1])
+        visible = among_present(visible, real[..., left:right], i[:, None] == j, q.shape[1])
     return fused_softmax(q, k, v, visible=visible)
 
 
@@ -194,19 +138,9 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     visible = window.sees(i, j)
     if real is not None:
         near = real[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)
-        visible = per_query_head(_among(visible, near, i == j), count * group)
+        visible = among_present(visible, near, i == j, count * group)
     y = fused_softmax(q.flatten(0, 1).flatten(1, 2), k, v, visible=visible)
     return y.unflatten(1, (count, group)).transpose(1, 2).flatten(2, 3).unflatten(0, (b, hk)).flatten(1, 2)
-
-
-def _among(visible: Tensor, real: Tensor, itself: Tensor) -> Tensor:
-    """Hide keys that are not real, but let each see itself: some kernels' softmax over no key has NaN gradients."""
-    return visible & (real.unsqueeze(-2) | itself)
-
-
-def _resume(q: Tensor, k: Tensor, v: Tensor, past: LocalState, window: Window) -> Tensor:
-    """Compute a few queries after the past, each row from its own position on."""
-    return _after(past.seen, q, torch.cat([past.k, k], -2), torch.cat([past.v, v], -2), window)
 
 
 def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
@@ -218,14 +152,7 @@ def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Ten
     return fused_softmax(q, k, v, visible=per_query_head(visible, q.shape[1]))
 
 
-def _next(q: Tensor, k: Tensor, v: Tensor, state: LocalState, window: Window) -> tuple[Tensor, LocalState]:
-    """Compute one token. The next state is a view of past and token together, which is no second copy."""
-    k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
-    y = _after(state.seen, q, k, v, window)
-    return y, LocalState(k[..., 1:, :], v[..., 1:, :], state.seen + 1)
-
-
-def _continue(
+def _extend(
     q: Tensor, k: Tensor, v: Tensor, state: LocalState | None, window: Window, total: Tensor | None
 ) -> tuple[Tensor, LocalState]:
     """Return the outputs and the next state for packed tokens, of which the first `total` are present (None: all)."""
@@ -233,15 +160,16 @@ def _continue(
         return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, total)
     n = q.shape[-2]
     if n == 1 and total is None:
-        return _next(q, k, v, state, window)
+        # the next state is a view of past and token together, which is no second copy
+        k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+        return _after(state.seen, q, k, v, window), LocalState(k[..., 1:, :], v[..., 1:, :], state.seen + 1)
     # rows may stand at different places in their buckets, so bucketed windows are computed one bucket at a time
     size = window.block if window.bucketed else max(n, 1)
     parts = []
-    for start in range(0, max(n, 1), size):
-        q1, k1, v1 = (x[..., start : start + size, :] for x in (q, k, v))
-        parts.append(_attend(q1, k1, v1, window, None, state))
-        state = _advance(state, k1, v1, None if total is None else (total - start).clamp(0, size))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2), state
+    for i, (q1, k1, v1) in enumerate(zip(*(x.split(size, -2) for x in (q, k, v)), strict=True)):
+        parts.append(in_blocks(q1, k1, v1, window, None, state))
+        state = _advance(state, k1, v1, None if total is None else (total - i * size).clamp(0, size))
+    return torch.cat(parts, -2), state
 
 
 def _empty(k: Tensor, v: Tensor, window: Window) -> LocalState:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def packed_log_decay(cu_seqlens: Int[Tensor, " s"], n: int, /) -> Float[Tensor, " n"]:
-    """Return the `log_decay` of `causal_linear_attention` for n packed tokens: −inf where a sequence begins, else zero.
+    """Return the `log_decay` of `causal_linear_attention` for `n` packed tokens: −inf where a sequence begins, else 0.
 
     `cu_seqlens` is what variable-length kernels take: the starts of the sequences, and n; sequences may be empty.
     Nothing is read on the host. Add any other decay to the result."""

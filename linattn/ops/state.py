@@ -10,7 +10,8 @@ _State = TypeVar("_State")
 
 
 class LinearState(NamedTuple):
-    """The sums over the tokens seen so far."""
+    """The sums over the tokens seen so far, `S` = Σ_j φ(k_j) v_jᵀ and `z` = Σ_j φ(k_j): float32, or float64 for float64
+    inputs."""
 
     S: Float[Tensor, "*b f dv"]
     z: Float[Tensor, "*b f"]
@@ -45,3 +46,9 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
             f"the state's {name} must be {wanted} for this layer and these inputs, but is {came}: "
             "it was made with other options or from other inputs"
         )
+
+
+def check_tokens(past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, length: int) -> None:
+    """Raise ValueError unless a state's `length` keys and values per row can stand in front of k and v."""
+    for name, past, new in (("k", past_k, k), ("v", past_v, v)):
+        check_part(name, past, new.dtype, new.shape[1], length, new.shape[3])

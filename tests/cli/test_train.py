@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linattn
 from linattn.cli.checkpoints import last_step
@@ -28,8 +29,9 @@ def log_of(run: Path, name: str) -> list[dict]:
 
 def test_the_folder_holds_what_a_run_is(finished):
     names = sorted(entry.name for entry in finished.iterdir())
-    expected = ["checkpoints", "config.json", "curve.png", "data", "log.jsonl", "model.safetensors", "run.json"]
-    assert names == expected
+    run = ["checkpoints", "curve.png", "data", "log.jsonl", "run.json"]
+    model = ["config.json", "generation_config.json", "linattn_classes.py", "model.safetensors"]
+    assert names == sorted([*run, *model, "tokenizer.json", "tokenizer_config.json"])
     assert sorted(entry.name for entry in (finished / "checkpoints").iterdir()) == ["checkpoint-4", "checkpoint-8"]
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -104,7 +106,19 @@ def test_bits_per_byte_do_not_depend_on_what_a_token_is(text, tokenizer, tmp_pat
     assert predicted > 0.8 * part["tokens"]
     total_bits = nats / math.log(2) * part["tokens"] / predicted
     assert record["validation_bits_per_byte"] == pytest.approx(total_bits / part["bytes"], rel=1e-5)
-    assert (run / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_the_tokenizer_of_a_run_is_the_one_that_it_learned_from(of_bytes, text, tokenizer, tmp_path):
+    run, given = tmp_path / "run", () if of_bytes else ("--tokenizer", str(tokenizer))
+    assert main(["train", str(text), *TINY, *SHORT, *given, "--validation-part", "0.3", "--out", str(run)]) == 0
+    vocabulary, theirs = open_run(run).vocabulary(), AutoTokenizer.from_pretrained(run)
+    sample = next(text.iterdir()).read_bytes()[:300].decode("utf-8", "ignore")
+    assert theirs(sample, add_special_tokens=False).input_ids == list(vocabulary.encode(sample.encode()))
+    assert theirs(sample).input_ids[0] == theirs.eos_token_id == vocabulary.separator == len(theirs) - 1
+    model = AutoModelForCausalLM.from_pretrained(run)
+    assert model.generation_config.eos_token_id == vocabulary.separator
+    assert model.config.vocab_size == vocabulary.size
 
 
 def test_it_learns(text, tmp_path):

@@ -1,5 +1,5 @@
-"""The notebook runs in a kernel of this very interpreter, its asserts hold, it prints what it was committed with, and a
-mistake in any step is found."""
+"""The notebooks run in a kernel of this very interpreter, their asserts hold, they print what they were committed with,
+and a mistake in any step of the first is found."""
 
 from pathlib import Path
 
@@ -12,18 +12,21 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-PATH = Path(__file__).parents[2] / "examples" / "four_methods.ipynb"
+ROOT = Path(__file__).parents[2]
+TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.ipynb"))
+# how long its training takes, and what a model writes then, differs from machine to machine
+VARYING = {"language_model"}
 
 
-def notebook() -> nbformat.NotebookNode:
-    return nbformat.read(PATH, as_version=4)
+def notebook(name: str = "four_methods") -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / f"docs/tutorials/{name}.ipynb", as_version=4)
 
 
 def client(book: nbformat.NotebookNode) -> NotebookClient:
     # without folders of specifications there is one kernel: ipykernel's own, of the interpreter that runs this
     specifications = KernelSpecManager(kernel_dirs=[])
     kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specifications)
-    return NotebookClient(book, km=kernel, timeout=120, resources={"metadata": {"path": str(PATH.parents[1])}})
+    return NotebookClient(book, km=kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}})
 
 
 def printed(book: nbformat.NotebookNode) -> list[str]:
@@ -38,12 +41,15 @@ def jupyter(tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)
 
 
-def test_it_runs_and_prints_what_it_shows(jupyter):
-    book = notebook()
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_it_runs_and_prints_what_it_shows(name, jupyter):
+    book = notebook(name)
     shown = printed(book)
+    assert any(shown)
     client(book).execute()
-    assert printed(book) == shown
-    assert any("image/png" in part.get("data", {}) for cell in book.cells for part in cell.get("outputs", []))
+    if name not in VARYING:
+        assert printed(book) == shown
+        assert any("image/png" in part.get("data", {}) for cell in book.cells for part in cell.get("outputs", []))
 
 
 def source() -> str:

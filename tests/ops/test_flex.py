@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linattn.ops.flex import BLOCK, unsupported, visible_blocks
-from linattn.ops.local import Window
+from linattn.ops.window import Window
 
 WINDOWS = [Window(*options) for options in itertools.product((1, 7, 128, 300), (False, True), (False, True))]
 

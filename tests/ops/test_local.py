@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.local import Window, extend_local, in_blocks, in_equal_blocks, local_attention
+from linattn.ops.local import extend_local, in_blocks, in_equal_blocks, local_attention
+from linattn.ops.window import Window
 
 
 @pytest.mark.parametrize("window", [Window(7), Window(7, True), Window(7, bucketed=True), Window(70, True, True)])

@@ -84,7 +84,7 @@ def _complete(arguments: argparse.Namespace) -> dict[str, Any]:
         if name not in PEERS and any(part.partition(":")[0] not in ATTENTIONS for part in name.split("+")):
             nearest = did_you_mean(name, (*ATTENTIONS, *CAUSAL, *PEERS))
             raise CommandError(
-                f"{name!r} is no attention: docs/index.md has their names, and peers are {[*PEERS]}{nearest}"
+                f"{name!r} is no attention: docs/methods.md has their names, and peers are {[*PEERS]}{nearest}"
             )
     for peer in installed(arguments.causal) if arguments.peers else ():
         methods += [PEERS[peer].counterpart[arguments.causal], peer]

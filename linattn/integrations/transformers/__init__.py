@@ -20,7 +20,7 @@ from linattn.integrations.transformers.heads import (
 from linattn.integrations.transformers.hooks import attended_modules, install, register_attention
 from linattn.integrations.transformers.lora import register_target_modules
 from linattn.integrations.transformers.model import LinattnModel
-from linattn.integrations.transformers.tokenizer import byte_tokenizer
+from linattn.integrations.transformers.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
 
 __all__ = [
     "LinattnCache",
@@ -31,7 +31,9 @@ __all__ = [
     "LinattnModel",
     "attended_modules",
     "byte_tokenizer",
+    "file_tokenizer",
     "register_attention",
+    "save_for_transformers",
 ]
 
 AutoConfig.register(LinattnConfig.model_type, LinattnConfig, exist_ok=True)

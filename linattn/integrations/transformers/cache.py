@@ -114,7 +114,8 @@ class AttentionLayer(StateLayer):
 
 
 class LinattnCache(Cache):
-    """One StateLayer per block. Only softmax blocks keep all their keys and values, and grow."""
+    """One StateLayer for each of the model's `num_layers` blocks. Only softmax blocks keep all their keys and values,
+    and grow."""
 
     layers: list[StateLayer]
 

@@ -15,7 +15,9 @@ from linattn.version import __version__
 # jaxtyping's hook for tests takes this for a plain dataclass, whose constructor takes only these fields
 @no_type_check
 class LinattnConfig(PreTrainedConfig):
-    """`language_model` is a LanguageModelConfig or its fields; everything else here is transformers' own.
+    """`language_model` is a LanguageModelConfig or its fields, `linattn_version` the version that wrote the file: a
+    newer one than this raises ValueError. All else is transformers' own: `use_cache` returns the state, and
+    `pad_token_id`, `bos_token_id` and `eos_token_id` are the tokens that fill up, begin and end a text.
 
     The fields are refused elsewhere: transformers would store `LinattnConfig(depth=2)` as an attribute without
     effect."""

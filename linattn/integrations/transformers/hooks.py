@@ -27,7 +27,10 @@ REPLACED = {"full_attention", "sliding_attention"}
 
 
 def register_attention(method: str) -> str:
-    """Register an attention by its name, for example "elu" or "local+taylor2", and return "linattn:" and that name."""
+    """Register the attention named `method`, as in `named_attention`, with transformers; return "linattn:" and the name.
+
+    "linattn:elu" and so on are registered by the import, and mixtures such as "linattn:local+taylor2" where a model is
+    first told to use them: call this for names that must be known before."""
     for part in method.split("+"):
         name = part.partition(":")[0].strip()
         if name in LEARNED:
@@ -43,7 +46,7 @@ def register_attention(method: str) -> str:
 
 
 def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
-    """Run the model once, and return the names of the modules that attended by our method; ValueError if none did.
+    """Run the model on `inputs`, and return the names of the modules that attended by our method; ValueError if none did.
 
     A model that does not call transformers' registry accepts every name and keeps its own attention."""
     names, found = {module: name for name, module in model.named_modules()}, []

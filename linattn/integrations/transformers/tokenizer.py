@@ -4,10 +4,9 @@ import itertools
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-SEPARATOR = "<|document|>"
-"""The token that begins every document. Text that looks like it stays text."""
+from linattn.models.storage import SEPARATOR, write_loader
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -18,23 +17,33 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return with_separator(tokenizer)
+    return _with_separator(tokenizer, special_tokens_are_text=True)
 
 
 def file_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a file of the `tokenizers` package, with one more token, which begins a document."""
+    """Return the tokenizer in `path`, a JSON file of the `tokenizers` package, with one more token, which begins a
+    document."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return with_separator(tokenizer)
+    return _with_separator(tokenizer, special_tokens_are_text=False)
 
 
-def with_separator(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    separator = AddedToken(SEPARATOR, special=True, normalized=False)
-    tokenizer.add_special_tokens([separator])
-    place = tokenizer.token_to_id(SEPARATOR)
+def save_for_transformers(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write into `folder` what transformers reads beside a model's weights: the `tokenizer`, the tokens that begin and
+    end a text, and our classes."""
+    separator = tokenizer.bos_token_id
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(bos_token_id=separator, eos_token_id=separator, pad_token_id=separator).save_pretrained(folder)
+    write_loader(folder)
+
+
+def _with_separator(tokenizer: Tokenizer, *, special_tokens_are_text: bool) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SEPARATOR} $A", pair=f"{SEPARATOR} $A $B", special_tokens=[(SEPARATOR, place)]
+        single=f"{SEPARATOR} $A",
+        pair=f"{SEPARATOR} $A $B",
+        special_tokens=[(SEPARATOR, tokenizer.token_to_id(SEPARATOR))],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -42,7 +51,7 @@ def with_separator(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         eos_token=SEPARATOR,
         pad_token=SEPARATOR,
         padding_side="left",
-        split_special_tokens=True,
+        split_special_tokens=special_tokens_are_text,
         clean_up_tokenization_spaces=False,
     )
 

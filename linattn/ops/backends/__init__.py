@@ -3,9 +3,9 @@ definition."""
 
 from linattn.ops.backends import chunked, chunked_gradient, dense, loopless, recurrent, reference, sums, triton
 from linattn.ops.backends.base import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.operator import Backend, Operator, cannot_trace
+from linattn.ops.backends.operator import Backend, Operator
 
-_CHUNKED = Backend("chunked", cannot_trace, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2)
+_CHUNKED = Backend("chunked", None, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2, loops=True)
 
 CAUSAL = Operator(
     "causal",

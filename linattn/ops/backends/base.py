@@ -104,11 +104,12 @@ def is_exporting() -> bool:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
     device = x.device.type
-    # torch 2.11 cannot trace the first question: what is compiled is for a device that has it
-    if device == "meta" or not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)):
+    compiling = torch.compiler.is_compiling()
+    # torch 2.11 cannot trace the last question: what is compiled is for a device that has it
+    if device == "meta" or not (compiling or torch.amp.is_autocast_available(device)):
         return nullcontext()
     # an exported graph may be called where autocast is on
-    wanted = torch.is_autocast_enabled(device) or is_exporting()
+    wanted = torch.is_autocast_enabled(device) or (compiling and is_exporting())
     return torch.autocast(device, enabled=False) if wanted else nullcontext()
 
 

@@ -29,8 +29,8 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     """Return outputs, the last state, and the states that enter each block, (i b f dv) and (i b 1 f), if `save`."""
     results, plan = empty(call, save), cut(call)
     y, S_end, z_end, S_saved, z_saved = results
-    y, S_end, z_end = beside_tokens(y, call), S_end.flatten(0, -3), z_end.unsqueeze(-2).flatten(0, -3)
-    call, work = arrange(call), Workspace(call.S)
+    (call, (y,)), work = arrange(call, y), Workspace(call.S)
+    S_end, z_end = S_end.flatten(0, -3), z_end.unsqueeze(-2).flatten(0, -3)
     for rows, tiles in plan:
         S, z = call.S[rows], call.z[rows]
         for i, tile in enumerate(tiles):
@@ -38,15 +38,20 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
                 S_saved[i, rows], z_saved[i, rows] = S, z
             block = load(call, tile, work)
             (S_ends, z_ends), b = states(block, S, z), len(S)
-            tile.write(y, outputs(block, S_ends[:-b], z_ends[:-b]))
+            _, q_in, A, d, _ = queries(block, z_ends[:-b])
+            part = torch.bmm(A, block.v, out=work("y")).baddbmm_(q_in, S_ends[:-b])
+            tile.write(y, part if d is None else part.div_(d))
             S, z = S_ends[-b:], z_ends[-b:]
         S_end[rows], z_end[rows] = S, z
     return results
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return results without numbers."""
-    (*lead, f, dv), blocks = call.S.shape, number_of_blocks(call) if save else 0
+    """Return results without numbers, of a symbolic length too."""
+    (*lead, f, dv), n, blocks = call.S.shape, call.q.shape[-2], 0
+    if save:
+        _, length, chunk = sizes(call)
+        blocks = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
     saved = ((blocks, math.prod(lead), *shape) for shape in ((f, dv), (1, f)))
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, *saved))
@@ -61,12 +66,6 @@ def sizes(call: CausalCall) -> tuple[int, int, int]:
     chunk, heads, block = min(chunk, max(1, n)), max(1, math.prod(others)), BLOCK // max(1, *call.S.shape[-2:])
     step = rows if call.S.shape[0] < rows else max(1, block // (max(1, min(n, SEGMENT)) * heads))
     return step, max(SEGMENT, block // (max(1, min(rows, step)) * heads)) // chunk * chunk, chunk
-
-
-def number_of_blocks(call: CausalCall) -> int:
-    """Return the number of blocks per sequence. Works with a symbolic length."""
-    n, (_, length, chunk) = call.q.shape[-2], sizes(call)
-    return -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
 
 
 class Tile(NamedTuple):
@@ -106,33 +105,27 @@ def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     ]
 
 
-def beside_tokens(x: Tensor, call: CausalCall) -> Tensor:
-    """View queries or outputs (…, n, d) as (*b *g n d): leading dimensions whose queries share a state stand beside the
-    tokens."""
-    for i, size in enumerate(call.z.shape[:-1]):
+def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor]]:
+    """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), the state as (b f dv) and
+    (b 1 f): leading dimensions whose queries share a state stand beside the tokens."""
+    lead, beside = call.z.shape[:-1], [call.q, *outputs]
+    for i, size in enumerate(lead):
         if size != call.q.shape[i]:
-            x = x.unsqueeze(i).movedim(i + 1, -3)
-    return x
-
-
-def arrange(call: CausalCall) -> CausalCall:
-    """View q as (*b *g n f), k and v as (*b n d), mask and decays as (*b n 1), the state as (b f dv) and (b 1 f)."""
-
-    def spread(x: Tensor) -> Tensor:
-        return x.expand(*call.S.shape[:-2], *x.shape[-2:])
-
-    q, k, v, S, z = beside_tokens(call.q, call), spread(call.k), spread(call.v), call.S, call.z.unsqueeze(-2)
-    log_decay, key_mask = (None if x is None else spread(x.unsqueeze(-1)) for x in (call.log_decay, call.key_mask))
-    return CausalCall(q, k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:])
+            beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
+    k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
+    per_key = (call.log_decay, call.key_mask)
+    log_decay, key_mask = (None if x is None else x.expand(*lead, -1).unsqueeze(-1) for x in per_key)
+    return CausalCall(beside[0], k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:]), beside[1:]
 
 
 class Decay(NamedTuple):
-    """Weights of a block's chunks: inside is D (cb 1 C C), since r (cb 1 C 1), until w (cb C 1), over a (c b 1 1)."""
+    """Weights of a block's chunks: inside is D (cb 1 C C), since r and until w are (cb 1 C 1), over is a (c b 1 1).
+    All are None where nothing decays."""
 
-    inside: Tensor
-    since: Tensor
-    until: Tensor
-    over: Tensor
+    inside: Tensor | None = None
+    since: Tensor | None = None
+    until: Tensor | None = None
+    over: Tensor | None = None
 
 
 class Block(NamedTuple):
@@ -142,7 +135,7 @@ class Block(NamedTuple):
     k: Tensor
     v: Tensor
     missing: Tensor | None
-    decay: Decay | None
+    decay: Decay
     normalize: str | None
     nonnegative: bool
     tile: Tile
@@ -151,7 +144,7 @@ class Block(NamedTuple):
 
 def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
     """Copy one block of a call, as `arrange` returns it, into the cache and apply φ."""
-    phi, missing, decay = ELEMENTWISE[call.feature_map], None, None
+    phi, missing, decay = ELEMENTWISE[call.feature_map], None, Decay()
     q = tile.flat(work.features("q", tile.chunks(call.q), phi))
     k = tile.flat(work.features("k", tile.chunks(call.k), phi))
     v = tile.flat(work.features("v", tile.chunks(call.v), IDENTITY))
@@ -178,12 +171,13 @@ def _decay_weights(log_decay: Tensor, tile: Tile) -> Decay:
     until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
     inside, since, until = (x.to(log_decay.dtype).exp() for x in (inside, since, until))
     over = since[..., -1:, None].unflatten(0, (tile.number, -1))
-    return Decay(inside.unsqueeze(1), since[:, None, :, None], until.unsqueeze(-1), over)
+    return Decay(inside.unsqueeze(1), since[:, None, :, None], until[:, None, :, None], over)
 
 
 def states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states at the c + 1 ends of all chunks, S (cb+b f dv) and z (cb+b 1 f), from those that enter."""
-    k, (S_ends, z_ends), b = until(block.k, block), new_ends(block, S=S, z=z), len(S)
+    k, b = decayed(block.k, block.decay.until), len(S)
+    S_ends, z_ends = (block.work(name, (len(k) + b, *x.shape[1:])) for name, x in (("S", S), ("z", z)))
     S_ends[:b], z_ends[:b] = S, z
     S_ends[b:].baddbmm_(k.mT, block.v, beta=0)
     torch.sum(k, 1, keepdim=True, out=z_ends[b:])
@@ -192,40 +186,24 @@ def states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return S_ends, z_ends
 
 
-def new_ends(block: Block, **states: Tensor) -> list[Tensor]:
-    """Return memory for the states at the ends of all chunks."""
-    count = block.tile.number + 1
-    return [block.work(name, count * len(x), *x.shape[1:]) for name, x in states.items()]
-
-
 def scan(ends: Tensor, block: Block, *, reverse: bool = False) -> None:
     """Scan over chunks in place: S_{c+1} = a_c S_c + ΔS_c. Runs backwards for gradients."""
     states = ends.unflatten(0, (block.tile.number + 1, -1)).unbind(0)
-    weights = None if block.decay is None else block.decay.over.unbind(0)
+    weights = None if block.decay.over is None else block.decay.over.unbind(0)
     for i in reversed(range(block.tile.number)) if reverse else range(block.tile.number):
         done, following = (states[i + 1], states[i]) if reverse else (states[i], states[i + 1])
         following.add_(done) if weights is None else following.addcmul_(done, weights[i])
 
 
-def per_group(x: Tensor, block: Block) -> Tensor:
-    """(cb gC …) as (cb g C …)"""
-    return x.unflatten(1, (-1, block.tile.chunk))
-
-
-def since(x: Tensor, block: Block) -> Tensor:
-    """r x, of queries (cb gC d)"""
-    return x if block.decay is None else (per_group(x, block) * block.decay.since).flatten(1, 2)
-
-
-def until(x: Tensor, block: Block) -> Tensor:
-    """w x, of keys (cb C d)"""
-    return x if block.decay is None else x * block.decay.until
+def decayed(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Multiply queries or keys (cb gC d) by r or w."""
+    return x if weight is None else (x.unflatten(1, (-1, weight.shape[2])) * weight).flatten(1, 2)
 
 
 def weigh(A: Tensor, block: Block) -> Tensor:
     """A ∘ D, in place. What a query must not see is overwritten, not multiplied by zero: it may be infinite."""
-    parts = per_group(A, block)
-    if block.decay is not None:
+    parts = A.unflatten(1, (-1, block.tile.chunk))
+    if block.decay.inside is not None:
         parts.mul_(block.decay.inside)
     parts.tril_()
     return A
@@ -233,12 +211,13 @@ def weigh(A: Tensor, block: Block) -> Tensor:
 
 def weights(block: Block) -> Tensor:
     """D itself, (cb C C)."""
-    count, C, _ = block.k.shape
-    return weigh(block.k.new_ones(count, C, C), block)
+    inside, (count, C, _) = block.decay.inside, block.k.shape
+    return block.k.new_ones(C, C).tril().expand(count, C, C) if inside is None else inside.squeeze(1)
 
 
-def over_key_sums(x: Tensor, sums: Tensor, block: Block) -> Tensor:
-    return divide(per_group(x, block), sums.unsqueeze(1)).flatten(1, 2)
+def over_key_sums(x: Tensor, sums: Tensor) -> Tensor:
+    """Divide queries (cb gC f) by the key sums (cb C f)."""
+    return divide(x.unflatten(1, (-1, sums.shape[1])), sums.unsqueeze(1)).flatten(1, 2)
 
 
 class Queries(NamedTuple):
@@ -254,18 +233,11 @@ class Queries(NamedTuple):
 def queries(block: Block, z_in: Tensor) -> Queries:
     q, d, key_sums = block.q, None, None
     if block.normalize == "keys":
-        key_sums = since(z_in.expand_as(block.k), block) + weights(block) @ block.k
-        q = over_key_sums(q, key_sums, block)
-    A, q_in = weigh(block.work.product("A", q, block.k.mT), block), since(q, block)
+        key_sums = decayed(z_in.expand_as(block.k), block.decay.since) + weights(block) @ block.k
+        q = over_key_sums(q, key_sums)
+    A, q_in = weigh(torch.bmm(q, block.k.mT, out=block.work("A")), block), decayed(q, block.decay.since)
     if block.normalize == "output":
         # as a matrix product, q·z would take half the time of a full one
-        d = A.sum(-1, keepdim=True).add_(block.work.times(q_in, z_in).sum(-1, keepdim=True))
+        d = A.sum(-1, keepdim=True).add_(torch.mul(q_in, z_in, out=block.work("scratch")).sum(-1, keepdim=True))
         d = infinite_if_none(d, nonnegative=block.nonnegative)
     return Queries(q, q_in, A, d, key_sums)
-
-
-def outputs(block: Block, S_in: Tensor, z_in: Tensor) -> Tensor:
-    """(cb gC dv)"""
-    _, q_in, A, d, _ = queries(block, z_in)
-    y = block.work.product("y", A, block.v).baddbmm_(q_in, S_in)
-    return y if d is None else y.div_(d)

@@ -6,6 +6,7 @@ what rounding to half precision takes off y would be most of dN·(v − y) where
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, decay_gradient, divide, summed
@@ -14,18 +15,14 @@ from linattn.ops.backends.chunked import (
     Block,
     Queries,
     arrange,
-    beside_tokens,
     cut,
+    decayed,
     forward,
     load,
-    new_ends,
     over_key_sums,
-    per_group,
     queries,
     scan,
-    since,
     states,
-    until,
     weigh,
     weights,
 )
@@ -40,10 +37,10 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None and dz is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
         S_saved, z_saved = forward(call, save=True)[3:]
-    given, phi, work = arrange(call), ELEMENTWISE[call.feature_map], Workspace(call.S)
-    dq, dk, dv = (empty_like(x, x.shape) for x in (call.q, given.k, given.v))
+    dq, phi, work = empty_like(call.q, call.q.shape), ELEMENTWISE[call.feature_map], Workspace(call.S)
+    given, (dq_view, dy) = arrange(call, dq, dy)
+    dk, dv = (empty_like(x, x.shape) for x in (given.k, given.v))
     dlog_decay = None if given.log_decay is None else call.S.new_empty(given.log_decay.shape)
-    dq_view, dy = beside_tokens(dq, call), beside_tokens(dy, call)
     dS, dz = dS.flatten(0, -3).clone(), dz.unsqueeze(-2).flatten(0, -3).clone()
     for rows, tiles in cut(call):
         for i, tile in reversed(list(enumerate(tiles))):
@@ -82,21 +79,22 @@ def _of_queries(block: Block, S_in: Tensor, z_in: Tensor, dN: Tensor) -> _Querie
     dz, dkey_sums, crossing = None, None, None
     if d is not None:
         dN.div_(d)
-    dq, G = work.product("dq", dN, S_in.mT), work.product("G", dN, block.v.mT)
+    dq, G = torch.bmm(dN, S_in.mT, out=work("dq")), torch.bmm(dN, block.v.mT, out=work("G"))
     if d is not None:
         # dN·N from the products at hand: y itself was rounded
-        dd = work.times(q_in, dq).sum(-1, keepdim=True).add_(work.times(A, G).sum(-1, keepdim=True)).div_(d).neg_()
+        dd = torch.mul(q_in, dq, out=work("scratch")).sum(-1, keepdim=True)
+        dd.add_(torch.mul(A, G, out=work("scratch")).sum(-1, keepdim=True)).div_(d).neg_()
         dq.addcmul_(dd, z_in)
         G.add_(dd)
-        dz = work.times(q_in, dd).sum(1, keepdim=True)
-    if block.decay is not None:
-        crossing = _crossing(A * G, work.times(q_in, dq), block)
-    dq = since(dq, block).baddbmm_(weigh(G, block), block.k)
+        dz = torch.mul(q_in, dd, out=work("scratch")).sum(1, keepdim=True)
+    if block.decay.over is not None:
+        crossing = _crossing(A * G, q_in * dq, block)
+    dq = decayed(dq, block.decay.since).baddbmm_(weigh(G, block), block.k)
     if key_sums is not None:
-        dkey_sums = -divide(per_group(dq * q, block).sum(1), key_sums)
-        of_z = since(dkey_sums, block)
+        dkey_sums = -divide((dq * q).unflatten(1, (-1, block.tile.chunk)).sum(1), key_sums)
+        of_z = decayed(dkey_sums, block.decay.since)
         dz = of_z.sum(1, keepdim=True)
-        dq = over_key_sums(dq, key_sums, block)
+        dq = over_key_sums(dq, key_sums)
         if crossing is not None:
             crossing += _crossing(weights(block) * (dkey_sums @ block.k.mT), of_z * z_in, block)
     # a tensor that is kept would hold a place in the cache
@@ -107,7 +105,7 @@ def _crossing(AG: Tensor, Q: Tensor, block: Block) -> Tensor:
     """Return the gradient of each token's decay through the queries of its chunk, (cb C 1): Σ A_ij G_ij over the pairs
     that cross it, i ≥ t > j, and Σ Q_i over i ≥ t for the state before the chunk. A difference of sums over all pairs
     would leave their rounding where decays are strong."""
-    pairs, Q = (per_group(x, block).sum(1) for x in (AG, Q.sum(-1, keepdim=True)))
+    pairs, Q = (x.unflatten(1, (-1, block.tile.chunk)).sum(1) for x in (AG, Q.sum(-1, keepdim=True)))
     before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1)
 
@@ -115,7 +113,8 @@ def _crossing(AG: Tensor, Q: Tensor, block: Block) -> Tensor:
 def _of_states(block: Block, past: _Queries, dS: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the states at the ends of all chunks, (cb+b f dv) and (cb+b 1 f), from those after the
     block."""
-    dS_ends, dz_ends, b = *new_ends(block, dS=dS, dz=dz), len(dS)
+    b, work = len(dS), block.work
+    dS_ends, dz_ends = (work(name, (len(block.k) + b, *x.shape[1:])) for name, x in (("dS", dS), ("dz", dz)))
     dS_ends[-b:], dz_ends[-b:] = dS, dz
     dS_ends[:-b].baddbmm_(past.queries.q_in.mT, past.dN, beta=0)
     dz_ends[:-b] = 0 if past.dz is None else past.dz
@@ -129,11 +128,11 @@ def _of_keys(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of keys, values and decays, (cb C d), given the states that enter each chunk and the
     gradients of those that leave it."""
-    (k, v), (dS, dz), work, dlog_decay = (block.k, block.v), leaving, block.work, None
-    dv, dk = work.product("dv", until(k, block), dS), work.product("dk", until(v, block), dS.mT)
-    dk.add_(until(dz, block))
-    if block.decay is not None and past.crossing is not None:
-        later = work.times(k, dk).sum(-1, keepdim=True)
+    (k, v), (dS, dz), work, w, dlog_decay = (block.k, block.v), leaving, block.work, block.decay.until, None
+    dv, dk = torch.bmm(decayed(k, w), dS, out=work("dv")), torch.bmm(decayed(v, w), dS.mT, out=work("dk"))
+    dk.add_(decayed(dz.expand_as(k), w))
+    if block.decay.over is not None and past.crossing is not None:
+        later = torch.mul(k, dk, out=work("scratch")).sum(-1, keepdim=True)
         over = sum((x * dx).sum((1, 2), keepdim=True) for x, dx in zip(entering, leaving, strict=True))
         dlog_decay = past.crossing + (later.cumsum(1) - later) + block.decay.over.flatten(0, 1) * over
     dv.baddbmm_(past.queries.A.mT, past.dN)

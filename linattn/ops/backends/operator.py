@@ -25,19 +25,36 @@ _SCHEMA = {
 class Backend(NamedTuple):
     """One form of an operator.
 
-    `unsupported(call)` says why it cannot run a call, from shapes, dtypes and devices alone. `forward(call, save)`
-    returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the call, empty unless
-    `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and computes again what
-    was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are results without
-    numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
+    It runs calls on its `devices` (none: on any), of one token if that is `one_token`, and not in graphs that would
+    unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone.
+
+    `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
+    call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
+    computes again what was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are
+    results without numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
 
     name: str
-    unsupported: Callable[[Any], str | None]
+    unsupported: Callable[[Any], str | None] | None
     forward: Callable[[Any, bool], tuple[Tensor, ...]]
     gradient: Callable[[Any, Tensors, Tensors], Tensors] | None = None
     empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
     empty_gradient: Callable[[Any], Tensors] | None = None
     saved: int = 0
+    devices: tuple[str, ...] = ()
+    one_token: bool = False
+    loops: bool = False
+
+    def refusal(self, call: Any) -> str | None:
+        """Say why it cannot run the call, or return None."""
+        x = call[0]
+        if self.devices and x.device.type not in self.devices:
+            return f"needs {' or '.join(self.devices).upper()} tensors, but they are on {x.device.type}"
+        if self.one_token and x.shape[-2] != 1:
+            return f"takes one token at a time, but q is {tuple(x.shape)}"
+        # graphs for export or of transforms; others hold the form as one operation
+        if self.loops and torch.compiler.is_compiling() and (is_exporting() or in_transform()):
+            return "has loops, which this graph would unroll"
+        return self.unsupported(call) if self.unsupported else None
 
     def run(self, call: Any) -> tuple[Tensor, ...]:
         return self.forward(call, False)
@@ -50,32 +67,25 @@ class Operator:
         self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
         self.run = {b.name: Form(self, b) if b.gradient else b.run for b in self.backends}
 
-    def __call__(self, call: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        """By the named backend, or the first that can."""
+    def choose(self, call: Any, backend: str | None = None) -> Callable[[Any], tuple[Tensor, ...]]:
+        """Return what runs the call: the named backend, or the first that can."""
         if backend is not None and backend not in self.run:
             raise unknown_name("backend", backend, self.run)
         reasons = []
         for candidate in self.backends:
             if backend in (None, candidate.name):
-                reason = candidate.unsupported(call)
+                reason = candidate.refusal(call)
                 if reason is None:
-                    return self.run[candidate.name](call)
+                    return self.run[candidate.name]
                 reasons.append(f"  {candidate.name}: {reason}")
         raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
 
     def explain(self, call: Any) -> str:
         """Say in a line per backend whether it runs the call, could if it were named, or why it cannot."""
-        reasons = {b.name: b.unsupported(call) for b in self.backends}
+        reasons = {b.name: b.refusal(call) for b in self.backends}
         chosen = next(name for name, reason in reasons.items() if reason is None)
         can = {name: "runs this call" if name == chosen else "can run it, when named" for name in reasons}
         return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
-
-
-def cannot_trace(call: Any) -> str | None:
-    """Refuse, on behalf of a form made of loops, what would unroll them: graphs for export or of transforms."""
-    if is_exporting() or (torch.compiler.is_compiling() and in_transform()):
-        return "has loops, which this graph would unroll"
-    return None
 
 
 def in_transform() -> bool:

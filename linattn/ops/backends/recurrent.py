@@ -9,12 +9,6 @@ from linattn.ops.backends.reference import of_present_tokens
 from linattn.ops.elementwise import ELEMENTWISE
 
 
-def unsupported(call: CausalCall) -> str | None:
-    if call.q.shape[-2] != 1:
-        return f"takes one token at a time, but q is {tuple(call.q.shape)}"
-    return None
-
-
 def run(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
@@ -44,4 +38,4 @@ def run(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return (y if y.dtype == call.v.dtype else y.to(call.v.dtype)), S, z
 
 
-BACKEND = Backend("recurrent", unsupported, run)
+BACKEND = Backend("recurrent", None, run, one_token=True)

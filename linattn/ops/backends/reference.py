@@ -72,4 +72,4 @@ def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(call.v.dtype), S, z
 
 
-CAUSAL, SUM_KEYS, READ = (Backend("reference", lambda call: None, exactly(run)) for run in (causal, sum_keys, read))
+CAUSAL, SUM_KEYS, READ = (Backend("reference", None, exactly(run)) for run in (causal, sum_keys, read))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import ReadCall, SumCall, accumulator, divide, infinite_if_none
-from linattn.ops.backends.operator import Backend, Tensors, cannot_trace
+from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.backends.reference import present
 from linattn.ops.backends.workspace import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
@@ -104,5 +104,5 @@ def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
     return (empty_like(call.q.new_empty(0, dtype=call.dtype), (*call.lead, call.q.shape[-2], call.S.shape[-1])),)
 
 
-SUM_KEYS = Backend("chunked", cannot_trace, sum_keys, sum_keys_gradient, empty_sums)
-READ = Backend("chunked", cannot_trace, read, read_gradient, empty_outputs)
+SUM_KEYS = Backend("chunked", None, sum_keys, sum_keys_gradient, empty_sums, loops=True)
+READ = Backend("chunked", None, read, read_gradient, empty_outputs, loops=True)

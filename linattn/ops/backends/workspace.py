@@ -2,10 +2,8 @@
 when it is first written, four times as slow as the writing itself. Here both are avoided where the system lets us."""
 
 import ctypes
-import math
 import sys
 
-import torch
 from torch import Tensor
 
 from linattn.ops.elementwise import Elementwise
@@ -17,40 +15,28 @@ _PAGE, _MADV_HUGEPAGE = 4096, 14
 
 class Workspace:
     """Scratch tensors by name, in the dtype and on the device of x, that stay in the cache because they are used again.
-    Taking a name invalidates what it held."""
+    Taking a name invalidates what it held. Without a shape it is empty, for an operation's `out`, which resizes it."""
 
     def __init__(self, x: Tensor):
         self._x = x
-        self._buffers: dict[str, Tensor] = {}
-        self._views: dict[tuple[str | int, ...], Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        view = self._views.get((name, *shape))
-        if view is None:
-            buffer, size = self._buffers.get(name), math.prod(shape)
-            if buffer is None or buffer.numel() < size:
-                buffer = self._buffers[name] = self._x.new_empty(size)
-            view = self._views[name, *shape] = buffer[:size].view(shape)
-        return view
-
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the product of batches of matrices."""
-        return self(name, *a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0)
-
-    def times(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x ∘ y, until the next one."""
-        return torch.mul(x, y, out=self("scratch", *x.shape))
+    def __call__(self, name: str, shape: tuple[int, ...] = (0,)) -> Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = self._x.new_empty(0)
+        # a smaller shape keeps the memory
+        return self._tensors[name].resize_(shape)
 
     def features(self, name: str, x: Tensor, phi: Elementwise) -> Tensor:
         """Return φ of a copy of x."""
-        x = self(name, *x.shape).copy_(x)
-        return x if phi.derivative is None else phi.overwrite(x, self("scratch", *x.shape))
+        x = self(name, x.shape).copy_(x)
+        return x if phi.derivative is None else phi.overwrite(x, self("scratch", x.shape))
 
     def through_map(self, gradient: Tensor, features: Tensor, phi: Elementwise) -> Tensor:
         """Turn the gradient of φ(x) into that of x by the chain rule, in place."""
         if phi.derivative is None:
             return gradient
-        return gradient.mul_(phi.derivative(features, self("scratch", *features.shape)))
+        return gradient.mul_(phi.derivative(features, self("scratch", features.shape)))
 
 
 def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -51,7 +51,7 @@ TOY = Operator(
     outputs=1,
     backends=(
         Backend("quick", refuse_long, forward, gradient, empty, saved=1),
-        Backend("definition", lambda call: None, define),
+        Backend("definition", None, define),
     ),
 )
 every_weight = pytest.mark.parametrize("weighted", [True, False])
@@ -63,7 +63,8 @@ def inputs(weighted: bool, n: int = 4) -> tuple[Tensor, ...]:
 
 
 def toy(x: Tensor, weight: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    return TOY(ToyCall(x, weight, 3), backend)[0]
+    call = ToyCall(x, weight, 3)
+    return TOY.choose(call, backend)(call)[0]
 
 
 def toy_definition(*x: Tensor) -> Tensor:
@@ -95,11 +96,11 @@ def test_a_backend_is_chosen_named_or_explained() -> None:
     short, long = ToyCall(*inputs(True), 3), ToyCall(*inputs(True, 5), 3)
     assert TOY.explain(short) == "quick: runs this call\ndefinition: can run it, when named"
     assert TOY.explain(long) == "quick: takes fewer than 5 numbers, but is given 5\ndefinition: runs this call"
-    assert_close(TOY(long)[0], TOY(long, "definition")[0])
+    assert_close(TOY.choose(long)(long)[0], TOY.choose(long, "definition")(long)[0])
     with pytest.raises(NotImplementedError, match="quick: takes fewer than 5 numbers"):
-        TOY(long, "quick")
+        TOY.choose(long, "quick")
     with pytest.raises(ValueError, match="did you mean 'quick'"):
-        TOY(short, "quik")
+        TOY.choose(short, "quik")
 
 
 def test_nothing_is_saved_that_no_gradient_needs() -> None:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from linattn.ops.backends.operator import Backend
-from linattn.ops.backends.triton.support import read_unsupported, sums_unsupported, unsupported
+from linattn.ops.backends.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported
 
 
 def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) -> Backend:
@@ -18,7 +18,7 @@ def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) 
         return lambda *arguments: getattr(import_module(f"{__name__}.{module}"), function)(*arguments)
 
     forward, gradient, empty, empty_gradient = map(later, functions)
-    return Backend("triton", reason, forward, gradient, empty, empty_gradient)
+    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES)
 
 
 CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")

@@ -1,0 +1,3 @@
+import linattn
+
+print(sorted(linattn.ELEMENTWISE)[:3])  # ['elu_plus_one', 'exp', 'identity']

@@ -1,0 +1,7 @@
+import torch
+
+import linattn
+
+attention = linattn.LinformerAttention(linattn.StridedConvolution(max_length=100, projected_length=10, head_dim=16))
+q, k, v = torch.randn(3, 1, 4, 100, 16)  # batch, heads, tokens, channels
+print(attention(q, k, v).shape)  # torch.Size([1, 4, 100, 16])
