@@ -27,7 +27,7 @@ REPLACED = {"full_attention", "sliding_attention"}
 
 
 def register_attention(method: str) -> str:
-    """Register the attention named `method`, as in `named_attention`, with transformers; return "linattn:" and the name.
+    """Register the attention named `method`, as in `named_attention`, with transformers; return "linattn:" + method.
 
     "linattn:elu" and so on are registered by the import, and mixtures such as "linattn:local+taylor2" where a model is
     first told to use them: call this for names that must be known before."""
@@ -46,9 +46,9 @@ def register_attention(method: str) -> str:
 
 
 def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
-    """Run the model on `inputs`, and return the names of the modules that attended by our method; ValueError if none did.
+    """Run the model on `inputs`, and return the names of the modules that attended by our method.
 
-    A model that does not call transformers' registry accepts every name and keeps its own attention."""
+    ValueError if none did: a model that does not call transformers' registry accepts every name and keeps its own attention."""
     names, found = {module: name for name, module in model.named_modules()}, []
     implementation = model.config._attn_implementation
     if not is_ours(implementation):
