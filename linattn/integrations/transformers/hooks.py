@@ -48,7 +48,7 @@ def register_attention(method: str) -> str:
 def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
     """Run the model on `inputs`, and return the names of the modules that attended by our method.
 
-    ValueError if none did: a model that does not call transformers' registry accepts every name and keeps its own attention."""
+    ValueError if none did: a model that never calls transformers' registry accepts every name, which has no effect."""
     names, found = {module: name for name, module in model.named_modules()}, []
     implementation = model.config._attn_implementation
     if not is_ours(implementation):
