@@ -46,6 +46,8 @@ html_title = "linattn"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+# pages of no section need no list of its pages
+html_sidebars = {"index": [], "which_method": [], "methods": []}
 html_theme_options = {
     "github_url": "https://github.com/linattn/linattn",
     "show_prev_next": False,

@@ -1,4 +1,4 @@
-"""Docstrings, comments and names are plain English: what of CONTRIBUTING's words a program can check."""
+"""Docstrings, comments, names and pages are plain English, as far as a program can check CONTRIBUTING's rules."""
 
 import ast
 import io
@@ -13,6 +13,7 @@ import linattn
 
 ROOT = Path(linattn.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+PAGES = sorted(page for folder in (ROOT.parent, ROOT.parent / "docs") for page in folder.glob("*.md"))
 
 # a docstring that begins with one of these answers a question that the reader must guess
 FRAGMENT = re.compile(r"(Of|That|What|Whether|From|Which|Who|Whose|Where|Why|How|Those)\b")
@@ -25,6 +26,7 @@ PHRASES = {
     "predict": re.compile(r"\bforet(ell|old)"),
     "resample, again": re.compile(r"\banew\b"),
     "most likely": re.compile(r"\b(un)?likeliest\b"),
+    "while, among": re.compile(r"\b(whil|among)st\b"),
 }
 SAYS_NOTHING = {"room", "taken", "works", "cells", "like"}
 
@@ -36,12 +38,16 @@ def offences(file: str, source: str | None = None) -> Iterator[str]:
     comments = [text for text in texts if text.startswith("#")]
     docstrings = [node.value.value for node in ast.walk(tree) if is_docstring(node)]
     yield from (f"begins mid-sentence: {text[:60]}" for text in docstrings if FRAGMENT.match(text))
-    for better, phrase in PHRASES.items():
-        found = (match[0] for text in (*docstrings, *comments) for match in phrase.finditer(" ".join(text.split())))
-        yield from (f"say {better!r} instead of: {text}" for text in found)
+    for text in (*docstrings, *comments):
+        yield from unusual_phrases(text)
     yield from (
         f"the name says nothing: {name}" for name in (Path(file).stem, *names(tree)) if name.strip("_") in SAYS_NOTHING
     )
+
+
+def unusual_phrases(text: str) -> Iterator[str]:
+    for better, phrase in PHRASES.items():
+        yield from (f"say {better!r} instead of: {match[0]}" for match in phrase.finditer(" ".join(text.split())))
 
 
 def is_docstring(node: ast.AST) -> bool:
@@ -61,6 +67,11 @@ def test_words(file):
     assert not list(offences(file))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_words_of_pages(page):
+    assert not list(unusual_phrases(page.read_text("utf-8")))
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -71,6 +82,7 @@ def test_words(file):
         "# 600 ns a token",
         '"""One thing, one state a block."""',
         "# features are drawn anew",
+        "# whilst the state stays",
         "room = 1",
         "def f(*, like): ...",
         "x._taken = 1",

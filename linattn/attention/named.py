@@ -1,7 +1,7 @@
 """Every attention by name, for configurations, command lines and first experiments. `ATTENTIONS` is the table."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -108,6 +108,15 @@ def named_attention(
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
 
 
+def untrained_attention(spec: str, **sizes: Any) -> InnerAttention:
+    """Make a `named_attention` whose random features come from a fixed seed, and change no random state.
+
+    They are sampled on the CPU, so that every device has the same features."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        return named_attention(spec, **sizes)
+
+
 def resolved_attention(
     inner: InnerAttention | str, *, num_heads: int, head_dim: int, num_key_heads: int | None = None
 ) -> InnerAttention:
@@ -175,17 +184,14 @@ def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, ca
     if not isinstance(method, str):
         return checked_inner(method)
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    # sampled on the CPU, so that every device has the same features
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        inner = named_attention(
-            method,
-            num_heads=heads,
-            num_key_heads=key_heads,
-            head_dim=q.shape[-1],
-            causal=causal,
-            max_length=max(k.shape[-2], 1),
-        )
+    inner = untrained_attention(
+        method,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        head_dim=q.shape[-1],
+        causal=causal,
+        max_length=max(k.shape[-2], 1),
+    )
     if any(True for _ in inner.parameters()):
         raise ValueError(
             f"{method!r} has weights to learn, so a function cannot hold it: build the module with "

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
+from linattn.ops.backends.operator import NAMESPACE
 from tests.laws import masks, tokens
 
 
@@ -77,7 +78,7 @@ def test_a_graph_of_any_length_gives_the_same_gradients() -> None:
 def test_whole_operators_tell_their_shapes(n: int) -> None:
     (q, k, v), mask = tokens(n), masks(n)["holes"].expand(2, 3, n)
     S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
-    operators = torch.ops.linattn
+    operators = getattr(torch.ops, NAMESPACE)
     for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
         call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", False)
         torch.library.opcheck(operators.causal_chunked.default, (*call, save))

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from linattn.ops.backends.operator import NAMESPACE
 from tests.ops.backends.test_operator import inputs, toy, toy_definition
+
+OPERATORS = getattr(torch.ops, NAMESPACE)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -25,7 +28,7 @@ def test_its_shapes_are_those_of_the_tracer(weighted: bool) -> None:
     x, *weight = inputs(weighted)
     call = (x, weight[0] if weight else None, 3)
     for save in (True, False):
-        torch.library.opcheck(torch.ops.linattn.toy_quick.default, (*call, save))
+        torch.library.opcheck(OPERATORS.toy_quick.default, (*call, save))
     call = (x.detach(), weight[0].detach() if weight else None, 3)
-    y, total = torch.ops.linattn.toy_quick(*call, True)
-    torch.library.opcheck(torch.ops.linattn.toy_quick_gradient.default, (torch.randn_like(y), total, *call))
+    y, total = OPERATORS.toy_quick(*call, True)
+    torch.library.opcheck(OPERATORS.toy_quick_gradient.default, (torch.randn_like(y), total, *call))

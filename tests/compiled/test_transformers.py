@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM
 
@@ -56,3 +56,18 @@ def test_the_trainer_compiles(tmp_path):
         )
         Trainer(model=model, args=arguments, train_dataset=rows).train()
     assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_our_attention_in_a_stock_model_is_one_graph():
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)).double().eval()
+    model.set_attn_implementation("linattn:local+favor")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    tokens, mask = torch.randint(31, (2, 20)), (torch.arange(20) >= torch.tensor([[0], [5]])).long()
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits
+    assert_close(compiled(tokens, attention_mask=mask, use_cache=False).logits, expected)
+    with torch.no_grad():
+        cache = model(tokens[:, :19], attention_mask=mask[:, :19]).past_key_values
+        last = compiled(tokens[:, 19:], attention_mask=mask, past_key_values=cache).logits
+        assert_close(last, expected[:, 19:])

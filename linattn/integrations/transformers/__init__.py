@@ -1,4 +1,6 @@
-"""Our language model for transformers: importing this registers it with transformers' Auto classes, and with PEFT."""
+"""Our language model for transformers, and our attention for its models.
+
+Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
 from transformers import (
     AutoConfig,
@@ -15,6 +17,7 @@ from linattn.integrations.transformers.heads import (
     LinattnForSequenceClassification,
     LinattnForTokenClassification,
 )
+from linattn.integrations.transformers.hooks import attended_modules, install, register_attention
 from linattn.integrations.transformers.lora import register_target_modules
 from linattn.integrations.transformers.model import LinattnModel
 from linattn.integrations.transformers.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
@@ -26,8 +29,10 @@ __all__ = [
     "LinattnForSequenceClassification",
     "LinattnForTokenClassification",
     "LinattnModel",
+    "attended_modules",
     "byte_tokenizer",
     "file_tokenizer",
+    "register_attention",
     "save_for_transformers",
 ]
 
@@ -37,3 +42,4 @@ AutoModelForCausalLM.register(LinattnConfig, LinattnForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(LinattnConfig, LinattnForSequenceClassification, exist_ok=True)
 AutoModelForTokenClassification.register(LinattnConfig, LinattnForTokenClassification, exist_ok=True)
 register_target_modules()
+install()

@@ -1,13 +1,17 @@
 """transformers' Cache for a batch: one state of constant size per block, not the keys and values of every token."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from linattn.attention.states import map_state
+from linattn.attention import InnerAttention, map_state
 from linattn.models import TokenModelState
+from linattn.types import KeyMask, Outputs, Queries, Values
+
+ATTENTION_LAYER = "linattn"
+"""The name by which transformers' DynamicCache finds our layer."""
 
 
 class StateLayer(CacheLayerMixin):
@@ -53,17 +57,60 @@ class StateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         raise NotImplementedError("a LinattnCache holds states, not keys and values: only a linattn model can fill it")
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.lazy_initialization(key_states, value_states)
 
     def offload(self) -> NoReturn:
-        raise NotImplementedError("a LinattnCache is of constant size and stays where the model is")
+        raise NotImplementedError("a state is of constant size and stays where the model is")
 
     def prefetch(self) -> NoReturn:
         self.offload()
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.state, self.position = map_state(function, (self.state, self.position))
+
+
+class CachedKeys(NamedTuple):
+    """The new keys, and the layer with the past, in place of the keys that a model hands from cache to attention."""
+
+    new: Tensor
+    layer: "AttentionLayer"
+
+
+class AttentionLayer(StateLayer):
+    """The state of one attention of a stock model: of its past tokens or, for cross-attention, of the encoder's."""
+
+    _layer_type = ATTENTION_LAYER
+
+    keys: Any
+
+    def reset(self) -> None:
+        super().reset()
+        self.summed = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
+        self.seen += key_states.shape[2]
+        return CachedKeys(key_states, self), value_states
+
+    def extend(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
+        self.summed += k.shape[2]
+        if self.summed != self.seen:
+            raise ValueError(
+                f"{self.seen} tokens came into the cache, but {self.summed} into its state: a model that attends twice "
+                "to the same keys, or elsewhere, needs use_cache=False"
+            )
+        y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask)
+        return y
+
+    def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
+        """Attend to an encoder's keys and values, which come once and are summarized."""
+        if self.state is None:
+            self.state = inner.summarize(k, v, key_mask=key_mask)
+            # the model hands these on in place of new ones from now on
+            self.keys, self.values = CachedKeys(k[:, :, :0].clone(), self), v[:, :, :0].clone()
+        elif k.shape[2]:
+            raise ValueError("a state of attention that is not causal takes no more keys: give use_cache=False")
+        return inner.read(q, self.state)
 
 
 class LinattnCache(Cache):

@@ -13,6 +13,10 @@ from torch.autograd import Function, forward_ad
 
 from linattn.ops.backends.base import is_exporting, without_autocast
 from linattn.ops.names import unknown_name
+from linattn.version import __version__
+
+# torch keeps compiled graphs on the disk and knows operators by their names: those of another version are others
+NAMESPACE = f"linattn_{__version__.replace('.', '_')}"
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -137,7 +141,7 @@ class Form:
 
 
 def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Define `torch.ops.linattn.<name>` and its gradient, in whose results an empty tensor stands for none."""
+    """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, in whose results an empty tensor stands for none."""
     backend, count, outputs, results = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -171,20 +175,20 @@ def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Ten
     given = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
     traced = _library(name, [*schema, "bool save"], results, forward, empty)
     of_gradient = _library(f"{name}_gradient", [*given, *schema], count, gradient, empty_gradient)
-    torch.library.register_autograd(f"linattn::{name}", backward, setup_context=keep)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=keep)
     return traced
 
 
 def _library(
     name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define `torch.ops.linattn.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
-    full, tags = f"linattn::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+    """Define `torch.ops.<NAMESPACE>.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
+    full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
     # a single one torch wants by itself
     torch.library.impl(full, "default", run if count > 1 else lambda *arguments: run(*arguments)[0])
     torch.library.register_fake(full, empty if count > 1 else lambda *arguments: empty(*arguments)[0])
-    operation = getattr(torch.ops.linattn, name).default
+    operation = getattr(getattr(torch.ops, NAMESPACE), name).default
     return operation if count > 1 else lambda *arguments: (operation(*arguments),)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
+from linattn.ops.backends.operator import NAMESPACE
 
 OPTIONS = {"feature_map": "elu_plus_one", "backend": "triton"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -40,7 +41,7 @@ def close(ours: object, theirs: object) -> None:
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_opcheck(device: torch.device, n: int) -> None:
-    operators = torch.ops.linattn
+    operators = getattr(torch.ops, NAMESPACE)
     q, k, v = (x.requires_grad_() for x in tokens(n, device))
     S, z = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, device=device)
     log_decay, mask = -torch.rand(2, n, device=device), torch.rand(2, n, device=device) < 0.7
@@ -53,7 +54,7 @@ def test_opcheck(device: torch.device, n: int) -> None:
 
 
 def test_opcheck_of_gradients(device: torch.device) -> None:
-    operators = torch.ops.linattn
+    operators = getattr(torch.ops, NAMESPACE)
     q, k, v = tokens(5, device)
     S, z = torch.zeros(2, 4, 3, device=device), torch.ones(2, 4, device=device)
     call = (q, k, v, S, z, None, None, "output", "elu_plus_one", False)

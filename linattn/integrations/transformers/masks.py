@@ -1,0 +1,94 @@
+"""The masks of transformers' models for our attention: present keys, or documents that share a row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from linattn.attention import InnerAttention
+
+MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
+"""Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
+
+DOCUMENTS = torch.int32
+"""The dtype of masks that number documents, which no mask of transformers has."""
+
+
+def attention_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    mask_function: MaskFunction,
+    attention_mask: Bool[Tensor, "b m"] | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    local_size: int | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Bool[Tensor, "b m"] | Int[Tensor, "b n"] | None:
+    """Return which keys are present, or the number of each token's document, or None for neither.
+
+    transformers' AttentionMaskInterface calls this once per forward. Its `mask_function` is looked at where it may be
+    more than causal: documents in a row are those whose first token does not see the token before it."""
+    if use_vmap:
+        raise ValueError(
+            "the model overlays a mask function of its own, but linattn's attention knows padding and packing"
+        )
+    present = _present(attention_mask, kv_length)
+    is_plain = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
+    if is_plain or allow_is_bidirectional_skip is not None:
+        return present
+    row = torch.arange(batch_size, device=device)[:, None]
+    later = torch.arange(1, q_length, device=device) + q_offset
+    if mask_function(row, 0, later - 1, later).any():
+        raise ValueError("some tokens see later ones, as image tokens do, but linattn's attention is causal here")
+    starts = torch.broadcast_to(~mask_function(row, 0, later, later - 1), (batch_size, len(later)))
+    if not starts.any():
+        return present
+    if present is not None or q_length != kv_length:
+        raise ValueError(
+            "documents or chunks in a row do not go together with padding or a cache in linattn's attention"
+        )
+    return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))
+
+
+def attend_per_document(
+    inner: InnerAttention,
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    documents: Int[Tensor, "b n"],
+) -> Float[Tensor, "b h n dv"]:
+    """Attend within each document, in a padded row of its own. Equal numbers that follow each other are a document."""
+    b, n = documents.shape
+    place = torch.arange(n, device=documents.device)
+    is_first = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
+    # the row of each token, and its column: the distance from the first token of its document
+    row = is_first.flatten().cumsum(0) - 1
+    column = (place - torch.where(is_first, place, 0).cummax(-1).values).flatten()
+    size = (int(row[-1]) + 1, int(column.max()) + 1)
+
+    def to_rows(x: Tensor) -> Tensor:
+        tokens = x.transpose(1, 2).flatten(0, 1)
+        return tokens.new_zeros(*size, *tokens.shape[1:]).index_put((row, column), tokens).transpose(1, 2)
+
+    key_mask = torch.zeros(size, dtype=torch.bool, device=q.device).index_put((row, column), row >= 0)
+    y = inner(to_rows(q), to_rows(k), to_rows(v), key_mask=key_mask.unsqueeze(1))
+    return y.transpose(1, 2)[row, column].unflatten(0, (b, n)).transpose(1, 2)
+
+
+def _present(mask: Bool[Tensor, "b m"] | None, length: int) -> Bool[Tensor, "b m"] | None:
+    if mask is None:
+        return None
+    if mask.shape[1] != length:
+        raise ValueError(
+            f"attention_mask must cover the {length} tokens up to the last one, but is {tuple(mask.shape)}"
+        )
+    # reading the values once costs less than masking in every layer where nothing is missing
+    return None if not torch.compiler.is_compiling() and mask.all() else mask
