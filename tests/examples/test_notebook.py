@@ -52,6 +52,13 @@ def test_it_runs_and_prints_what_it_shows(name, jupyter):
         assert any("image/png" in part.get("data", {}) for cell in book.cells for part in cell.get("outputs", []))
 
 
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_it_shows_no_warnings_and_no_folders_of_the_machine_it_ran_on(name):
+    parts = [part for cell in notebook(name).cells for part in cell.get("outputs", [])]
+    assert not [part for part in parts if part.get("name") == "stderr"]
+    assert not [part for part in parts if "site-packages" in str(part) or "lib/python3" in str(part)]
+
+
 def source() -> str:
     """All the code as one program, on fewer tokens, for which no kernel need start."""
     code = "\n\n\n".join(cell.source for cell in notebook().cells if cell.cell_type == "code")
