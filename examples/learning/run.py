@@ -13,7 +13,10 @@ from examples.learning import characters, copying, recall
 from examples.learning.task import Task
 from examples.learning.training import train
 
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (recall, characters, copying)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (recall.TASK, recall.MORE_PAIRS, recall.LONGER, characters.TASK, copying.TASK)
+}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
