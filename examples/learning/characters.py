@@ -76,6 +76,7 @@ def _model(attention: str, *, convolution: int = 0) -> LanguageModelConfig:
 
 TASK = Task(
     name="characters",
+    title="characters",
     training=Training(steps=2_000, lr=1e-3, every=500),
     metric="loss",
     length=LENGTH,

@@ -92,6 +92,7 @@ HALF_STATE = {
 def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int, pairs: int) -> Task:
     return Task(
         name=name,
+        title=f"recall of {pairs} pairs, {length} tokens",
         training=Training(steps=2_000, lr=3e-3, every=200, solved=0.999),
         metric="accuracy",
         length=length,

@@ -9,13 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples.learning import characters, copying, recall
+from examples.learning import characters, copying, library, recall, tracking
 from examples.learning.task import Task
 from examples.learning.training import train
 
 TASKS: dict[str, Task] = {
     task.name: task
-    for task in (recall.TASK, recall.MORE_PAIRS, recall.LONGER, characters.TASK, copying.TASK)
+    for task in (
+        recall.TASK,
+        recall.MORE_PAIRS,
+        recall.LONGER,
+        tracking.PARITY,
+        tracking.PERMUTATIONS,
+        characters.TASK,
+        library.SHORT,
+        library.LONG,
+        copying.TASK,
+    )
 }
 
 
