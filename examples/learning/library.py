@@ -78,4 +78,4 @@ def _task(length: int) -> Task:
     )
 
 
-SHORT, LONG = _task(256), _task(1_024)
+TASKS = (_task(256), _task(1_024))

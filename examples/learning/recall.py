@@ -101,20 +101,15 @@ def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int,
     )
 
 
-TASK = _task(
-    "recall",
-    {
-        "softmax": _model("softmax"),
-        "taylor2": _model("taylor2", key_dim=16),
-        **EQUAL_STATE,
-        "relu": _model("relu"),
-        "favor": _model("favor", key_dim=32),
-        "local": _model("local"),
-        **HALF_STATE,
-    },
-    length=LENGTH,
-    pairs=PAIRS,
-)
 HARDER = {"softmax": _model("softmax"), **EQUAL_STATE, **HALF_STATE}
-MORE_PAIRS = _task("recall32", HARDER, length=LENGTH, pairs=32)
-LONGER = _task("recall64", HARDER, length=256, pairs=64)
+OTHERS = {
+    "taylor2": _model("taylor2", key_dim=16),
+    "relu": _model("relu"),
+    "favor": _model("favor", key_dim=32),
+    "local": _model("local"),
+}
+TASKS = (
+    _task("recall", HARDER | OTHERS, length=LENGTH, pairs=PAIRS),
+    _task("recall32", HARDER, length=LENGTH, pairs=32),
+    _task("recall64", HARDER, length=256, pairs=64),
+)

@@ -18,7 +18,6 @@ from examples.learning.task import Task, label
 from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
-RECALLS = (recall.TASK, recall.MORE_PAIRS, recall.LONGER)
 
 
 def state_size(task: Task, method: str) -> int:
@@ -110,11 +109,11 @@ def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
     # matplotlib is imported where something is drawn
     from examples.learning import curves, points
 
-    sizes = {(task.name, method): state_size(task, method) for task in RECALLS for method in task.methods}
+    sizes = {(task.name, method): state_size(task, method) for task in recall.TASKS for method in task.methods}
     return {
         **{name: partial(curves.draw, task) for name, task in TASKS.items()},
-        "states": partial(points.draw_states, RECALLS, sizes),
-        "places": partial(points.draw_places, (tracking.PARITY, tracking.PERMUTATIONS)),
+        "states": partial(points.draw_states, recall.TASKS, sizes),
+        "places": partial(points.draw_places, tracking.TASKS),
     }
 
 

@@ -16,14 +16,10 @@ from examples.learning.training import train
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        recall.TASK,
-        recall.MORE_PAIRS,
-        recall.LONGER,
-        tracking.PARITY,
-        tracking.PERMUTATIONS,
+        *recall.TASKS,
+        *tracking.TASKS,
         characters.TASK,
-        library.SHORT,
-        library.LONG,
+        *library.TASKS,
         copying.TASK,
     )
 }

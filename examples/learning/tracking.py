@@ -1,7 +1,7 @@
 """State tracking: random elements of a group, and at each the product so far. Train on 32 tokens, ask about 128.
 Grazzi et al., Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, https://arxiv.org/abs/2411.12537"""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -14,40 +14,50 @@ from torch import Tensor
 from examples.learning.task import Task, Training, answers
 from linattn import LanguageModel, LanguageModelConfig
 
-LENGTH, TRAIN_LENGTH, BATCH, TEST = 128, 32, 64, 500
+LENGTH, TRAIN_LENGTH, BATCH, TEST = 128, 32, 64, 250
 # places that one figure of a measurement sums up
 BLOCK = 16
 
 
-def parity() -> np.ndarray:
-    """Return the table of products of bits: their sum, modulo 2."""
-    return np.array([[0, 1], [1, 0]])
+@dataclass(frozen=True)
+class Group:
+    """The products (i, j) of its elements, i first, and the elements that sequences are made of."""
+
+    products: np.ndarray
+    generators: tuple[int, ...]
 
 
-def permutations_of_3() -> np.ndarray:
-    """Return the table of products (i, j) of the six permutations of 3 things, in alphabetical order: i, then j."""
+def bits() -> Group:
+    """Return the bits, whose product is their sum modulo 2."""
+    return Group(np.array([[0, 1], [1, 0]]), (0, 1))
+
+
+def permutations_of_3(*, swaps: bool = False) -> Group:
+    """Return the six permutations of 3 things, in alphabetical order; as generators all, or those that move none or
+    swap two."""
     elements = list(permutations(range(3)))
-    return np.array([[elements.index(tuple(i[place] for place in j)) for j in elements] for i in elements])
+    products = [[elements.index(tuple(i[place] for place in j)) for j in elements] for i in elements]
+    return Group(np.array(products), (0, 1, 2, 5) if swaps else tuple(range(6)))
 
 
-def generate(rng: np.random.Generator, count: int, *, products: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-    """Return random elements and their products from the first to each, (count, length) both."""
-    tokens = rng.integers(len(products), size=(count, length))
+def generate(rng: np.random.Generator, count: int, group: Group, *, length: int) -> tuple[Tensor, Tensor]:
+    """Return random generators and their products from the first to each, (count, length) both."""
+    tokens = rng.choice(group.generators, size=(count, length))
     targets = tokens.copy()
     for place in range(1, length):
-        targets[:, place] = products[targets[:, place - 1], tokens[:, place]]
+        targets[:, place] = group.products[targets[:, place - 1], tokens[:, place]]
     return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 class Tracking:
-    """New sequences in every batch, and 500 that are four times as long to measure by."""
+    """New sequences in every batch, and 250 that are four times as long to measure by."""
 
-    def __init__(self, seed: int, path: Path | None = None, *, group: Callable[[], np.ndarray]):
-        self.rng, self.products = np.random.default_rng([seed, 1]), group()
-        self.test = generate(np.random.default_rng([seed, 2]), TEST, products=self.products, length=LENGTH)
+    def __init__(self, seed: int, path: Path | None = None, *, group: Group):
+        self.rng, self.group = np.random.default_rng([seed, 1]), group
+        self.test = generate(np.random.default_rng([seed, 2]), TEST, group, length=LENGTH)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        return generate(self.rng, BATCH, products=self.products, length=TRAIN_LENGTH)
+        return generate(self.rng, BATCH, self.group, length=TRAIN_LENGTH)
 
     @torch.no_grad()
     def measure(self, model: LanguageModel) -> dict[str, float]:
@@ -75,12 +85,12 @@ def _model(elements: int, attention: str, **options: Any) -> LanguageModelConfig
     )
 
 
-def _task(name: str, title: str, group: Callable[[], np.ndarray], *, steps: int) -> Task:
-    model = partial(_model, len(group()))
+def _task(name: str, title: str, group: Group) -> Task:
+    model = partial(_model, len(group.products))
     return Task(
         name=name,
         title=title,
-        training=Training(steps=steps, lr=3e-3, every=250, solved=0.999, weight_decay=0.01),
+        training=Training(steps=750, lr=3e-3, every=150, solved=0.999, weight_decay=0.01),
         metric="accuracy",
         others={"accuracy_32": "tokens 17–32", "accuracy_64": "tokens 49–64", "accuracy_128": "tokens 113–128"},
         length=LENGTH,
@@ -94,5 +104,8 @@ def _task(name: str, title: str, group: Callable[[], np.ndarray], *, steps: int)
     )
 
 
-PARITY = _task("parity", "parity of bits", parity, steps=2_000)
-PERMUTATIONS = _task("permutations", "products of permutations of 3", permutations_of_3, steps=2_000)
+TASKS = (
+    _task("parity", "parity of bits", bits()),
+    _task("swaps", "swaps of 2 of 3 things", permutations_of_3(swaps=True)),
+    _task("permutations", "permutations of 3 things", permutations_of_3()),
+)
