@@ -73,7 +73,10 @@ def _task(length: int) -> Task:
         training=Training(steps=100_000, seconds=SECONDS, lr=2e-3, every=250),
         metric="bits",
         length=length,
-        methods={"softmax": _model("softmax", rotary=10_000.0)},
+        methods={
+            "softmax+convolution": _model("softmax", rotary=10_000.0),
+            "gated_delta+convolution": _model("gated_delta", head_norm=True),
+        },
         prepare=partial(Library, length=length),
     )
 

@@ -81,6 +81,10 @@ EQUAL_STATE = {
     "elu": _model("elu"),
     "unnormalized": _model("linear_unnormalized", head_norm=True),
     "retention": _model("retention", head_norm=True),
+    "ssd": _model("ssd", head_norm=True),
+    "delta": _model("delta", head_norm=True),
+    "gated_delta": _model("gated_delta", head_norm=True),
+    "kda": _model("kda", head_norm=True),
 }
 # about 2,048: a name's number is that of its channels in queries and keys
 HALF_STATE = {

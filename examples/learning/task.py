@@ -69,7 +69,7 @@ class Task:
 
 def label(method: str) -> str:
     """What pictures and tables call it."""
-    return method.replace("_", " + ")
+    return method.replace("+", " + ")
 
 
 def answers(model: LanguageModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

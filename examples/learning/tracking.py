@@ -97,8 +97,12 @@ def _task(name: str, title: str, group: Group) -> Task:
         methods={
             "softmax": model("softmax"),
             "elu": model("elu"),
-            "unnormalized": model("linear_unnormalized", head_norm=True),
             "retention": model("retention", head_norm=True),
+            "ssd": model("ssd", head_norm=True),
+            "delta": model("delta", head_norm=True),
+            **{
+                f"{name}+beta2": model(name, head_norm=True, beta_limit=2.0) for name in ("delta", "gated_delta", "kda")
+            },
         },
         prepare=partial(Tracking, group=group),
     )

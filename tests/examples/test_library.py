@@ -48,5 +48,5 @@ def test_as_many_bytes_are_measured_at_any_length(small, length):
 
 
 def test_bits_are_those_of_the_loss(small):
-    figures = library.Library(0, length=16).measure(LanguageModel(library.TASKS[0].methods["softmax"]))
+    figures = library.Library(0, length=16).measure(LanguageModel(library.TASKS[0].methods["softmax+convolution"]))
     assert figures["bits"] == pytest.approx(figures["loss"] / math.log(2))
