@@ -82,12 +82,12 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
 
 
 def with_tables(page: str, runs: Sequence[Run]) -> str:
-    """The page with each table between its marks, in the place of what was there."""
-    for name, task in TASKS.items():
+    """Return the page with the table of each task that was run between its marks, in the place of what was there."""
+    for name in dict.fromkeys(run["task"] for run in runs):
         marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marks.search(page):
             raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
-        page = marks.sub(lambda found, task=task: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
+        page = marks.sub(lambda found, task=TASKS[name]: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
     return page
 
 
