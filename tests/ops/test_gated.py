@@ -170,7 +170,7 @@ def test_the_last_token_sees_everything(backend: str) -> None:
 @every_normalization
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "all"])
 def test_a_masked_token_neither_writes_nor_decays(backend: str, normalize: str | None, kind: str) -> None:
-    for n in (1, 65):
+    for n in (1, 65) if backend == "chunked" else (7,):
         given = inputs(n)
         attend = attention(backend, normalize=normalize, feature_map="softplus")
         laws.a_masked_key_is_a_missing_key(attend, *(given[name] for name in "qkv"), laws.masks(n)[kind])
@@ -180,14 +180,14 @@ def test_a_masked_token_neither_writes_nor_decays(backend: str, normalize: str |
 
 @every_backend
 @every_normalization
-@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf])
-def test_what_a_masked_token_holds_reaches_no_gradient(backend: str, normalize: str | None, rubbish: float) -> None:
-    given = inputs(70)
-    mask, options = laws.masks(70)["holes"].expand(2, 3, 70), {"normalize": normalize, "feature_map": "softplus"}
+def test_what_a_masked_token_holds_reaches_no_gradient(backend: str, normalize: str | None) -> None:
+    n = 70 if backend == "chunked" else 9
+    given = inputs(n)
+    mask, options = laws.masks(n)["holes"].expand(2, 3, n), {"normalize": normalize, "feature_map": "softplus"}
     upstream = upstream_of(given | {"key_mask": mask}, **options)
     clean = everything(given | {"key_mask": mask}, upstream, backend, **options)
     for name in ("k", "v", "log_decay"):
-        given[name] = given[name].masked_fill(~mask.unsqueeze(-1), rubbish)
+        given[name] = given[name].masked_fill(~mask.unsqueeze(-1), torch.nan)
     assert_same(everything(given | {"key_mask": mask}, upstream, backend, **options), clean)
 
 
@@ -209,10 +209,13 @@ def test_packed_sequences_do_not_see_each_other(backend: str, normalize: str | N
 
 
 @every_backend
-@every_normalization
-@pytest.mark.parametrize("fewer", ["k", "v", "q", "log_decay", "k v", "k v S z", "k v log_decay S z"])
-def test_fewer_heads_are_shared(backend: str, normalize: str | None, fewer: str) -> None:
-    given = inputs(70)
+@pytest.mark.parametrize(
+    ("fewer", "normalize"),
+    [("k", "keys"), ("v", None), ("q", "keys"), ("log_decay", "output"), ("k v S z", None)]
+    + [("k v log_decay S z", normalize) for normalize in ("output", "keys", None)],
+)
+def test_fewer_heads_are_shared(backend: str, fewer: str, normalize: str | None) -> None:
+    given = inputs(70 if backend == "chunked" else 9)
     for name in fewer.split():
         given[name] = given[name][:, :1]
     results = run(given, backend, normalize=normalize)
@@ -256,20 +259,18 @@ def test_permuted_and_strided_inputs(backend: str, batch: int) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("strength", [-1e-3, -1.0, -20.0, -1000.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("strength", [-1e-3, -20.0, -1000.0])
 @every_normalization
-def test_any_strength_of_decay(backend: str, strength: float, dtype: torch.dtype, normalize: str | None) -> None:
-    """Compared in float64. The gradients of decays count by themselves: those of strong ones are small."""
+def test_any_strength_of_decay(backend: str, strength: float, normalize: str | None) -> None:
+    """In float32 beside float64. The gradients of decays count by themselves: those of strong ones are small."""
     given = inputs(70)
     given["log_decay"] = strength * torch.rand_like(given["log_decay"])
     given["log_decay"][..., 30:40, :] = strength
     upstream = upstream_of(given, normalize=normalize)
     exact = everything(given, upstream, "reference", normalize=normalize)
-    ours = everything({name: x.to(dtype) for name, x in given.items()}, upstream, backend, normalize=normalize)
-    bound = 1e-12 if dtype == torch.float64 else 1e-4
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, backend, normalize=normalize)
     for name, x in exact.items():
-        assert (ours[name].double() - x).norm() <= bound * x.norm() + 1e-30, name
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
 
 
 @every_backend
@@ -288,13 +289,10 @@ def test_a_very_low_decay_is_minus_infinity(backend: str, low: float) -> None:
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
 @every_normalization
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_low_precision_is_near_float64(
-    backend: str, normalize: str | None, dtype: torch.dtype, bound: float, mean: float
-) -> None:
-    """On the same rounded inputs: outputs, states and all gradients, with values that have a mean too."""
-    given = inputs(70 if backend == "recurrent" else 300, lead=(2,), d=16, dv=8)
-    given = {name: (x + mean if name == "v" else x).bfloat16().double() for name, x in given.items()}
+def test_low_precision_is_near_float64(backend: str, normalize: str | None, dtype: torch.dtype, bound: float) -> None:
+    """On the same rounded inputs: outputs, states and all gradients, of values that have a mean."""
+    given = inputs(20 if backend == "recurrent" else 300, lead=(2,), d=16, dv=8)
+    given = {name: (x + 3 if name == "v" else x).bfloat16().double() for name, x in given.items()}
     upstream, options = [x.bfloat16().double() for x in upstream_of(given)], {"normalize": normalize}
     exact = everything(given, upstream, "reference", **options)
     low = {name: x.float() if name in "Sz" else x.to(dtype) for name, x in given.items()}
