@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention, packed_log_decay
 from linattn.ops.backends.delta import DELTA
-from linattn.ops.backends.delta.chunked import BLOCK
+from linattn.ops.backends.delta.places import BLOCK
 from linattn.ops.delta import delta_call
 from tests import laws
 from tests.laws import LENGTHS
@@ -374,8 +374,8 @@ def test_inputs_are_not_modified() -> None:
         assert all(torch.equal(x, copies[name]) for name, x in given.items())
 
 
-def test_memory_saved_for_the_backward_is_the_inputs_and_a_state_per_segment() -> None:
-    given = {name: x.requires_grad_() for name, x in inputs(1000, lead=(1, 4), d=64, dv=64).items()}
+def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_state_per_segment() -> None:
+    given = {name: x.requires_grad_() for name, x in inputs(3000, lead=(1, 4), d=64, dv=32).items()}
     saved: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -385,7 +385,7 @@ def test_memory_saved_for_the_backward_is_the_inputs_and_a_state_per_segment() -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         call(given, backend="chunked")
     others = [x for x in saved if not any(x.data_ptr() == y.data_ptr() for y in given.values())]
-    assert [tuple(x.shape) for x in others] == [(2, 4, 64, 64)]
+    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32)]
 
 
 def test_a_backend_is_chosen_and_explained() -> None:

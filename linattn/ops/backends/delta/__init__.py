@@ -4,7 +4,7 @@ from linattn.ops.backends.delta import chunked, gradient, recurrent, reference
 from linattn.ops.backends.delta.call import DeltaCall
 from linattn.ops.backends.operator import Backend, Operator
 
-_CHUNKED = Backend("chunked", None, chunked.forward, gradient.gradient, chunked.empty, saved=1, loops=True)
+_CHUNKED = Backend("chunked", None, chunked.forward, gradient.gradient, chunked.empty, saved=2, loops=True)
 
 DELTA = Operator("delta", DeltaCall, outputs=2, backends=(recurrent.BACKEND, _CHUNKED, reference.BACKEND))
 
