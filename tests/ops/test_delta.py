@@ -20,7 +20,7 @@ from tests.recurrence import relative
 
 D, DV = 5, 3
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "loopless"])
 every_decay = pytest.mark.parametrize("decay", [None, "head", "channel"])
 
 
@@ -113,7 +113,7 @@ def test_agrees_with_the_formula(backend: str, decay: str | None) -> None:
     assert_close(last, S)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+@pytest.mark.parametrize("backend", ["chunked", "recurrent", "loopless"])
 @every_decay
 @pytest.mark.parametrize("n", LENGTHS)
 def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, decay: str | None, n: int) -> None:
@@ -395,6 +395,7 @@ def test_a_backend_is_chosen_and_explained() -> None:
     assert DELTA.explain(calls[1]) == (
         "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
         "chunked: runs this call\n"
+        "loopless: can run it, when named\n"
         "reference: can run it, when named"
     )
     with pytest.raises(NotImplementedError, match="recurrent: takes one token"):
