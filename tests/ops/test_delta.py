@@ -10,17 +10,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from linattn.ops import causal_delta_attention, packed_log_decay
-from linattn.ops.backends.delta import DELTA
+from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
 from linattn.ops.backends.delta.places import BLOCK
-from linattn.ops.delta import delta_call
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
 
 D, DV = 5, 3
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "loopless"])
 every_decay = pytest.mark.parametrize("decay", [None, "head", "channel"])
 
 
@@ -113,7 +111,7 @@ def test_agrees_with_the_formula(backend: str, decay: str | None) -> None:
     assert_close(last, S)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+@pytest.mark.parametrize("backend", ["chunked", "recurrent", "loopless"])
 @every_decay
 @pytest.mark.parametrize("n", LENGTHS)
 def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, decay: str | None, n: int) -> None:
@@ -389,18 +387,28 @@ def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_
 
 
 def test_a_backend_is_chosen_and_explained() -> None:
-    one, many = inputs(1), inputs(9)
-    calls = [delta_call(x["q"], x["k"], x["v"], x["beta"], None, None, None) for x in (one, many)]
-    assert DELTA.explain(calls[0]).startswith("recurrent: runs this call")
-    assert DELTA.explain(calls[1]) == (
-        "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
+    one, many = inputs(1, "channel"), inputs(9)
+    kernels = "triton: has no kernels for the delta rule; on a GPU too it runs as matrix products of torch\n"
+    assert explain(one).startswith(kernels + "recurrent: runs this call\n")
+    assert explain(many) == (
+        kernels + "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
         "chunked: runs this call\n"
+        "loopless: can run it, when named\n"
         "reference: can run it, when named"
     )
     with pytest.raises(NotImplementedError, match="recurrent: takes one token"):
         call(many, backend="recurrent")
+    with pytest.raises(NotImplementedError, match="triton: has no kernels for the delta rule"):
+        call(many, backend="triton")
     with pytest.raises(ValueError, match="did you mean 'chunked'"):
         call(many, backend="chunk")
+    with pytest.raises(ValueError, match="the delta rule, which is causal"):
+        explain(many, is_causal=False)
+
+
+def explain(given: dict[str, Tensor], **options: Any) -> str:
+    named = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    return explain_backend(given["q"], given["k"], given["v"], **named, **options)
 
 
 @pytest.mark.usefixtures("unchecked")
