@@ -18,6 +18,8 @@ OPTIONS = {
     "convolution": {"convolution": 4},
     "norm and gate": {"head_norm": True, "gate": True},
     "convolution on projections": {"convolution": 4, "convolution_on": "projections", "key_dim": 4},
+    "of kimi": {"unit_keys": True, "gate": True, "gate_function": "sigmoid"},
+    "of mamba": {"num_key_heads": 2, "value_skip": True, "gate": True, "gated_norm": True},
     "all": {"num_key_heads": 2, "rotary": 100.0, "convolution": 3, "head_norm": True, "gate": True},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
