@@ -3,8 +3,8 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.backends import CAUSAL, SUM_KEYS, SumCall
-from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.backends import SUM_KEYS, SumCall
+from linattn.ops.linear import causal_call, checked, checked_mask, operator_of
 from linattn.ops.state import LinearState
 
 
@@ -16,7 +16,7 @@ def explain_backend(
     state: LinearState | None = None,
     *,
     is_causal: bool = True,
-    log_decay: Float[Tensor, "*#b #m"] | None = None,
+    log_decay: Float[Tensor, "*#b #m"] | Float[Tensor, "*#b m d"] | None = None,
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
@@ -27,6 +27,7 @@ def explain_backend(
 
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
     if is_causal:
-        return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map))
+        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        return operator_of(call).explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

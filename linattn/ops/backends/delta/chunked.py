@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.halves import Factors, factors, inverse, similarities
+from linattn.ops.backends.halves import Factors, factors, inverse, similarities
 
 # half of A and P is thrown away, so short chunks save products; their states cost memory traffic
 SHORTEST, LONGEST = 16, 64

@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
 from linattn.ops.backends.delta.chunked import Segment, beside_tokens, cut, forward, spread
-from linattn.ops.backends.delta.halves import similarities_gradient, sum_since, sum_until
+from linattn.ops.backends.halves import similarities_gradient, sum_since, sum_until
 from linattn.ops.backends.operator import Tensors
 
 
