@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
 LEAKING = {
-    "qwen4_exp": "its n-grams and its indexed attention look across documents",
-    "glm5_next": "its indexed attention looks across documents",
+    "Qwen4ExpTextPLELayer": "its n-grams look across documents",
+    "Glm5NextTextAttention": "its indexed attention looks across documents",
 }
-"""Models of which other parts than the scans mix documents."""
+"""Layers beside the scans that mix documents, whatever they are given."""
 NO_POSITIONS_IN_MASK = {"granitemoehybrid"}
 """Models that do not tell their softmax layers' mask where positions restart."""
 
@@ -39,14 +39,15 @@ def documents_apart(
     if "position_ids" in names and given.get("position_ids") is None:
         changes["position_ids"] = _positions(documents)
     changes["attention_mask"] = None
-    if family(model) in NO_POSITIONS_IN_MASK:
+    if type(model).__module__.split(".")[-2] in NO_POSITIONS_IN_MASK:
         changes["attention_mask"] = _masks(model, _positions(documents).expand(b, n))
     return documents, changes
 
 
-def family(model: torch.nn.Module) -> str:
-    """Return the name of the folder in transformers that holds the model's class, as "qwen3_next"."""
-    return type(model).__module__.split(".")[-2]
+def why_not_packed(model: nn.Module) -> str:
+    """Return why a model cannot keep the documents of a row apart, or nothing."""
+    kinds = {type(layer).__name__ for layer in model.modules()}
+    return "; ".join(f"{name}: {why}" for name, why in LEAKING.items() if name in kinds)
 
 
 def _documents(given: Mapping[str, Any], b: int, n: int, *, may_have_cache: bool) -> Int[Tensor, "#b n"] | None:
@@ -82,7 +83,7 @@ def _told(given: Mapping[str, Any], b: int, n: int) -> Int[Tensor, "#b n"] | Non
 
 
 def _restarts(positions: Int[Tensor, "#b n"], mask: Tensor | None) -> Int[Tensor, "#b n"]:
-    """Count, up to each token, those whose position does not follow the one before. Positions of padding say nothing."""
+    """Count the tokens up to each whose position does not follow the one before. Positions of padding say nothing."""
     breaks = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     if mask is not None:
         present: Bool[Tensor, "b n"] = mask[:, -positions.shape[1] :] != 0
@@ -97,8 +98,8 @@ def _keeps_cache(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
 
 def _check(model: PreTrainedModel, given: Mapping[str, Any], cache: Any) -> None:
     mask = given.get("attention_mask")
-    if family(model) in LEAKING:
-        raise ValueError(f"{type(model).__name__} cannot keep documents in a row apart: {LEAKING[family(model)]}")
+    if why := why_not_packed(model):
+        raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {why}")
     if cache is not None or given.get("use_cache"):
         raise ValueError("several documents in a row have no cache to continue: give use_cache=False, and no cache")
     if mask is not None and not torch.compiler.is_compiling() and not mask.all():

@@ -68,7 +68,8 @@ def mamba2_scan(
     x = _exact(hidden_states)
     q, k = (_exact(z.transpose(1, 2).unsqueeze(2)) for z in (C, B))
     v, log_decay = (
-        z.transpose(1, 2).unflatten(1, (groups, -1)) for z in (x * dt[..., None], _restarting(A.to(dt.dtype) * dt, documents))
+        z.transpose(1, 2).unflatten(1, (groups, -1))
+        for z in (x * dt[..., None], _restarting(A.to(dt.dtype) * dt, documents))
     )
     state = None
     if initial_states is not None:
