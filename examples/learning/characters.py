@@ -93,7 +93,7 @@ TASK = Task(
         "unnormalized+convolution": _model("linear_unnormalized", convolution=4, head_norm=True),
         **{
             f"{name}+convolution": _model(name, convolution=4, head_norm=True)
-            for name in ("retention", "ssd", "delta", "gated_delta", "kda")
+            for name in ("retention", "gla", "ssd", "delta", "gated_delta", "kda")
         },
     },
     prepare=Characters,

@@ -81,6 +81,7 @@ EQUAL_STATE = {
     "elu": _model("elu"),
     "unnormalized": _model("linear_unnormalized", head_norm=True),
     "retention": _model("retention", head_norm=True),
+    "gla": _model("gla", head_norm=True),
     "ssd": _model("ssd", head_norm=True),
     "delta": _model("delta", head_norm=True),
     "gated_delta": _model("gated_delta", head_norm=True),
