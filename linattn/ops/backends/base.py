@@ -39,7 +39,7 @@ class CausalCall(NamedTuple):
     def shared(self) -> bool:
         """Whether several states with decays of their own share queries and keys."""
         q, lead = self.q.shape[:-2], self.S.shape[:-2]
-        if q == lead or self.log_decay is None or self.normalize == "keys":
+        if q == lead or self.log_decay is None or self.normalize == "keys" or 0 in (*q, *lead):
             return False
         mask = self.q.shape if self.key_mask is None else self.key_mask.shape
         apart = [(q[i], self.k.shape[i], mask[i]) for i in range(len(q)) if q[i] != lead[i]]

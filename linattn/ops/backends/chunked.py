@@ -95,7 +95,7 @@ class Tile(NamedTuple):
 def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     """Cut the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What is
     left of the tokens is a chunk of its own length. Return the states and the blocks of each part."""
-    (rows, *others), n, (step, length, chunk) = call.z.shape[:-1], call.q.shape[-2], sizes(call)
+    (rows, *others), n, (step, length, chunk) = call.S.shape[:-2], call.q.shape[-2], sizes(call)
     end, states, lead = n // chunk * chunk, math.prod(others), len(others) + 1
     cuts = [(start, min(length, end - start) // chunk, chunk, lead) for start in range(0, end, length)]
     cuts += [(end, 1, n - end, lead)] if end < n else []

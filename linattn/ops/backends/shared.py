@@ -79,7 +79,7 @@ def arrange(call: CausalCall) -> CausalCall:
     v, log_decay = (beside_tokens(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
     S, b = as_heads(S, call).flatten(len(lead) + 1), call.q.shape[:-2]
     mask = None if call.key_mask is None else call.key_mask.unsqueeze(-1).expand(*b, -1, -1)
-    return CausalCall(call.q, call.k.expand(*b, -1, -1), v, S, S[..., 0], log_decay, mask, *call[7:])
+    return CausalCall(call.q, call.k.expand(*b, -1, -1), v, S, call.z, log_decay, mask, *call[7:])
 
 
 def separate(ends: Tensor, call: CausalCall, S: Tensor, z: Tensor) -> None:
