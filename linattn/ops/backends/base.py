@@ -32,12 +32,12 @@ class CausalCall(NamedTuple):
 
     @property
     def per_channel(self) -> bool:
-        """Whether there is a decay per channel."""
+        """Tell whether decays are per channel."""
         return self.log_decay is not None and self.log_decay.ndim == self.q.ndim
 
     @property
     def shared(self) -> bool:
-        """Whether several states with decays of their own share queries and keys."""
+        """Tell whether several states with decays of their own share queries and keys."""
         q, lead = self.q.shape[:-2], self.S.shape[:-2]
         if q == lead or self.log_decay is None or self.normalize == "keys" or 0 in (*q, *lead):
             return False
