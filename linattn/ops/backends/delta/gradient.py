@@ -13,7 +13,6 @@ from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
 from linattn.ops.backends.delta.chunked import Segment, add, forward
 from linattn.ops.backends.delta.places import arrange, cut
-from linattn.ops.backends.halves import similarities_gradient, sum_since, sum_until
 from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.workspace import Workspace, empty_like
 
