@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.linearize.closed_form import project_closest
-from linattn.integrations.transformers.linearize.folder import check_stock, describe, own_attention
+from linattn.integrations.transformers.linearize.folder import check_stock, describe
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Batch
-from linattn.integrations.transformers.linearize.parts import LinearizedAttention, attach, detach, linearized_layers
+from linattn.integrations.transformers.linearize.parts import (
+    LinearizedAttention,
+    attach,
+    detach,
+    linearized_layers,
+    own_attention,
+)
 from linattn.integrations.transformers.linearize.plan import Plan
 
 
@@ -35,6 +41,8 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
 
     The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`. The model then
     saves, loads, generates and trains as before; `load_linearized` says how to load it."""
+    if linearized_layers(model):
+        raise ValueError("the model is linearized already: undo that before it is converted again")
     check_stock(model)
     names = {name for name, _ in model.named_modules()}
     if missing := [layer.name for layer in plan.layers if layer.name not in names]:

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
-from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from linattn.integrations.transformers.linearize.observe import SOFTMAX
 from linattn.integrations.transformers.linearize.parts import (
-    OWN,
     LayerSpec,
     LinearizedAttention,
     attach,
     linearized_layers,
+    own_attention,
 )
 from linattn.models.storage import check_version
 from linattn.version import __version__
@@ -102,10 +101,6 @@ def check_stock(model: PreTrainedModel) -> None:
     kind = type(model)
     if getattr(transformers, kind.__name__, None) is not kind:
         raise ValueError(f"{kind.__name__} is not a class of transformers itself, so a saved folder could not name it")
-
-
-def own_attention(module: nn.Module) -> LinearizedAttention:
-    return cast(LinearizedAttention, module._modules[OWN])
 
 
 def _auto_map(config: PreTrainedConfig) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The attention of a stock model as it runs: which modules attend, and with which queries and keys."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -98,3 +99,10 @@ def input_sizes(model: PreTrainedModel, batch: Batch) -> dict[str, int | None]:
         stack.enter_context(evaluating(model))
         model(**batch)
     return sizes
+
+
+def run(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
+    """Call the model without a cache, which would make it attend as in generation."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    return model(**{**batch, **options})

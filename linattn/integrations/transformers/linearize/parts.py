@@ -44,8 +44,10 @@ class LayerSpec:
 class LinearizedAttention(InnerAttention):
     """An inner attention from projected queries and keys. A short convolution mixes its layer's input first.
 
-    It starts as close to its method alone as it can: the convolution as the identity, projections as
-    `closed_form` makes them."""
+    It starts as close to its method alone as it can: the convolution as the identity, projections as `closed_form`
+    makes them. `arguments` are the names of those of its module's `forward`, in order."""
+
+    arguments: tuple[str, ...]
 
     def __init__(self, spec: LayerSpec):
         super().__init__()
@@ -65,6 +67,10 @@ class LinearizedAttention(InnerAttention):
         self.convolution = ShortConvolution(spec.dim, spec.convolution) if spec.convolution else None
         if self.convolution is not None:
             nn.init.zeros_(self.convolution.weight)
+
+    def named(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a call of the attention module by name."""
+        return {**dict(zip(self.arguments, args, strict=False)), **options}
 
     def mix(
         self, x: Float[Tensor, "b n c"], mask: Tensor | None, layer: AttentionLayer | None
@@ -128,11 +134,15 @@ def linearized_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def own_attention(module: nn.Module) -> LinearizedAttention:
+    return cast(LinearizedAttention, module._modules[OWN])
+
+
 def _prepare(
     module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    own = cast(LinearizedAttention, module._modules[OWN])
-    given = {**dict(zip(own.arguments, args, strict=False)), **options}
+    own = own_attention(module)
+    given = own.named(args, options)
     layer = _cache_layer(module, given.values())
     given["hidden_states"] = own.mix(given["hidden_states"], given.get("attention_mask"), layer)
     return (), given
