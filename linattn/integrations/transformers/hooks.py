@@ -22,7 +22,9 @@ from linattn.ops.names import did_you_mean
 PREFIX = "linattn:"
 LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
 """Attentions that need weights, or a length, of their own."""
-METHODS = tuple(sorted(set(ATTENTIONS) - set(LEARNED)))
+GATED = ("ssd", "delta", "gated_delta", "kda")
+"""Attentions that need gates made from the layer's input, which an attention function does not see."""
+METHODS = tuple(sorted(set(ATTENTIONS) - {*LEARNED, *GATED}))
 REPLACED = {"full_attention", "sliding_attention"}
 """transformers' names of cache layers that ours replace."""
 
@@ -37,6 +39,11 @@ def register_attention(method: str) -> str:
         if name in LEARNED:
             raise ValueError(
                 f"{name!r} in {PREFIX}{method} has weights or a length of its own, which a name cannot hold"
+            )
+        if name in GATED:
+            raise ValueError(
+                f"{name!r} in {PREFIX}{method} needs gates, which are made from the layer's input, "
+                "where a name cannot hold them"
             )
         if name not in METHODS:
             hint = did_you_mean(name, METHODS)
