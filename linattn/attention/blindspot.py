@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues, finite, group_mask
+from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungated, finite, group_mask
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
@@ -44,6 +44,7 @@ class BlindspotAttention(InnerAttention):
             raise ValueError(f"a blindspot belongs to a causal LinearAttention, but this is {inner!r}")
         if size < 2:
             raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
+        checked_ungated(inner, "BlindspotAttention")
         self.inner, self.size = inner, size
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:

@@ -48,6 +48,12 @@ class LanguageModelConfig:
     )
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
     convolution: int = _option(0, "width of the short causal convolution before q, k and v (0: none)", least=0)
+    convolution_on: str = _option(
+        "inputs",
+        "the convolution is on the inputs of q, k and v, or on their projections with a SiLU",
+        choices=("inputs", "projections"),
+    )
+    beta_limit: float = _option(1.0, "largest write strength of delta, gated_delta and kda; 2 lets them track states")
     head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
     gate: bool = _option(False, "multiply the attention's output by silu(W x)")
     feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
@@ -175,6 +181,10 @@ def _misfits(config: LanguageModelConfig) -> Iterator[str]:
             "max_length belongs to learned positions and they need it, "
             f"but positions is {config.positions!r} and max_length is {config.max_length!r}"
         )
+    if not (_is_number(config.beta_limit) and 0 < config.beta_limit <= 2):
+        yield f"beta_limit must be above 0 and at most 2, but is {config.beta_limit!r}"
+    if config.convolution_on != "inputs" and not config.convolution:
+        yield f"convolution_on is {config.convolution_on!r}, but convolution is 0: there is none"
     if not config.causal and config.convolution:
         yield f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}"
 

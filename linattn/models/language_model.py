@@ -12,10 +12,13 @@ from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
+from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
 from linattn.ops.state import checked_parts
 from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
+
+_GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
 @final
@@ -62,7 +65,7 @@ class LanguageModel(TokenModel):
                 reset()
         # learned feature maps keep their own initialisation: only these modules' own projections get GPT-2's
         for module in self.modules():
-            if isinstance(module, (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution)):
+            if isinstance(module, _HAVE_PROJECTIONS):
                 for name, child in module.named_children():
                     if isinstance(child, (nn.Linear, nn.Embedding)):
                         self._initialise(name, child)
@@ -85,6 +88,10 @@ class LanguageModel(TokenModel):
             model = LanguageModel(read_config(folder))
         model.load_state_dict(read_tensors(folder, model.state_dict()), assign=True)
         return model.eval()
+
+
+# the modules whose projections get the initial weights of GPT-2
+_HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution, *_GATES)
 
 
 @final
@@ -149,6 +156,8 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
         key_dim=config.key_dim,
         rotary=config.rotary,
         convolution=config.convolution,
+        convolution_on=config.convolution_on,
+        beta_limit=config.beta_limit,
         head_norm=config.head_norm,
         gate=config.gate,
         dropout=config.dropout,

@@ -4,6 +4,7 @@ from linattn.nn.attention import AttentionState, MultiheadAttention
 from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
+from linattn.nn.gates import token_gates
 from linattn.nn.image import ChannelLinearAttention, ImageLinearAttention, PositionLinearAttention
 from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import HeadNorm, ScaleNorm
@@ -37,5 +38,6 @@ __all__ = [
     "SinusoidalPositions",
     "TokenShift",
     "TorchMultiheadAttention",
+    "token_gates",
     "with_inner",
 ]

@@ -12,20 +12,25 @@ from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
-from linattn.nn.convolution import ShortConvolution
+from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
+from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
+from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
+CONVOLUTIONS_ON = ("inputs", "projections")
+ConvolutionState = Float[Tensor, "b w d"] | tuple[Tensor, ...] | None
+
 
 class AttentionState(NamedTuple):
     """The state after some tokens: `inner` is the inner attention's own, `convolution` holds the last inputs of the
-    short convolution, `position` the number of present tokens per row, for rotary positions; each is None if there is
-    none."""
+    short convolution, or of those of q, k and v, `position` the number of present tokens per row, for rotary positions;
+    each is None if there is none."""
 
     inner: Any
-    convolution: Float[Tensor, "b w d"] | None
+    convolution: ConvolutionState
     position: Int[Tensor, " b"] | None
 
 
@@ -42,10 +47,14 @@ class MultiheadAttention(nn.Module):
     k; Based, for instance, keeps `key_dim` small for maps with many features.
 
     Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
-    `convolution` is the width of a causal convolution at the input of q, k and v; `head_norm` puts an RMSNorm on each
+    `convolution` is the width of a causal convolution on the "inputs" of q, k and v or, with a SiLU, on their
+    "projections", as `convolution_on` says; `head_norm` puts an RMSNorm on each
     head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x) (both as in
     RetNet, https://arxiv.org/abs/2307.08621). `bias` gives all projections one, but `out_bias` decides for W_o if it is
-    given. `dropout` is the probability of dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
+    given. `dropout` is the probability of dropping outputs of W_o in training, `hidden_dropout` that of its inputs.
+
+    Gates that `inner` needs are made from x (`linattn.nn.gates`); `beta_limit`, 1 or 2, is the largest write strength
+    of a delta rule."""
 
     def __init__(
         self,
@@ -61,6 +70,8 @@ class MultiheadAttention(nn.Module):
         out_bias: bool | None = None,
         rotary: float | None = None,
         convolution: int = 0,
+        convolution_on: str = "inputs",
+        beta_limit: float = 1.0,
         head_norm: bool = False,
         gate: bool = False,
         dropout: float = 0.0,
@@ -79,7 +90,12 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution = ShortConvolution(dim, convolution) if convolution else None
+        self.convolution = None
+        if convolution:
+            self.convolution = self._make_convolution(convolution, convolution_on)
+        self.gates = token_gates(
+            self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
+        )
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
@@ -95,7 +111,8 @@ class MultiheadAttention(nn.Module):
             check_tokens(x, self.dim)
             check_tokens(context, self.source_dim, key_mask, name="context")
             q, (k, v) = self._queries(x), self._keys(context)
-        return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
+        gates = None if self.gates is None else self.gates(x)
+        return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=gates))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
@@ -119,34 +136,42 @@ class MultiheadAttention(nn.Module):
             if self.convolution is None or state.convolution is None:
                 check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         q, k, v, convolution, position = self._project(x, state, key_mask)
-        inner = None if state is None else state.inner
-        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask))
+        inner, gates = None if state is None else state.inner, None if self.gates is None else self.gates(x)
+        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
         return self._merge(x, y), AttentionState(inner, convolution, position)
 
     def _project(
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, ConvolutionState, Tensor | None]:
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
         mixed, convolution, position = x, None, None
-        if self.convolution is not None:
-            mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
-        q, (k, v) = self._queries(mixed), self._keys(mixed)
+        past: Any = None if state is None else state.convolution
+        if isinstance(self.convolution, ShortConvolution):
+            mixed, convolution = self.convolution.extend(x, past, key_mask=key_mask)
+        q, k, v = self.q_proj(mixed), self.k_proj(mixed), self.v_proj(mixed)
+        if isinstance(self.convolution, ProjectionConvolutions):
+            (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask)
+        q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
             angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
             q, k = turn(q, *angles), turn(k, *angles)
         return q, k, v, convolution, position
 
-    # the shape gives the number of heads, so that a tensor-parallel rank may hold only some of them
     def _queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return _split(self.q_proj(x), self.key_dim)
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        k = self.k_proj(context).unflatten(-1, (-1, self.key_dim))
-        v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
-        return k.transpose(1, 2), v.transpose(1, 2)
+        return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
+
+    def _make_convolution(self, width: int, on: str) -> ShortConvolution | ProjectionConvolutions:
+        if on not in CONVOLUTIONS_ON:
+            raise unknown_name("convolution_on", on, CONVOLUTIONS_ON)
+        if on == "inputs":
+            return ShortConvolution(self.dim, width)
+        return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:
@@ -171,6 +196,11 @@ def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None
     if dim % num_heads:
         raise ValueError(f"num_heads must divide dim, or head_dim be given, but they are {num_heads} and {dim}")
     return dim // num_heads
+
+
+def _split(x: Tensor, channels: int) -> Tensor:
+    """Split heads; the shape gives their number, so that a tensor-parallel rank may hold only some of them."""
+    return x.unflatten(-1, (-1, channels)).transpose(1, 2)
 
 
 def _over_heads(key_mask: Tensor | None) -> Tensor | None:

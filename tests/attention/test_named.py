@@ -17,7 +17,8 @@ from linattn.nn import HeadNorm
 from tests.attention.cases import over
 
 LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
-CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED for causal in (False, True)]
+GATED = {"ssd", "delta", "gated_delta", "kda"}
+CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED for causal in (False, True)]
 CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
 
 
@@ -56,7 +57,8 @@ def test_mixtures():
         ("local:3+elu:5", {"num_key_heads": 4}, "do not divide 4 key heads evenly"),
         ("linformer", {}, "give max_length"),
         ("linformer", {"causal": True, "max_length": 9}, "cannot be causal"),
-        ("retention", {}, "causal only"),
+        ("retention", {}, "retention is causal only"),
+        ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window is 0"),
     ],
 )

@@ -21,6 +21,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grouped keys of a mixture": {"attention": "local+elu", "num_key_heads": 2},
     "convolution": {"attention": "elu", "convolution": 4, "rotary": None},
     "un-normalised": {"attention": "linear_unnormalized", "head_norm": True, "gate": True},
+    "delta with convolutions of its own": {
+        "attention": "gated_delta",
+        "convolution": 3,
+        "convolution_on": "projections",
+        "beta_limit": 2.0,
+        "head_norm": True,
+        "gate": True,
+        "rotary": None,
+    },
+    "mixture with gates": {"attention": "local:2+kda:1+ssd:1"},
     "layers": {"attention": ("convolution:3", "local"), "feed_forward": "none"},
     "learned positions": {
         "attention": "elu",

@@ -17,10 +17,11 @@ OPTIONS = {
     "rotary": {"rotary": 100.0},
     "convolution": {"convolution": 4},
     "norm and gate": {"head_norm": True, "gate": True},
+    "convolution on projections": {"convolution": 4, "convolution_on": "projections", "key_dim": 4},
     "all": {"num_key_heads": 2, "rotary": 100.0, "convolution": 3, "head_norm": True, "gate": True},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-every_inner = pytest.mark.parametrize("name", ["softmax", "elu", "local+elu"])
+every_inner = pytest.mark.parametrize("name", ["softmax", "elu", "local+elu", "ssd", "kda", "local+gated_delta"])
 
 
 def attention(name: str = "elu", *, causal: bool = True, **options) -> MultiheadAttention:

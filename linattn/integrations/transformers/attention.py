@@ -13,6 +13,9 @@ from linattn.attention.named import untrained_attention
 from linattn.integrations.transformers.cache import CachedKeys
 from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
 
+OWN = "linear_attention"
+"""The name of a submodule that attends in place of the method, with weights of its own."""
+
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
 IGNORED = {
     "cache_position",
@@ -58,10 +61,12 @@ def attention_forward(
     factor = 1.0 if scaling is None else scaling * sqrt(d)
     if not isclose(factor, 1):
         query = query * factor
-    causal = _is_causal(module) if is_causal is None else is_causal
-    method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
+    causal = is_causal_call(module, is_causal)
+    inner = module._modules.get(OWN)
+    if inner is None:
+        method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
         return attend_per_document(inner, query, keys, value, attention_mask).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
@@ -123,8 +128,10 @@ def _make(kind: Kind) -> None:
         _INNERS[kind] = untrained_attention(kind.method, **sizes).to(device=kind.device, dtype=kind.dtype)
 
 
-def _is_causal(module: nn.Module) -> bool:
-    if isinstance(causal := getattr(module, "is_causal", None), bool):
+def is_causal_call(module: nn.Module, given: bool | None) -> bool:
+    """Tell whether a call is causal: its own argument decides, else the module's attribute."""
+    causal = getattr(module, "is_causal", None) if given is None else given
+    if isinstance(causal, bool):
         return causal
     raise ValueError(f"{type(module).__name__} does not say whether it is causal: linattn's attention needs to know")
 

@@ -83,10 +83,13 @@ class AttentionLayer(StateLayer):
     _layer_type = ATTENTION_LAYER
 
     keys: Any
+    convolution: Tensor | None
+    """The last inputs of a short convolution before the attention, if there is one."""
 
     def reset(self) -> None:
         super().reset()
         self.summed = 0
+        self.convolution: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
         self.seen += key_states.shape[2]
@@ -101,6 +104,10 @@ class AttentionLayer(StateLayer):
             )
         y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask)
         return y
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        self.convolution = map_state(function, self.convolution)
 
     def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
         """Attend to an encoder's keys and values, which come once and are summarized."""
