@@ -15,29 +15,37 @@ Report = Callable[[str], None]
 WARMUP = 0.05
 
 
-def fit(model: PreTrainedModel, data: Data, *, steps: int, lr: float, report: Report = print) -> float:
-    """Train on the model's own loss; return the processor seconds that the steps took."""
+def fit(
+    model: PreTrainedModel,
+    data: Data,
+    *,
+    steps: int = 10**9,
+    seconds: float = math.inf,
+    lr: float,
+    report: Report = print,
+) -> tuple[float, int]:
+    """Train on the model's own loss for so many steps, or until they took so many processor seconds; return both."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=True)
-    seconds, losses = 0.0, []
+    taken, step, losses = 0.0, 0, []
     model.train()
-    for step in range(steps):
+    while step < steps and taken < seconds:
         started = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = lr * schedule((step + 0.5) / steps)
+            group["lr"] = lr * schedule(max((step + 0.5) / steps, taken / seconds))
         loss = model(**data.batch()).loss
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seconds += time.process_time() - started
+        taken, step = taken + time.process_time() - started, step + 1
         losses.append(loss.item())
-        if not (step + 1) % 100 or step + 1 == steps:
-            report(f"step {step + 1:,} of {steps:,}: loss {sum(losses) / len(losses):.4f}, {seconds:.0f} s")
+        if not step % 100:
+            report(f"step {step:,}: loss {sum(losses) / len(losses):.4f}, {taken:.0f} s")
             losses.clear()
-    return seconds
+    return taken, step
 
 
 def schedule(progress: float) -> float:
@@ -54,7 +62,7 @@ def teacher(task: Task, seed: int, folder: Path, report: Report = print) -> PreT
     if path.exists():
         return type(model).from_pretrained(path)
     data = task.data(seed)
-    seconds = fit(model, data, steps=task.steps, lr=task.lr, report=report)
+    seconds, _ = fit(model, data, steps=task.steps, lr=task.lr, report=report)
     report(f"{path.name}: {measure(model, data.held_out())}, {seconds:.0f} s")
     model.config.training_seconds = round(seconds, 1)
     model.save_pretrained(path)
