@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
+from linattn.attention.gates import AnyGates
+from linattn.attention.states import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
@@ -94,11 +96,12 @@ def attend_per_document(
     k: Float[Tensor, "b hk n d"],
     v: Float[Tensor, "b hk n dv"],
     documents: Int[Tensor, "b n"],
+    gates: AnyGates = None,
 ) -> Float[Tensor, "b h n dv"]:
     """Attend within each document."""
     rows = document_rows(documents)
-    q, k, v = (rows.split(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
-    y = inner(q, k, v, key_mask=rows.present.unsqueeze(1))
+    q, k, v, gates = map_state(lambda x: rows.split(x.transpose(1, 2)).transpose(1, 2), (q, k, v, gates))
+    y = inner(q, k, v, key_mask=rows.present.unsqueeze(1), gates=gates)
     return rows.join(y.transpose(1, 2)).transpose(1, 2)
 
 

@@ -2,21 +2,25 @@
 parts that softmax did not need, with weights of their own."""
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from linattn.attention import InnerAttention
+from linattn.attention import GateNeeds, InnerAttention, LinearAttention, SplitHeads
+from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.integrations.transformers.attention import OWN
 from linattn.integrations.transformers.cache import AttentionLayer
 from linattn.integrations.transformers.masks import DOCUMENTS, document_rows
-from linattn.nn import ShortConvolution
+from linattn.nn import ShortConvolution, token_gates
+from linattn.nn.gates import HeadDecay, SigmoidDecay, TokenGates
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -42,10 +46,11 @@ class LayerSpec:
 
 @final
 class LinearizedAttention(InnerAttention):
-    """An inner attention from projected queries and keys. A short convolution mixes its layer's input first.
+    """An inner attention from projected queries and keys. A short convolution mixes its layer's input first, of which
+    gates are made, too.
 
-    It starts as close to its method alone as it can: the convolution as the identity, projections as `closed_form`
-    makes them. `arguments` are the names of those of its module's `forward`, in order."""
+    It starts as close to its method alone as it can: the convolution as the identity, decays near 1, projections as
+    `closed_form` makes them. `arguments` are the names of those of its module's `forward`, in order."""
 
     arguments: tuple[str, ...]
 
@@ -53,61 +58,95 @@ class LinearizedAttention(InnerAttention):
         super().__init__()
         self.spec, self.causal = spec, spec.causal
         d, r = spec.head_dim, spec.head_dim if spec.key_dim is None else spec.key_dim
-        self.inner = untrained_attention(
-            spec.method,
-            num_heads=spec.num_heads,
-            num_key_heads=spec.num_key_heads,
-            head_dim=r,
-            window=spec.window,
-            causal=spec.causal,
-        )
+        sizes = {"num_heads": spec.num_heads, "num_key_heads": spec.num_key_heads, "head_dim": r}
+        inner = untrained_attention(spec.method, **sizes, window=spec.window, causal=spec.causal)
+        self.inner = with_decay(inner) if spec.decay else inner
         projects = spec.key_dim is not None
         self.query_map = PerHeadLinear(spec.num_heads, d, r) if projects else None
         self.key_map = PerHeadLinear(spec.num_key_heads, d, r) if projects else None
         self.convolution = ShortConvolution(spec.dim, spec.convolution) if spec.convolution else None
         if self.convolution is not None:
             nn.init.zeros_(self.convolution.weight)
+        self.token_gates = token_gates(self.inner.needs, spec.dim, num_key_heads=spec.num_key_heads, key_dim=r)
+        if self.token_gates is not None:
+            start_remembering(self.token_gates)
 
     def named(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call of the attention module by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **options}
 
-    def mix(
+    def prepare(
         self, x: Float[Tensor, "b n c"], mask: Tensor | None, layer: AttentionLayer | None
-    ) -> Float[Tensor, "b n c"]:
-        """Convolve the layer's input; `mask` is what the model hands to its attention, `layer` holds the past."""
-        if self.convolution is None:
-            return x
+    ) -> tuple[Float[Tensor, "b n c"], AnyGates]:
+        """Mix the layer's input, and make the gates of it. `mask` is what the model hands to its attention, and `layer`
+        holds the past."""
+        if self.convolution is not None:
+            x = self._convolved(x, mask, layer)
+        return x, None if self.token_gates is None else self.token_gates(x)
+
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
+        return self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+
+    def extend(
+        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
+    ) -> tuple[Outputs, Any]:
+        return self.inner.extend(self._queries(q), self._keys(k), v, state, key_mask=key_mask, gates=gates)
+
+    def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
+        return self.inner.summarize(self._keys(k), v, key_mask=key_mask)
+
+    def read(self, q: Queries, summary: Any) -> Outputs:
+        return self.inner.read(self._queries(q), summary)
+
+    def _convolved(self, x: Tensor, mask: Tensor | None, layer: AttentionLayer | None) -> Tensor:
+        assert self.convolution is not None
         if mask is not None and mask.dtype == DOCUMENTS:
             rows = document_rows(mask)
             return rows.join(self.convolution(rows.split(x), key_mask=rows.present))
         mask = None if mask is None else mask[:, mask.shape[1] - x.shape[1] :]
-        past = None if layer is None else layer.convolution
-        y, past = self.convolution.extend(x, past, key_mask=mask)
+        y, past = self.convolution.extend(x, None if layer is None else layer.convolution, key_mask=mask)
         if layer is not None:
             layer.convolution = past
         return y
 
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self.inner(*self._projected(q, k), v, key_mask=key_mask)
+    def _queries(self, q: Tensor) -> Tensor:
+        return q if self.query_map is None else self.query_map(q)
 
-    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
-        return self.inner.extend(*self._projected(q, k), v, state, key_mask=key_mask)
+    def _keys(self, k: Tensor) -> Tensor:
+        return k if self.key_map is None else self.key_map(k)
 
-    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
-        return self.inner.summarize(k if self.key_map is None else self.key_map(k), v, key_mask=key_mask)
 
-    def read(self, q: Queries, summary: Any) -> Outputs:
-        return self.inner.read(q if self.query_map is None else self.query_map(q), summary)
+def with_decay(inner: InnerAttention) -> InnerAttention:
+    """Return the attention with a decay per head and token in each linear part that forgets nothing yet."""
+    if isinstance(inner, SplitHeads):
+        parts = [with_decay(cast(InnerAttention, part)) for part in inner.parts]
+        return SplitHeads(*zip(inner.heads, parts, strict=True))
+    if isinstance(inner, LinearAttention) and inner.needs is None and inner.decay is None:
+        inner.needs = GateNeeds(decay="head")
+    return inner
 
-    def _checked_state(self, state: Any) -> Any:
-        """Leave the check to the inner attention, whose state it is."""
-        return state
 
-    def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.query_map is None or self.key_map is None:
-            return q, k
-        return self.query_map(q), self.key_map(k)
+@torch.no_grad()
+def start_remembering(gates: nn.Module) -> None:
+    """Let decays begin near 1 for every token: the slowest head forgets within 1,000 tokens, the fastest within 20.
+    Those that are step sizes too keep the beginning of their own."""
+    for module in gates.modules():
+        if isinstance(module, TokenGates) and module.needs.write != "step" and module.decay is not None:
+            decay = module.decay
+            if isinstance(decay, SigmoidDecay):
+                # −log σ(b) / 16 is near exp(−b) / 16
+                heads = _slow_to_fast(len(decay.out_proj.bias) // decay.key_dim)
+                decay.out_proj.bias.copy_(-(heads + math.log(16)).repeat_interleave(decay.key_dim))
+            else:
+                heads = _slow_to_fast(len(decay.A_log.zero_()))
+                decay.dt_bias.copy_(heads.repeat_interleave(len(decay.dt_bias) // len(heads)))
+            last = decay.proj if isinstance(decay, HeadDecay) else decay.out_proj
+            last.weight.zero_()
+
+
+def _slow_to_fast(heads: int) -> Tensor:
+    """Return b per head for decays of exp(−softplus(b))."""
+    return torch.linspace(-7, -3, heads)
 
 
 def attach(module: nn.Module, own: LinearizedAttention) -> None:
@@ -144,8 +183,8 @@ def _prepare(
     own = own_attention(module)
     given = own.named(args, options)
     layer = _cache_layer(module, given.values())
-    given["hidden_states"] = own.mix(given["hidden_states"], given.get("attention_mask"), layer)
-    return (), given
+    given["hidden_states"], gates = own.prepare(given["hidden_states"], given.get("attention_mask"), layer)
+    return (), given if gates is None else {**given, "gates": gates}
 
 
 def _cache_layer(module: nn.Module, given: Iterable[Any]) -> AttentionLayer | None:

@@ -160,5 +160,6 @@ def _state_numbers(own: LinearizedAttention, value_dim: int) -> int:
     q, k = torch.zeros(1, spec.num_heads, n, spec.head_dim), torch.zeros(1, hk, n, spec.head_dim)
     v = torch.zeros(1, hk, n, value_dim)
     with torch.no_grad():
-        map_state(count, own.extend(q, k, v)[1] if spec.causal else own.summarize(k, v))
+        _, gates = own.prepare(torch.zeros(1, n, spec.dim), None, None)
+        map_state(count, own.extend(q, k, v, gates=gates)[1] if spec.causal else own.summarize(k, v))
     return numbers + max(spec.convolution - 1, 0) * spec.dim

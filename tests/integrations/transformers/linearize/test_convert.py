@@ -26,6 +26,8 @@ METHODS = {
     "local+elu": {"window": 3},
     "t2r": {"convolution": 0},
     "softmax": {},
+    "gated_delta": {},
+    "local+kda": {"window": 3, "key_dim": 6},
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
