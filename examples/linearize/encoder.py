@@ -67,4 +67,4 @@ def model() -> BertForSequenceClassification:
     )
 
 
-TASK = Task(name="encoder", steps=600, lr=2e-3, metric="accuracy", model=model, data=Lookup)
+TASK = Task(name="encoder", steps=600, lr=2e-3, window=2, metric="accuracy", model=model, data=Lookup)

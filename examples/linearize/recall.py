@@ -57,4 +57,4 @@ def model() -> Lfm2ForCausalLM:
     )
 
 
-TASK = Task(name="recall", steps=800, lr=3e-3, metric="accuracy", model=model, data=Recall)
+TASK = Task(name="recall", steps=800, lr=3e-3, window=16, metric="accuracy", model=model, data=Recall)

@@ -44,7 +44,6 @@ class Row:
     method: str = "taylor2"
     share: float = 0.0
     kept: int = 0
-    window: int = 16
     as_long_as: str | None = None
 
 
@@ -88,7 +87,7 @@ def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Li
     first = round(FIRST_STAGE * steps)
     clock = Clock()
     with clock:
-        planned = plan(model, data.batch(), method=row.method, window=row.window)
+        planned = plan(model, data.batch(), method=row.method, window=task.window)
         conversion = convert(model, planned, [data.batch() for _ in range(4)])
     frozen = conversion.teacher
     record: dict[str, Any] = {"steps": steps, "new_weights": planned.new_weights}
@@ -158,7 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             label = f"{options.task} {row} seed {seed}:"
             record = run(
-                TASKS[options.task], row, seed, options.folder, runs, lambda line, label=label: print(label, line, flush=True)
+                TASKS[options.task],
+                row,
+                seed,
+                options.folder,
+                runs,
+                lambda line, label=label: print(label, line, flush=True),
             )
             append(options.out, record)
             print(label, record["scores"], flush=True)

@@ -31,6 +31,8 @@ class Task:
     steps: int
     """Updates of the teacher's weights; conversions get a share of them."""
     lr: float
+    window: int
+    """Tokens that local heads see, too few to solve the task."""
     metric: str
     """The figure of `measure` that the tables show."""
     model: Callable[[], PreTrainedModel]

@@ -1,5 +1,5 @@
-"""What is left of a linearized model if its attention is replaced by something simpler while it is measured, and how far
-its attention spreads."""
+"""Controls that replace a linearized model's attention by something simpler while it is measured, and the entropy of its
+weights."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,8 +11,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.attention import InnerAttention, LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads
-from linattn.attention import attention_weights, named_attention
+from linattn.attention import (
+    LinearAttention,
+    LocalAttention,
+    SoftmaxAttention,
+    SplitHeads,
+    attention_weights,
+    named_attention,
+)
 from linattn.feature_maps.base import FeatureMap, Features
 from linattn.integrations.transformers.linearize.observe import Attended, Batch, evaluating, observe, run
 from linattn.integrations.transformers.linearize.parts import LinearizedAttention, linearized_layers, own_attention
@@ -55,7 +61,11 @@ def linear_part_off(
     own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
 ) -> Tensor:
     """Let heads of linear attention put out zeros, and those with a window what they do."""
-    keep = [head for part, count in _parts(own.inner) for head in count * [isinstance(part, (LocalAttention, SoftmaxAttention))]]
+    keep = [
+        head
+        for part, count in _parts(own.inner)
+        for head in count * [isinstance(part, (LocalAttention, SoftmaxAttention))]
+    ]
     return y * torch.tensor(keep or [False], device=y.device)[:, None, None]
 
 

@@ -1,7 +1,6 @@
-"""What a linearized language model does on its own: the text that it generates, what it recalls from far back, and what
-a token costs beside the cache of keys and values."""
+"""Probes of a linearized language model on its own: the text that it generates, what it recalls from far back, and the
+cost of a token beside the cache of keys and values."""
 
-import copy
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
+from linattn.integrations.transformers.linearize.observe import evaluating, run
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""
@@ -62,7 +61,9 @@ def recalled(model: PreTrainedModel, rows: Tensor) -> float:
     """Return the share of the last half passage of each row that the model predicts, given the true tokens before."""
     half = NEEDLE // 2
     with evaluating(model):
-        found = [run(model, {"input_ids": row[None]}).logits[0, -half - 1 : -1].argmax(-1) == row[-half:] for row in rows]
+        found = [
+            run(model, {"input_ids": row[None]}).logits[0, -half - 1 : -1].argmax(-1) == row[-half:] for row in rows
+        ]
     return float(torch.stack(found).double().mean())
 
 

@@ -83,8 +83,8 @@ class Report:
         if self.costs:
             model, teacher = self.costs[-1]
             found.append(
-                f"After {model.tokens:,} tokens, a token takes {1e3 * model.seconds:.2f} ms, with the cache of keys and "
-                f"values {1e3 * teacher.seconds:.2f} ms ({teacher.seconds / model.seconds:.1f} ×), and the state has "
+                f"After {model.tokens:,} tokens, a token takes {1e3 * model.seconds:.2f} ms, with the cache of keys "
+                f"and values {1e3 * teacher.seconds:.2f} ms ({teacher.seconds / model.seconds:.1f} ×); the state has "
                 f"{model.bytes:,} bytes, the cache {teacher.bytes:,}."
             )
         return found
@@ -132,7 +132,7 @@ def report(
     *,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Measure a linearized model beside its teacher on held-out batches. `progress` is called with each stage's name."""
+    """Measure a linearized model beside its teacher on held-out batches. `progress` is called with each stage."""
     probes = Probes() if probes is None else probes
     layers = linearized_layers(model)
     if not layers:
@@ -163,7 +163,9 @@ def _layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[
     before, after = entropies(teacher, batches[0]), entropies(model, batches[0])
     errors = layer_errors(model, teacher, batches[:1])
     known = {name: errors[own_attention(layer).spec.index] for name, layer in linearized_layers(model).items()}
-    return tuple(Layer(name, known.get(name), after[name], entropy) for name, entropy in before.items() if name in after)
+    return tuple(
+        Layer(name, known.get(name), after[name], entropy) for name, entropy in before.items() if name in after
+    )
 
 
 def _recall(model: PreTrainedModel, teacher: PreTrainedModel, probes: Probes, length: int) -> Recall:

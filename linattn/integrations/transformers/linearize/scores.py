@@ -1,4 +1,4 @@
-"""What a linearized model predicts, beside its teacher: loss, divergence, agreement and the angle of the outputs."""
+"""Scores of a linearized model beside its teacher: loss, divergence, agreement and the angle of the outputs."""
 
 import math
 from collections.abc import Sequence
