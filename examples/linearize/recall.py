@@ -57,4 +57,5 @@ def model() -> Lfm2ForCausalLM:
     )
 
 
-TASK = Task(name="recall", steps=800, lr=3e-3, window=16, metric="accuracy", model=model, data=Recall)
+# with weight decay, some of the values are never told apart
+TASK = Task(name="recall", steps=700, lr=3e-3, weight_decay=0.0, window=16, metric="accuracy", model=model, data=Recall)

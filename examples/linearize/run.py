@@ -78,7 +78,7 @@ def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str,
     if row.method != "softmax":
         model = task.model()
         convert(model, plan(model, data.batch(), method=row.method), [data.batch() for _ in range(4)])
-    taken, steps = fit(model, data, seconds=seconds, lr=task.lr, report=say)
+    taken, steps = fit(model, data, task, seconds=seconds, report=say)
     return record | {"seconds": round(taken, 1), "steps": steps, "scores": _scores(model, frozen, data)}
 
 

@@ -31,6 +31,7 @@ class Task:
     steps: int
     """Updates of the teacher's weights; conversions get a share of them."""
     lr: float
+    weight_decay: float = 0.1
     window: int
     """Tokens that local heads see, too few to solve the task."""
     metric: str

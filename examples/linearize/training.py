@@ -18,23 +18,23 @@ WARMUP = 0.05
 def fit(
     model: PreTrainedModel,
     data: Data,
+    task: Task,
     *,
     steps: int = 10**9,
     seconds: float = math.inf,
-    lr: float,
     report: Report = print,
 ) -> tuple[float, int]:
     """Train on the model's own loss for so many steps, or until they took so many processor seconds; return both."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=True)
+    groups = [{"params": matrices, "weight_decay": task.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.99), fused=True)
     taken, step, losses = 0.0, 0, []
     model.train()
     while step < steps and taken < seconds:
         started = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = lr * schedule(max((step + 0.5) / steps, taken / seconds))
+            group["lr"] = task.lr * schedule(max((step + 0.5) / steps, taken / seconds))
         loss = model(**data.batch()).loss
         optimizer.zero_grad()
         loss.backward()
@@ -62,7 +62,7 @@ def teacher(task: Task, seed: int, folder: Path, report: Report = print) -> PreT
     if path.exists():
         return type(model).from_pretrained(path)
     data = task.data(seed)
-    seconds, _ = fit(model, data, steps=task.steps, lr=task.lr, report=report)
+    seconds, _ = fit(model, data, task, steps=task.steps, report=report)
     report(f"{path.name}: {measure(model, data.held_out())}, {seconds:.0f} s")
     model.config.training_seconds = round(seconds, 1)
     model.save_pretrained(path)

@@ -1,5 +1,5 @@
-"""Controls that replace a linearized model's attention by something simpler while it is measured, and the entropy of its
-weights."""
+"""Controls that replace a linearized model's attention by something simpler while it is measured, and the entropy of
+its weights."""
 
 import math
 from collections.abc import Callable, Iterator
