@@ -110,6 +110,11 @@ class LinearAttention(InnerAttention):
         sums, log_scale = state or (None, None)
         top, log_decay = None, self._log_decay(gates.log_decay)
         if log_size is not None:
+            if self.needs is not None and self.needs.decay == "channel":
+                raise ValueError(
+                    f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which channels "
+                    "that fade by themselves would not share: give it a decay per head"
+                )
             log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)

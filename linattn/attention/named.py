@@ -68,6 +68,7 @@ def _state_space(x: Heads) -> InnerAttention:
 # a state that fades or is overwritten: there is no form without an order of tokens
 _ONLY_CAUSAL: dict[str, Callable[[Heads], InnerAttention]] = {
     "retention": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads)),
+    "gla": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, needs=GateNeeds(decay="channel")),
     "ssd": _state_space,
     "delta": lambda x: DeltaAttention(),
     "gated_delta": lambda x: DeltaAttention(decay="head"),

@@ -54,8 +54,12 @@ class LanguageModelConfig:
         choices=("inputs", "projections"),
     )
     beta_limit: float = _option(1.0, "largest write strength of delta, gated_delta and kda; 2 lets them track states")
+    unit_keys: bool = _option(False, "divide q and k of each head by their lengths, as the delta rule always does")
+    value_skip: bool = _option(False, "add D v to each head's output, with a learned D, as in Mamba-2")
     head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
     gate: bool = _option(False, "multiply the attention's output by silu(W x)")
+    gate_function: str = _option("silu", "of W x in the gate", choices=("silu", "sigmoid"))
+    gated_norm: bool = _option(False, "RMSNorm of the attention's output after the gate, as in Mamba-2")
     feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
     mlp_ratio: float = _option(
         4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
@@ -185,6 +189,8 @@ def _misfits(config: LanguageModelConfig) -> Iterator[str]:
         yield f"beta_limit must be above 0 and at most 2, but is {config.beta_limit!r}"
     if config.convolution_on != "inputs" and not config.convolution:
         yield f"convolution_on is {config.convolution_on!r}, but convolution is 0: there is none"
+    if config.gate_function != "silu" and not config.gate:
+        yield f"gate_function is {config.gate_function!r}, but gate is false: there is none"
     if not config.causal and config.convolution:
         yield f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}"
 

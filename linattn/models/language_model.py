@@ -158,8 +158,12 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
         convolution=config.convolution,
         convolution_on=config.convolution_on,
         beta_limit=config.beta_limit,
+        unit_keys=config.unit_keys,
+        value_skip=config.value_skip,
         head_norm=config.head_norm,
         gate=config.gate,
+        gate_function=config.gate_function,
+        gated_norm=config.gated_norm,
         dropout=config.dropout,
     )
 

@@ -11,6 +11,7 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
+from linattn.feature_maps.base import unit
 from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
@@ -21,6 +22,7 @@ from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 CONVOLUTIONS_ON = ("inputs", "projections")
+GATE_FUNCTIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 ConvolutionState = Float[Tensor, "b w d"] | tuple[Tensor, ...] | None
 
 
@@ -48,13 +50,15 @@ class MultiheadAttention(nn.Module):
 
     Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
     `convolution` is the width of a causal convolution on the "inputs" of q, k and v or, with a SiLU, on their
-    "projections", as `convolution_on` says; `head_norm` puts an RMSNorm on each
-    head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x) (both as in
-    RetNet, https://arxiv.org/abs/2307.08621). `bias` gives all projections one, but `out_bias` decides for W_o if it is
-    given. `dropout` is the probability of dropping outputs of W_o in training, `hidden_dropout` that of its inputs.
+    "projections", as `convolution_on` says; `unit_keys` divides q and k of each head by their lengths, as the delta
+    rule always does; `head_norm` puts an RMSNorm on each head's output, which un-normalised attention needs, and `gate`
+    multiplies the output by silu(W_g x) (both as in RetNet, https://arxiv.org/abs/2307.08621), or by another
+    `gate_function` of it, "sigmoid" as in Kimi Linear. Mamba-2 has two more: `value_skip` adds D v to the output of
+    each head, and `gated_norm` is an RMSNorm of all heads together, after the gate. Gates that `inner` needs are made
+    from x (`linattn.nn.gates`); `beta_limit` is the largest write strength of a delta rule, 1 or 2.
 
-    Gates that `inner` needs are made from x (`linattn.nn.gates`); `beta_limit`, 1 or 2, is the largest write strength
-    of a delta rule."""
+    `bias` gives all projections one, but `out_bias` decides for W_o if it is given. `dropout` is the probability of
+    dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
 
     def __init__(
         self,
@@ -72,8 +76,12 @@ class MultiheadAttention(nn.Module):
         convolution: int = 0,
         convolution_on: str = "inputs",
         beta_limit: float = 1.0,
+        unit_keys: bool = False,
+        value_skip: bool = False,
         head_norm: bool = False,
         gate: bool = False,
+        gate_function: str = "silu",
+        gated_norm: bool = False,
         dropout: float = 0.0,
         hidden_dropout: float = 0.0,
     ):
@@ -81,7 +89,7 @@ class MultiheadAttention(nn.Module):
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
-        self.rotary, self.dim = rotary, dim
+        self.rotary, self.dim, self.unit_keys = rotary, dim, unit_keys
         width = num_heads * self.head_dim
         self.source_dim = source = dim if context_dim is None else context_dim
         self.inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads)
@@ -96,11 +104,21 @@ class MultiheadAttention(nn.Module):
         self.gates = token_gates(
             self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
         )
+        self.value_skip = nn.Parameter(torch.empty(num_heads)) if value_skip else None
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
+        if gate_function not in GATE_FUNCTIONS:
+            raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
+        self.gate_function = gate_function
+        self.gated_norm = HeadNorm(width) if gated_norm else None
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
         if self.is_cross_attention:
             self._check_cross_attention()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.value_skip is not None:
+            nn.init.ones_(self.value_skip)
 
     def forward(self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None) -> Tokens:
         """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
@@ -112,7 +130,8 @@ class MultiheadAttention(nn.Module):
             check_tokens(context, self.source_dim, key_mask, name="context")
             q, (k, v) = self._queries(x), self._keys(context)
         gates = None if self.gates is None else self.gates(x)
-        return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=gates))
+        y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=gates)
+        return self._merge(x, self._skip(y, v))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
@@ -138,7 +157,7 @@ class MultiheadAttention(nn.Module):
         q, k, v, convolution, position = self._project(x, state, key_mask)
         inner, gates = None if state is None else state.inner, None if self.gates is None else self.gates(x)
         y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
-        return self._merge(x, y), AttentionState(inner, convolution, position)
+        return self._merge(x, self._skip(y, v)), AttentionState(inner, convolution, position)
 
     def _project(
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
@@ -154,6 +173,8 @@ class MultiheadAttention(nn.Module):
         if isinstance(self.convolution, ProjectionConvolutions):
             (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask)
         q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
+        if self.unit_keys:
+            q, k = unit(q), unit(k)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
             angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
@@ -173,19 +194,29 @@ class MultiheadAttention(nn.Module):
             return ShortConvolution(self.dim, width)
         return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 
+    def _skip(self, y: Tensor, v: Tensor) -> Tensor:
+        if self.value_skip is None:
+            return y
+        skipped = self.value_skip.view(v.shape[1], -1, 1, 1) * v.unsqueeze(2)
+        return y + skipped.flatten(1, 2)
+
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:
             y = self.head_norm(y)
         y = y.transpose(1, 2).flatten(2)
         if self.g_proj is not None:
-            y = F.silu(self.g_proj(x)) * y
+            y = GATE_FUNCTIONS[self.gate_function](self.g_proj(x)) * y
+        if self.gated_norm is not None:
+            y = self.gated_norm(y)
         return self.dropout(self.o_proj(self.hidden_dropout(y)))
 
     def _check_cross_attention(self) -> None:
         if self.inner.causal:
             raise ValueError("cross attention has no order of queries and keys: the inner attention must not be causal")
-        if self.convolution is not None or self.rotary is not None:
-            raise ValueError("convolution and rotary belong to self attention: cross attention takes neither")
+        if self.convolution is not None or self.rotary is not None or self.unit_keys or self.value_skip is not None:
+            raise ValueError(
+                "convolution, rotary, unit_keys and value_skip belong to self attention: cross attention takes none"
+            )
 
 
 def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:

@@ -11,6 +11,7 @@ _SYNONYMS = {
     "efficient": "shen efficient_attention",
     "taylor2": "based",
     "retention": "lightning retnet",
+    "gla": "gated_linear_attention",
     "ssd": "mamba2 mamba_2",
     "delta": "deltanet delta_net",
     "gated_delta": "gated_deltanet gated_delta_net",

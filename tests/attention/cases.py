@@ -15,7 +15,8 @@ from linattn.ops.backends.base import accumulator
 HEADS, KEY_HEADS, CHANNELS, WINDOW, LONGEST = 4, 2, 6, 17, 256
 SPECS = (*ATTENTIONS, "local+elu", "softmax:2+local_bucketed:2", "local:2+gated_delta:2")
 # a new attention that can only be one of them fails here until it is listed
-ONLY_CAUSAL = {"retention", "ssd", "delta", "gated_delta", "kda", "local:2+gated_delta:2"}
+GATED = {"gla", "ssd", "delta", "gated_delta", "kda"}
+ONLY_CAUSAL = {"retention", *GATED, "local:2+gated_delta:2"}
 NEVER_CAUSAL = {"linformer", "linformer_mean", "linformer_conv"}
 
 CAUSAL = [(spec, True) for spec in SPECS if spec not in NEVER_CAUSAL]

@@ -112,6 +112,24 @@ def test_a_decay_of_minus_infinity_begins_a_new_sequence(make, normalize):
     assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(alone, x, dy))
 
 
+def test_a_decay_per_channel_is_not_for_maps_with_a_scale_per_token():
+    inner, (q, k, v) = LinearAttention(favor(), causal=True, needs=GateNeeds(decay="channel")), heads(N)
+    with pytest.raises(ValueError, match="FavorFeatureMap keeps features in range by a scale per token"):
+        inner(q, k, v, gates=gates_of(inner.needs, k))
+
+
+@pytest.mark.parametrize("normalize", ["output", "keys", None])
+def test_a_decay_per_channel_fades_the_sums_of_keys_too(normalize):
+    """The same in every channel, it is a decay per head; and a fixed decay adds to it."""
+    (q, k, v), decay = heads(80), Decay(KEY_HEADS).double()
+    options = {"causal": True, "normalize": normalize, "decay": decay}
+    by_channel = LinearAttention(ELU, needs=GateNeeds(decay="channel"), **options)
+    by_head = LinearAttention(ELU, needs=GateNeeds(decay="head"), **options)
+    log_decay = gates_of(by_head.needs, k).log_decay
+    spread = log_decay.unsqueeze(-1).expand(k.shape)
+    assert_close(by_channel(q, k, v, gates=Gates(spread)), by_head(q, k, v, gates=Gates(log_decay)))
+
+
 def test_gates_of_masked_tokens_may_be_no_number():
     for needs in (GateNeeds("head", "step"), GateNeeds("head", "strength"), GateNeeds("channel", "strength")):
         delta = needs.write == "strength"

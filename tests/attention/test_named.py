@@ -14,10 +14,9 @@ from linattn.attention import (
 )
 from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
 from linattn.nn import HeadNorm
-from tests.attention.cases import over
+from tests.attention.cases import GATED, over
 
 LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
-GATED = {"ssd", "delta", "gated_delta", "kda"}
 CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED for causal in (False, True)]
 CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
 
@@ -112,6 +111,12 @@ def test_attend_takes_every_method_that_needs_no_training(spec, causal):
 def test_attend_refuses_what_needs_training(name):
     with pytest.raises(ValueError, match="build the module with named_attention"):
         attend(*some_heads(), name)
+
+
+@pytest.mark.parametrize("name", sorted(GATED))
+def test_attend_refuses_what_needs_gates(name):
+    with pytest.raises(ValueError, match=f"'{name}' needs gates, .*: build MultiheadAttention"):
+        attend(*some_heads(), name, is_causal=True)
 
 
 def test_attend_draws_nothing_from_the_callers_generator():

@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "gate": True,
         "rotary": None,
     },
-    "mixture with gates": {"attention": "local:2+kda:1+ssd:1"},
+    "state space": {"attention": "ssd", "key_dim": 6, "value_skip": True, "gate": True, "gated_norm": True},
+    "mixture with gates": {"attention": "local:4+kda:2+ssd:2", "num_heads": 8},
     "layers": {"attention": ("convolution:3", "local"), "feed_forward": "none"},
     "learned positions": {
         "attention": "elu",

@@ -18,6 +18,8 @@ OPTIONS = {
     "convolution": {"convolution": 4},
     "norm and gate": {"head_norm": True, "gate": True},
     "convolution on projections": {"convolution": 4, "convolution_on": "projections", "key_dim": 4},
+    "of kimi": {"unit_keys": True, "gate": True, "gate_function": "sigmoid"},
+    "of mamba": {"num_key_heads": 2, "value_skip": True, "gate": True, "gated_norm": True},
     "all": {"num_key_heads": 2, "rotary": 100.0, "convolution": 3, "head_norm": True, "gate": True},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -228,7 +230,7 @@ def test_cross_attention_is_not_causal_and_has_no_neighbours():
     with pytest.raises(ValueError, match="must not be causal"):
         attention("elu")(x, context)
     for options in ({"convolution": 3}, {"rotary": 100.0}):
-        with pytest.raises(ValueError, match="convolution and rotary belong to self attention"):
+        with pytest.raises(ValueError, match=r"convolution, rotary, .* belong to self attention"):
             attention("elu", causal=False, **options)(x, context)
     with pytest.raises(ValueError, match="needs its context"):
         attention("elu", causal=False, context_dim=10)(x)

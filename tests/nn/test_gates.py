@@ -13,7 +13,7 @@ from linattn.nn import MultiheadAttention, token_gates
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
 
 DIM, HEADS, KEY_DIM = 24, 4, 6
-GATED = ["ssd", "delta", "gated_delta", "kda"]
+GATED = ["gla", "ssd", "delta", "gated_delta", "kda"]
 
 
 def some_inputs(n: int = 9) -> torch.Tensor:

@@ -22,7 +22,7 @@ from linattn.ops.names import did_you_mean
 PREFIX = "linattn:"
 LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
 """Attentions that need weights, or a length, of their own."""
-GATED = ("ssd", "delta", "gated_delta", "kda")
+GATED = ("gla", "ssd", "delta", "gated_delta", "kda")
 """Attentions that need gates made from the layer's input, which an attention function does not see."""
 METHODS = tuple(sorted(set(ATTENTIONS) - {*LEARNED, *GATED}))
 REPLACED = {"full_attention", "sliding_attention"}

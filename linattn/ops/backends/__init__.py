@@ -1,7 +1,18 @@
 """The operators and their backends, in order of preference: the first that can run a call does; the last is the
 definition."""
 
-from linattn.ops.backends import chunked, chunked_gradient, dense, loopless, recurrent, reference, sums, triton
+from linattn.ops.backends import (
+    chunked,
+    chunked_gradient,
+    dense,
+    gated,
+    gated_gradient,
+    loopless,
+    recurrent,
+    reference,
+    sums,
+    triton,
+)
 from linattn.ops.backends.base import CausalCall, ReadCall, SumCall
 from linattn.ops.backends.operator import Backend, Operator
 
@@ -13,7 +24,14 @@ CAUSAL = Operator(
     outputs=3,
     backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, _CHUNKED, loopless.BACKEND, reference.CAUSAL),
 )
+_GATED = Backend("chunked", None, gated.forward, gated_gradient.gradient, chunked.empty, saved=2, loops=True)
+GATED = Operator(
+    "gated",
+    CausalCall,
+    outputs=3,
+    backends=(triton.GATED, recurrent.BACKEND, dense.BACKEND, _GATED, loopless.BACKEND, reference.GATED),
+)
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, sums.SUM_KEYS, reference.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, sums.READ, reference.READ))
 
-__all__ = ["CAUSAL", "READ", "SUM_KEYS", "Backend", "CausalCall", "Operator", "ReadCall", "SumCall"]
+__all__ = ["CAUSAL", "GATED", "READ", "SUM_KEYS", "Backend", "CausalCall", "Operator", "ReadCall", "SumCall"]

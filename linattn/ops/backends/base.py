@@ -10,8 +10,9 @@ from torch import Tensor
 
 class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
-    the full size or 1, and q has the full ones; `log_decay` and `key_mask` are (*b, n); S (*b, f, dv) and z (*b, f) are
-    the sums before the first token, zeros if `fresh`. What is masked does not decay."""
+    the full size or 1, and q has the full ones; `key_mask` is (*b, n), `log_decay` too, or (*b, n, f) for the operator
+    with a decay per channel; S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if `fresh`. What is
+    masked does not decay."""
 
     q: Tensor
     k: Tensor
@@ -23,6 +24,10 @@ class CausalCall(NamedTuple):
     normalize: str | None
     feature_map: str
     fresh: bool
+
+    @property
+    def per_channel(self) -> bool:
+        return self.log_decay is not None and self.log_decay.ndim == self.q.ndim
 
 
 class SumCall(NamedTuple):

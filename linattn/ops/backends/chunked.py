@@ -106,15 +106,16 @@ def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
 
 
 def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor]]:
-    """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), the state as (b f dv) and
-    (b 1 f): leading dimensions whose queries share a state stand beside the tokens."""
+    """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
+    (*b n f), the state as (b f dv) and (b 1 f): leading dimensions whose queries share a state stand beside the
+    tokens."""
     lead, beside = call.z.shape[:-1], [call.q, *outputs]
     for i, size in enumerate(lead):
         if size != call.q.shape[i]:
             beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
-    per_key = (call.log_decay, call.key_mask)
-    log_decay, key_mask = (None if x is None else x.expand(*lead, -1).unsqueeze(-1) for x in per_key)
+    per_key = (x if x is None or x.ndim == k.ndim else x.unsqueeze(-1) for x in (call.log_decay, call.key_mask))
+    log_decay, key_mask = (None if x is None else x.expand(*lead, -1, -1) for x in per_key)
     return CausalCall(beside[0], k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:]), beside[1:]
 
 
@@ -181,16 +182,16 @@ def states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     S_ends[:b], z_ends[:b] = S, z
     S_ends[b:].baddbmm_(k.mT, block.v, beta=0)
     torch.sum(k, 1, keepdim=True, out=z_ends[b:])
-    scan(S_ends, block)
-    scan(z_ends, block)
+    scan(S_ends, block.tile, block.decay.over)
+    scan(z_ends, block.tile, block.decay.over)
     return S_ends, z_ends
 
 
-def scan(ends: Tensor, block: Block, *, reverse: bool = False) -> None:
+def scan(ends: Tensor, tile: Tile, over: Tensor | None, *, reverse: bool = False) -> None:
     """Scan over chunks in place: S_{c+1} = a_c S_c + ΔS_c. Runs backwards for gradients."""
-    states = ends.unflatten(0, (block.tile.number + 1, -1)).unbind(0)
-    weights = None if block.decay.over is None else block.decay.over.unbind(0)
-    for i in reversed(range(block.tile.number)) if reverse else range(block.tile.number):
+    states = ends.unflatten(0, (tile.number + 1, -1)).unbind(0)
+    weights = None if over is None else over.unbind(0)
+    for i in reversed(range(tile.number)) if reverse else range(tile.number):
         done, following = (states[i + 1], states[i]) if reverse else (states[i], states[i + 1])
         following.add_(done) if weights is None else following.addcmul_(done, weights[i])
 

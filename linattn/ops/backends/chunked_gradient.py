@@ -118,8 +118,8 @@ def _of_states(block: Block, past: _Queries, dS: Tensor, dz: Tensor) -> tuple[Te
     dS_ends[-b:], dz_ends[-b:] = dS, dz
     dS_ends[:-b].baddbmm_(past.queries.q_in.mT, past.dN, beta=0)
     dz_ends[:-b] = 0 if past.dz is None else past.dz
-    scan(dS_ends, block, reverse=True)
-    scan(dz_ends, block, reverse=True)
+    scan(dS_ends, block.tile, block.decay.over, reverse=True)
+    scan(dz_ends, block.tile, block.decay.over, reverse=True)
     return dS_ends, dz_ends
 
 

@@ -48,15 +48,54 @@ def in_blocks(x: Tensor, size: int) -> Tensor:
 
 def corners(A: Tensor, size: int) -> Tensor:
     """View the blocks of (…, C, C) in which a second block's tokens meet the first's: (…, C/2s, s, s)."""
-    count = A.shape[-1] // (2 * size)
-    parts = A.unflatten(-1, (count, 2, size)).unflatten(-4, (count, 2, size))
-    return parts[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return _blocks(A, size, 2 * size, size)
 
 
 def diagonal(A: Tensor, size: int) -> Tensor:
     """View the blocks of (…, C, C) on its diagonal: (…, C/s, s, s)."""
-    count = A.shape[-1] // size
-    return A.unflatten(-1, (count, size)).unflatten(-3, (count, size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    return _blocks(A, size, size, 0)
+
+
+def _blocks(A: Tensor, size: int, step: int, down: int) -> Tensor:
+    """View the blocks of (…, C, C) that begin `down` rows under its diagonal, every `step` rows."""
+    *lead, C, _ = A.shape
+    *strides, row, column = A.stride()
+    shape, strides = (*lead, C // step, size, size), (*strides, step * (row + column), row, column)
+    return A.as_strided(shape, strides, A.storage_offset() + down * row)
+
+
+def between(decay: Tensor) -> Tensor:
+    """Return what decays between two tokens, D_ij = α_{j+1} … α_i for j ≤ i, else 0: (B, C, C), given α (B, C, 1)."""
+    D, size = torch.eye(decay.shape[1], dtype=decay.dtype, device=decay.device).repeat(decay.shape[0], 1, 1), 1
+    while size < decay.shape[1]:
+        first, second = halves(diagonal(D, size))
+        since = second[..., :1] * halves(in_blocks(decay, size))[1][..., :1, :]
+        torch.mul(since, first[..., -1:, :], out=corners(D, size))
+        size *= 2
+    return D
+
+
+class Decays(NamedTuple):
+    """Decays of a segment's chunks: since a chunk began and until it ends, (B, C, e), over it, (B, e, 1), and between
+    its tokens: (B, 1, C, C) per head, as levels per channel."""
+
+    since: Tensor
+    until: Tensor
+    over: Tensor
+    between: Tensor | None
+    levels: list[Factors]
+
+
+def decays(log_decay: Tensor) -> Decays:
+    """Return those of (B, C, e)."""
+    if log_decay.shape[-1] > 1:
+        levels = list(factors(log_decay))
+        since, until = (x.squeeze(1) for x in levels[-1][1:])
+        return Decays(since, until, since[:, -1].unsqueeze(-1), None, levels)
+    decay = log_decay.exp()
+    D = between(decay)
+    since = D[..., :1] * decay[:, :1]
+    return Decays(since, D[:, -1:].mT, since[:, -1:], D.unsqueeze(1), [])
 
 
 def sum_since(x: Tensor) -> Tensor:
@@ -104,12 +143,13 @@ def similarities_gradient(dP: Tensor, x: Tensor, k: Tensor, levels: list[Factors
     return dx, dk, dl
 
 
-def inverse(A: Tensor) -> Tensor:
-    """(I + A)⁻¹ of strictly lower triangular (B, C, C), from the blocks of 1, 2, 4 … tokens: each step is exact, and no
-    power of A, which would overflow where keys repeat, is formed."""
-    M, size = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A).contiguous(), 1
+def inverse(A: Tensor, M: Tensor) -> Tensor:
+    """Return (I − A)⁻¹ in M, for strictly lower triangular A (B, C, C), from the blocks of 1, 2, 4 … tokens: each step
+    is exact, and no power of A, which would overflow where keys repeat, is formed."""
+    M.resize_(A.shape).copy_(torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
+    size = 1
     while size < A.shape[-1]:
-        first, second = diagonal(M, size).unflatten(1, (-1, 2)).unbind(2)
-        corners(M, size).copy_((second @ corners(A, size) @ first).neg_())
+        first, second = halves(diagonal(M, size))
+        corners(M, size).copy_(second @ corners(A, size) @ first)
         size *= 2
     return M
