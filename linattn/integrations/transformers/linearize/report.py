@@ -26,8 +26,8 @@ from linattn.integrations.transformers.linearize.probes import (
 )
 from linattn.integrations.transformers.linearize.scores import Scores, scores
 
-AFTER, BEFORE, OFF = "linear", "teacher", "linear part off"
-"""The rows of a report's scores beside its controls. `OFF` is one of these."""
+BEFORE, AFTER, WINDOW, OFF = "teacher", "linear", "window alone", "linear part off"
+"""Rows of a report's scores. The last two are controls."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Report:
 
     model: str
     method: str
+    window: int
     scores: dict[str, Scores]
     layers: tuple[Layer, ...]
     generated: Generated | None = None
@@ -76,6 +77,12 @@ class Report:
     def sentences(self) -> list[str]:
         """Say what the figures mean, and above all whether the linear part does anything."""
         found = [self.verdict()]
+        change, noise = _paired(self.scores[WINDOW], self.scores[AFTER])
+        if change is not None and change <= noise:
+            found.append(
+                f"A window of {self.window} tokens alone does as well, without any training for it: the loss changes "
+                f"by {change:+.4f} bits, so this text does not show what linear attention is for."
+            )
         if self.generated is not None:
             found.append(
                 f"Greedy texts equal the teacher's for {self.generated.equal:.1f} of {self.generated.tokens} tokens."
@@ -155,8 +162,8 @@ def report(
         progress(f"a token after {tokens:,}")
         with native(teacher), torch.no_grad():
             pairs.append(tuple(costs([model, teacher], tokens)))
-    method = " and ".join(sorted({own_attention(layer).spec.method for layer in layers.values()}))
-    return Report(type(teacher).__name__, method, table, made, text, tuple(recall), tuple(pairs))
+    spec = own_attention(next(iter(layers.values()))).spec
+    return Report(type(teacher).__name__, spec.method, spec.window, table, made, text, tuple(recall), tuple(pairs))
 
 
 def _layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Layer, ...]:
@@ -172,6 +179,6 @@ def _recall(model: PreTrainedModel, teacher: PreTrainedModel, probes: Probes, le
     if probes.text is None:
         raise ValueError("rows to recall from need a text: give Probes one")
     rows, without = (needles(probes.text, length, rows=probes.recall_rows, known=known) for known in (True, False))
-    with controlled(model, CONTROLS["window alone"]):
+    with controlled(model, CONTROLS[WINDOW]):
         window = recalled(model, rows)
     return Recall(length, recalled(model, rows), recalled(teacher, rows), window, recalled(model, without))
