@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from linattn.ops.backends import CAUSAL, GATED, READ, SUM_KEYS, CausalCall, ReadCall, SumCall
+from linattn.ops.backends import CAUSAL, GATED, READ, SHARED, SUM_KEYS, CausalCall, ReadCall, SumCall
 from linattn.ops.backends.base import accumulator, align
 from linattn.ops.backends.operator import Operator
 from linattn.ops.elementwise import ELEMENTWISE
@@ -214,7 +214,10 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def operator_of(call: CausalCall) -> Operator:
-    return GATED if call.per_channel else CAUSAL
+    if call.per_channel:
+        return GATED
+    # only there q has fewer heads than the states
+    return SHARED if call.q.ndim > 2 and call.S.shape[-3] > call.q.shape[-3] else CAUSAL
 
 
 def causal_call(
@@ -244,13 +247,16 @@ def causal_call(
         keys = broadcast(k=keys, v=v.shape[:-2], **sides)
         lead = broadcast(q=q.shape[:-2], keys=keys)
         keys = (1,) * (len(lead) - len(keys)) + keys
-        q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
+        k, v = align(k, len(lead) + 2), align(v, len(lead) + 2)
         if key_mask is not None:
             key_mask = align(key_mask, len(lead) + 1)
             log_decay = None if log_decay is None else torch.where(key_mask.unsqueeze(-1), log_decay, 0)
         if log_decay is not None:
             log_decay = align(checked_decay(log_decay), len(lead) + 2)
             log_decay = log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay
+        plain = normalize is None and key_mask is None and feature_map == "identity"
+        shared = plain and keys == lead and _share_queries(q, k, log_decay, lead[-1:])
+        q = expand(q, (*lead[:-1], 1, n, f) if shared else (*lead, n, f))
     if state is None:
         dtype = accumulator(k.dtype)
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)
@@ -258,6 +264,14 @@ def causal_call(
         check_sums(state.S, state.z, f, dv, k.dtype)
         S, z = expand(state.S, (*keys, f, dv)), expand(state.z, (*keys, f))
     return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
+
+
+def _share_queries(q: Tensor, k: Tensor, log_decay: Tensor | None, heads: tuple[int, ...]) -> bool:
+    """Return whether states with decays of their own, in the last leading dimension, share queries and keys. On a GPU,
+    kernels read those by their strides."""
+    if log_decay is None or log_decay.ndim == k.ndim or q.ndim < 3 or k.shape[-2] < 2 or k.device.type == "cuda":
+        return False
+    return q.shape[-3] == k.shape[-3] == 1 != heads[0]
 
 
 def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:

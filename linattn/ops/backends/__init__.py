@@ -10,6 +10,8 @@ from linattn.ops.backends import (
     loopless,
     recurrent,
     reference,
+    shared,
+    shared_gradient,
     sums,
     triton,
 )
@@ -31,7 +33,23 @@ GATED = Operator(
     outputs=3,
     backends=(triton.GATED, recurrent.BACKEND, dense.BACKEND, _GATED, loopless.BACKEND, reference.GATED),
 )
+_SHARED = Backend(
+    "chunked",
+    None,
+    shared.forward,
+    shared_gradient.gradient,
+    shared.empty,
+    shared_gradient.empty_gradient,
+    saved=1,
+    loops=True,
+)
+SHARED = Operator(
+    "shared",
+    CausalCall,
+    outputs=3,
+    backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, _SHARED, loopless.BACKEND, reference.CAUSAL),
+)
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, sums.SUM_KEYS, reference.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, sums.READ, reference.READ))
 
-__all__ = ["CAUSAL", "GATED", "READ", "SUM_KEYS", "Backend", "CausalCall", "Operator", "ReadCall", "SumCall"]
+__all__ = ["CAUSAL", "GATED", "READ", "SHARED", "SUM_KEYS", "Backend", "CausalCall", "Operator", "ReadCall", "SumCall"]
