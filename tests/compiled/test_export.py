@@ -13,6 +13,7 @@ from linattn.attention import AxialAttention, BlindspotAttention, LinearAttentio
 from linattn.attention.named import ATTENTIONS
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
+from tests.attention.cases import GatesFromKeys
 from tests.laws import tokens
 from tests.operators import causal, decaying, over_all
 
@@ -70,6 +71,7 @@ def test_the_operator(operator: Callable[..., Tensor], grad: bool) -> None:
 @pytest.mark.parametrize("name", [*(name for name in ATTENTIONS if name not in LINFORMER), "local+elu"])
 def test_every_causal_attention(name: str) -> None:
     inner = named_attention(name, num_heads=4, num_key_heads=2, head_dim=8, causal=True, window=5).double()
+    inner = inner if inner.needs is None else GatesFromKeys(inner)
     # what is traced without gradients may be asked for them, and the other way round
     modes = [(False, torch.no_grad), (True, torch.enable_grad)]
     if name in ("elu", "local+elu"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+import triton.language.target_info
 from triton import knobs
 
 # type checkers believe that a compiled function cannot be called
@@ -119,11 +120,20 @@ def _nearest_bfloat16(x):
 
 
 @jit
+def _bfloat16(x):
+    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one."""
+    if _INTERPRETED:
+        return _nearest_bfloat16(x.to(tl.float32)).to(tl.bfloat16)
+    elif x.dtype == tl.float32 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, True, 2)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@jit
 def cast(x, TYPE: tl.constexpr):
     """Convert float32 to what a tensor holds."""
-    if _INTERPRETED and tl.bfloat16 == TYPE:
-        x = _nearest_bfloat16(x)
-    return x.to(TYPE)
+    return _bfloat16(x) if tl.bfloat16 == TYPE else x.to(TYPE)
 
 
 @jit
@@ -203,7 +213,7 @@ def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted
 def rounded(x, PRECISION: tl.constexpr):
     """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
     if PRECISION == "bf16":
-        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else x.to(tl.bfloat16)
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x)
     elif PRECISION == "tf32":
         return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -253,9 +263,10 @@ def mapped(x, inside, PHI: tl.constexpr, PRECISION: tl.constexpr):
 def load_queries(
     q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients."""
+    """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
+    What is loaded for tokens that are not inside is finite too: their outputs are not stored, and their weights zero."""
     x = load(q, tokens, features)
-    inside = both(tokens[1], features[1])
+    inside = features[1][None, :]
     if MASKED:
         inside = inside & (present[:, None] | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
     return mapped(x, inside, PHI, PRECISION)

@@ -1,9 +1,12 @@
 """The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name."""
 
+import math
 from typing import Any
 
 import triton
 import triton.language as tl
+
+_LOG2_E = tl.constexpr(1 / math.log(2))
 
 
 @triton.jit
@@ -18,12 +21,13 @@ def one(x):
 
 @triton.jit
 def elu_plus_one(x):
-    return tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+    """x + 1 if x > 0, else eˣ: max(x, 0) + eˣ of min(x, 0), without a branch and in five instructions."""
+    return tl.maximum(x, 0) + elu_plus_one_derivative(x)
 
 
 @triton.jit
 def elu_plus_one_derivative(x):
-    return tl.exp(tl.where(x > 0, 0.0, x))
+    return tl.exp2(tl.minimum(x, 0, propagate_nan=tl.PropagateNan.ALL) * _LOG2_E)
 
 
 @triton.jit
