@@ -68,7 +68,7 @@ def read_gradient(
                 if not SUMS:
                     scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens) - of_mean
                 dq_i = (dq_i - delta_i[:, None] * z[None, :]) * scale[:, None]
-            dev.store(dq, tokens, features, dq_i * DERIVATIVE(x))
+            dev.store(dq, tokens, features, dq_i * DERIVATIVE(x, PHI(x)))
 
 
 @dev.jit
@@ -91,7 +91,7 @@ def key_sums_gradient(
         x = dev.load(k, tokens, features).to(tl.float32)
         if KEYS:
             v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x)
+            dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x, PHI(x))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
             k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)

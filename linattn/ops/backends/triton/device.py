@@ -232,11 +232,39 @@ def product(a, b, PRECISION: tl.constexpr):
 @jit
 def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
-    high = rounded(b, PRECISION)
-    result = product(a, high, PRECISION)
-    if PRECISE and (PRECISION == "bf16" or PRECISION == "tf32"):
-        result += product(a, rounded(b - high.to(tl.float32), PRECISION), PRECISION)
-    return result
+    if PRECISE and PRECISION != "tf32x3":
+        # the leading bits without rounding, which costs less, and then what they leave
+        bits = b.to(tl.int32, bitcast=True)
+        high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
+        rest = product(a, rounded(b - high, PRECISION), PRECISION)
+        if PRECISION == "bf16" and not _INTERPRETED:
+            return tl.dot(a, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest)
+        else:
+            return rest + product(a, high, PRECISION)
+    else:
+        return product(a, rounded(b, PRECISION), PRECISION)
+
+
+# columns of the smallest tile that tensor cores multiply
+COLUMNS: tl.constexpr = tl.constexpr(16)
+
+
+@jit
+def in_columns(z, PRECISION: tl.constexpr):
+    """Write (B, COLUMNS) numbers, equal in every column, as three columns of rounded numbers with the same sum."""
+    high = rounded(z, PRECISION)
+    rest = z - high.to(tl.float32)
+    middle = rounded(rest, PRECISION)
+    low = rounded(rest - middle.to(tl.float32), PRECISION)
+    column = tl.arange(0, COLUMNS)[None, :]
+    return tl.where(column == 0, high, tl.where(column == 1, middle, tl.where(column == 2, low, 0.0)))
+
+
+@jit
+def count(present, PRECISION: tl.constexpr):
+    """(C, COLUMNS): ones for the tokens that are keys, so that φ(k)ᵀ times them is Σ φ(k) in every column."""
+    ones = rounded(tl.where(present, 1.0, 0.0), PRECISION)
+    return tl.broadcast_to(ones[:, None], (present.shape[0], COLUMNS))
 
 
 @jit
