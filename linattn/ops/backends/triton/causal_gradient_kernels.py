@@ -46,7 +46,7 @@ def query_gradient(
         delta_i = scale * 0
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            weight = tl.where(visible, dev.between(sums), 0.0)
+            weight = dev.between(sums, visible, KEYS_FIRST=False)
             k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
         # what a query does not see may be infinite
@@ -134,7 +134,7 @@ def key_gradients(
         visible = places[:, None] <= places[None, :]
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            weight = tl.where(visible, scale[None, :] * tl.trans(dev.between(sums)), 0.0)
+            weight = scale[None, :] * dev.between(sums, visible, KEYS_FIRST=True)
             q_end, k_end = scale * since, dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             q_end = dev.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
         else:

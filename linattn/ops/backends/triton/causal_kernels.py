@@ -20,6 +20,7 @@ def forward(
     q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
+    places = tl.arange(0, C)
     z_i = tl.broadcast_to(z_i[:, None], (BF, dev.COLUMNS))
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
@@ -29,15 +30,14 @@ def forward(
         A = dev.product(q_i, tl.trans(k_j), PRECISION)
         from_state = dev.product(q_i, dev.rounded(S_i, PRECISION), PRECISION)
         from_z = tl.sum(dev.product(q_i, dev.in_columns(z_i, PRECISION), PRECISION), 1)
-        k_end = k_j
+        visible, k_end = places[:, None] >= places[None, :], k_j
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            A *= dev.between(sums)
+            A *= dev.between(sums, visible, KEYS_FIRST=False)
             from_state, from_z = from_state * since[:, None], from_z * since
             k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i = S_i * whole, z_i * whole
         # rounded first, so that outputs are true means of values
-        visible = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
         A = dev.rounded(tl.where(visible, A, 0.0), PRECISION)
         y_i = dev.product(A, v_j, PRECISION) + from_state
         if NORMALIZED:

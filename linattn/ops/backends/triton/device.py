@@ -4,6 +4,7 @@ A program walks along the tokens of one row (a batch element and head), a chunk 
 tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
 which of them are inside), and columns are (channels, which of them are inside)."""
 
+import math
 from typing import Any
 
 import triton
@@ -16,6 +17,8 @@ jit: Any = triton.jit
 
 # the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+_LOG2_E = tl.constexpr(1 / math.log(2))
 
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
@@ -319,19 +322,22 @@ def load_decay(log_decay, tokens):
     Sums of logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     logs = load_numbers(log_decay, tokens).to(tl.float32)
     fresh = logs == float("-inf")
-    exact = tl.where(fresh, 0.0, logs).to(tl.float64)
+    # of base 2, for which processors have an instruction
+    exact = tl.where(fresh, 0.0, logs).to(tl.float64) * _LOG2_E
     total, count = tl.cumsum(exact, 0), tl.cumsum(fresh.to(tl.int32), 0)
     end, end_count = tl.sum(exact, 0), tl.sum(fresh.to(tl.int32), 0)
-    since = tl.where(count == 0, tl.exp(total.to(tl.float32)), 0.0)
-    until = tl.where(count == end_count, tl.exp((end - total).to(tl.float32)), 0.0)
-    whole = tl.where(end_count == 0, tl.exp(end.to(tl.float32)), 0.0)
+    since = tl.where(count == 0, tl.exp2(total.to(tl.float32)), 0.0)
+    until = tl.where(count == end_count, tl.exp2((end - total).to(tl.float32)), 0.0)
+    whole = tl.where(end_count == 0, tl.exp2(end.to(tl.float32)), 0.0)
     high = total.to(tl.float32)
     return since, until, whole, (high, (total - high.to(tl.float64)).to(tl.float32), count)
 
 
 @jit
-def between(sums):
-    """(C, C): what key j has decayed to at query i; anything for j > i."""
+def between(sums, visible, KEYS_FIRST: tl.constexpr):
+    """(C, C): what a key has decayed to at a query, if visible; rows are queries, or keys."""
     high, low, count = sums
-    same = count[:, None] == count[None, :]
-    return tl.where(same, tl.exp((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])), 0.0)
+    exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    if KEYS_FIRST:
+        exponent = -exponent
+    return tl.where(visible & (count[:, None] == count[None, :]), tl.exp2(exponent), 0.0)
