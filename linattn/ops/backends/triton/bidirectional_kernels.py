@@ -15,7 +15,7 @@ def read(
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     row, _, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, y = dev.in_row((q, y), row, UNIT)
     S, z = dev.load_state(state, row, 0, features, values, True, F, DV)
     S = dev.rounded(S, PRECISION)
@@ -38,7 +38,7 @@ def read_gradient(
     """dq, and for the gradient of the sums 1/d and δ = φ(q)·(dy Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean
     the same as in the causal `query_gradient`."""
     row, _, begin, stop = dev.span(walk)
-    features, values = dev.channels(tl.program_id(1), F, BF), dev.channels(0, DV, BV)
+    features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, dy, dq = dev.in_row((q, dy, dq), row, UNIT)
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
     S, z = dev.load_state(state, row, 0, features, values, True, F, DV)
@@ -80,8 +80,8 @@ def key_sums_gradient(
 ):  # fmt: skip
     """For KEYS, BV covers all values; for VALUES, BF all features."""
     row, _, begin, stop = dev.span(walk)
-    features = dev.channels(0 if VALUES else tl.program_id(1), F, BF)
-    values = dev.channels(0 if KEYS else tl.program_id(1), DV, BV)
+    features = dev.channels(0 if VALUES else dev.part(walk), F, BF)
+    values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
     k, v, dk, dv = dev.in_row((k, v, dk, dv), row, UNIT)
     (key_mask,) = dev.in_row((key_mask,), row, 1)
     dS, dz = dev.load_state(dstate, row, 0, features, values, True, F, DV)

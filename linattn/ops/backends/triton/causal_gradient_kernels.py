@@ -27,7 +27,7 @@ def query_gradient(
     the state's tokens too; again each program its share."""
     row, split, begin, stop = dev.span(walk)
     places = tl.arange(0, C)
-    features, values = dev.channels(tl.program_id(1), F, BF), dev.channels(0, DV, BV)
+    features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, k, v, dy, dq = dev.in_row((q, k, v, dy, dq), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
@@ -106,8 +106,8 @@ def key_gradients(
     the call too."""
     row, split, begin, stop = dev.span(walk)
     places = tl.arange(0, C)
-    features = dev.channels(0 if VALUES else tl.program_id(1), F, BF)
-    values = dev.channels(0 if KEYS else tl.program_id(1), DV, BV)
+    features = dev.channels(0 if VALUES else dev.part(walk), F, BF)
+    values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
     q, k, v, dy, dk, dv = dev.in_row((q, k, v, dy, dk, dv), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)

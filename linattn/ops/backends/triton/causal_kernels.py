@@ -16,7 +16,7 @@ def forward(
 ):  # fmt: skip
     """Write outputs and the state after the last token. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
@@ -47,4 +47,4 @@ def forward(
         z_i += dev.product(tl.trans(k_end), dev.count(present, PRECISION), PRECISION)
     # rows that share their keys have the same sums: the first one writes them
     last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
-    dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, tl.program_id(1) == 0, F, DV)
+    dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)

@@ -47,10 +47,22 @@ def row_of(number, walk):
 
 
 @jit
+def part(walk):
+    """Return which part of the channels is this program's."""
+    return tl.program_id(0) % plain(walk.parts)
+
+
+@jit
+def place(walk):
+    """Count the splits of all rows up to this program's."""
+    return tl.program_id(0) // plain(walk.parts)
+
+
+@jit
 def span(walk):
     """Return the row and the split of this program, and the tokens from which and up to which it walks."""
     splits, length = plain(walk.splits), plain(walk.length)
-    number, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    number, split = place(walk) // splits, place(walk) % splits
     begin = split * length
     return row_of(number, walk), split, begin, tl.minimum(begin + length, plain(walk.n))
 
@@ -88,10 +100,10 @@ def in_row(tensors, row, UNIT: tl.constexpr):
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
     """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
-    place = tl.program_id(0) // plain(walk.splits)
+    number = place(walk) // plain(walk.splits)
     if SHARES:
-        place = place * tl.num_programs(1) + tl.program_id(1)
-    return x + place.to(tl.int64) * plain(walk.n), 1
+        number = number * plain(walk.parts) + part(walk)
+    return x + number.to(tl.int64) * plain(walk.n), 1
 
 
 @jit

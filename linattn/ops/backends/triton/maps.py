@@ -1,4 +1,6 @@
-"""The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name."""
+"""The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name.
+
+A derivative is given x and y = φ(x), and takes what is cheaper."""
 
 import math
 from typing import Any
@@ -8,6 +10,7 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 
+
 @triton.jit
 def identity(x):
     return x
@@ -15,7 +18,7 @@ def identity(x):
 
 @triton.jit
 def one(x, y):
-    return 1.0
+    return tl.full(x.shape, 1, tl.float32)
 
 
 @triton.jit
