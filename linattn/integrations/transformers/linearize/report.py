@@ -120,7 +120,7 @@ def _paired(one: Scores, other: Scores) -> tuple[float | None, float]:
 
 @dataclass(frozen=True)
 class Probes:
-    """How much is measured: the numbers of tokens to read before a token is timed, those to generate, and the lengths
+    """The extent of the measurements: the numbers of tokens to read before a token is timed, those to generate, and the lengths
     of the rows to recall from. `text` holds more tokens than the longest of these. None of it is for encoders."""
 
     text: Tensor | None = None
