@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
 from linattn.integrations.transformers.linearize.parts import LinearizedAttention, linearized_layers, own_attention
 
+IGNORED = -100
+"""The label of a token that nothing is asked about, in transformers' models."""
+
 
 def relative_error(
     y: Float[Tensor, "*b d"], target: Float[Tensor, "*b d"], present: Bool[Tensor, "*b"] | None = None
@@ -27,22 +30,27 @@ def relative_error(
     return (y.flatten(0, -2) - target).square().mean() / torch.where(spread == 0, 1, spread)
 
 
-def output_distance(output: Any, target: Any, batch: Batch) -> Float[Tensor, ""]:
-    """Return the mean KL divergence from the teacher's output, in nats per prediction; for a model without logits, the
-    relative error of its hidden states."""
+def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Batch) -> Float[Tensor, ""]:
+    """Return the mean KL divergence from the teacher's output, in nats per prediction that a label asks for, or per
+    present token without labels; for a model without logits, the relative error of its hidden states."""
     if "logits" not in target:
-        mask = _tokens_present(batch, target.last_hidden_state)
+        mask = _present_tokens(batch, target.last_hidden_state)
         return relative_error(output.last_hidden_state, target.last_hidden_state, mask)
     found, expected = (F.log_softmax(x.logits.float(), -1) for x in (output, target))
-    divergence = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
-    mask = _tokens_present(batch, target.logits)
-    return (divergence if mask is None else divergence[mask]).mean()
+    distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
+    mask = _predictions(model, batch, target.logits)
+    return (distance if mask is None else distance[mask]).mean()
+
+
+def predicts_next(model: PreTrainedModel) -> bool:
+    """Tell whether the output at a token is about the next one, as a decoder's is."""
+    return model.can_generate() and not model.config.is_encoder_decoder
 
 
 def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
     """Return the mean of `output_distance` over the batches."""
     with evaluating(model), evaluating(teacher):
-        found = [output_distance(run(model, batch), run(teacher, batch), batch).item() for batch in batches]
+        found = [output_distance(model, run(model, batch), run(teacher, batch), batch).item() for batch in batches]
     return math.fsum(found) / len(found)
 
 
@@ -93,7 +101,16 @@ def exchanged(model: nn.Module, teacher: nn.Module, name: str) -> Iterator[None]
         model.set_submodule(name, own)
 
 
-def _tokens_present(batch: Batch, outputs: Tensor) -> Tensor | None:
+def _predictions(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
+    """Return where the logits are about a label that counts, None for everywhere."""
+    labels = batch.get("labels")
+    if labels is None or logits.ndim < 3:
+        return _present_tokens(batch, logits)
+    counted = labels != IGNORED
+    return F.pad(counted[:, 1:], (0, 1)) if predicts_next(model) else counted
+
+
+def _present_tokens(batch: Batch, outputs: Tensor) -> Tensor | None:
     """Return the mask of the tokens that the outputs are of, if they are of tokens and not of rows."""
     mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
-    return None if mask is None or mask.shape != outputs.shape[:2] else mask.bool()
+    return None if mask is None or outputs.ndim < 3 or mask.shape != outputs.shape[:2] else mask.bool()

@@ -2,7 +2,6 @@
 parts that softmax did not need, with weights of their own."""
 
 import inspect
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -12,24 +11,31 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from linattn.attention import GateNeeds, InnerAttention, LinearAttention, SplitHeads
-from linattn.attention.gates import AnyGates
+from linattn.attention import InnerAttention, LocalAttention, SoftmaxAttention
 from linattn.attention.named import untrained_attention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.integrations.transformers.attention import OWN
 from linattn.integrations.transformers.cache import AttentionLayer
+from linattn.integrations.transformers.linearize.start import start_remembering, with_decay
 from linattn.integrations.transformers.masks import DOCUMENTS, document_rows
 from linattn.nn import ShortConvolution, token_gates
-from linattn.nn.gates import HeadDecay, SigmoidDecay, TokenGates
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
+
+EXACT = (LocalAttention, SoftmaxAttention)
+"""Attentions beside which a window of softmax adds nothing."""
+# the logit of the share of the linear part: an eighth
+MOSTLY_WINDOW = -2.0
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a linearized layer is built from: the `method` is a name as in `named_attention`, with the window of its
-    local heads; `key_dim` is the number of channels that queries and keys are projected to (None: all stay),
-    `convolution` the width of the convolution before the attention (0: none), and `decay` gives linear heads one per
-    token. `index` counts the model's attention modules in the order in which they run. The rest are sizes."""
+    """What a linearized layer is built from.
+
+    `method` is a name as in `named_attention`. `window` is the number of tokens that its local heads see or, if it has
+    none, that a softmax beside it sees (0: there is no such softmax). `key_dim` is the number of channels that queries
+    and keys are projected to (None: all stay), `convolution` the width of the convolution before the attention (0:
+    none), and `decay` gives linear heads one per token. `index` counts the model's attention modules in the order in
+    which they run. The rest are sizes."""
 
     index: int
     method: str
@@ -44,13 +50,19 @@ class LayerSpec:
     causal: bool
 
 
+Prepared = tuple[Float[Tensor, "b n c"], Any]
+"""The input of a layer's queries, keys and values, and the gates of its inner attention, beside the share of the linear
+part if there is a window."""
+
+
 @final
 class LinearizedAttention(InnerAttention):
-    """An inner attention from projected queries and keys. A short convolution mixes its layer's input first, of which
-    gates are made, too.
+    """An inner attention from projected queries and keys, after a short convolution of its layer's input x, of which
+    gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local is
+    softmax over the last tokens with queries and keys as they were.
 
-    It starts as close to its method alone as it can: the convolution as the identity, decays near 1, projections as
-    `closed_form` makes them. `arguments` are the names of those of its module's `forward`, in order."""
+    It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections as `closed_form`
+    makes them, and mostly by the window. `arguments` are the names of those of its module's `forward`, in order."""
 
     arguments: tuple[str, ...]
 
@@ -58,9 +70,15 @@ class LinearizedAttention(InnerAttention):
         super().__init__()
         self.spec, self.causal = spec, spec.causal
         d, r = spec.head_dim, spec.head_dim if spec.key_dim is None else spec.key_dim
+        self.window = self.share = None
         sizes = {"num_heads": spec.num_heads, "num_key_heads": spec.num_key_heads, "head_dim": r}
         inner = untrained_attention(spec.method, **sizes, window=spec.window, causal=spec.causal)
         self.inner = with_decay(inner) if spec.decay else inner
+        if spec.window and spec.dim and not any(isinstance(part, EXACT) for part in inner.modules()):
+            self.window = LocalAttention(spec.window, causal=spec.causal)
+            self.share = nn.Linear(spec.dim, spec.num_heads)
+            nn.init.zeros_(self.share.weight)
+            nn.init.constant_(self.share.bias, MOSTLY_WINDOW)
         projects = spec.key_dim is not None
         self.query_map = PerHeadLinear(spec.num_heads, d, r) if projects else None
         self.key_map = PerHeadLinear(spec.num_key_heads, d, r) if projects else None
@@ -75,22 +93,30 @@ class LinearizedAttention(InnerAttention):
         """Return all arguments of a call of the attention module by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **options}
 
-    def prepare(
-        self, x: Float[Tensor, "b n c"], mask: Tensor | None, layer: AttentionLayer | None
-    ) -> tuple[Float[Tensor, "b n c"], AnyGates]:
+    def prepare(self, x: Float[Tensor, "b n c"], mask: Tensor | None, layer: AttentionLayer | None) -> Prepared:
         """Mix the layer's input, and make the gates of it. `mask` is what the model hands to its attention, and `layer`
         holds the past."""
         if self.convolution is not None:
             x = self._convolved(x, mask, layer)
-        return x, None if self.token_gates is None else self.token_gates(x)
+        gates = None if self.token_gates is None else self.token_gates(x)
+        return x, gates if self.share is None else (gates, self.share(x).sigmoid().transpose(1, 2))
 
-    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
-        return self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: Any = None) -> Outputs:
+        if self.window is None:
+            return self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+        gates, share = gates
+        y = self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+        return torch.lerp(self.window(q, k, v, key_mask=key_mask), y, share.unsqueeze(-1))
 
     def extend(
-        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
+        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: Any = None
     ) -> tuple[Outputs, Any]:
-        return self.inner.extend(self._queries(q), self._keys(k), v, state, key_mask=key_mask, gates=gates)
+        if self.window is None:
+            return self.inner.extend(self._queries(q), self._keys(k), v, state, key_mask=key_mask, gates=gates)
+        (gates, share), (past, near_past) = gates, state or (None, None)
+        y, past = self.inner.extend(self._queries(q), self._keys(k), v, past, key_mask=key_mask, gates=gates)
+        near, near_past = self.window.extend(q, k, v, near_past, key_mask=key_mask)
+        return torch.lerp(near, y, share.unsqueeze(-1)), (past, near_past)
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         return self.inner.summarize(self._keys(k), v, key_mask=key_mask)
@@ -114,39 +140,6 @@ class LinearizedAttention(InnerAttention):
 
     def _keys(self, k: Tensor) -> Tensor:
         return k if self.key_map is None else self.key_map(k)
-
-
-def with_decay(inner: InnerAttention) -> InnerAttention:
-    """Return the attention with a decay per head and token in each linear part that forgets nothing yet."""
-    if isinstance(inner, SplitHeads):
-        parts = [with_decay(cast(InnerAttention, part)) for part in inner.parts]
-        return SplitHeads(*zip(inner.heads, parts, strict=True))
-    if isinstance(inner, LinearAttention) and inner.needs is None and inner.decay is None:
-        inner.needs = GateNeeds(decay="head")
-    return inner
-
-
-@torch.no_grad()
-def start_remembering(gates: nn.Module) -> None:
-    """Let decays begin near 1 for every token: the slowest head forgets within 1,000 tokens, the fastest within 20.
-    Those that are step sizes too keep the beginning of their own."""
-    for module in gates.modules():
-        if isinstance(module, TokenGates) and module.needs.write != "step" and module.decay is not None:
-            decay = module.decay
-            if isinstance(decay, SigmoidDecay):
-                # −log σ(b) / 16 is near exp(−b) / 16
-                heads = _slow_to_fast(len(decay.out_proj.bias) // decay.key_dim)
-                decay.out_proj.bias.copy_(-(heads + math.log(16)).repeat_interleave(decay.key_dim))
-            else:
-                heads = _slow_to_fast(len(decay.A_log.zero_()))
-                decay.dt_bias.copy_(heads.repeat_interleave(len(decay.dt_bias) // len(heads)))
-            last = decay.proj if isinstance(decay, HeadDecay) else decay.out_proj
-            last.weight.zero_()
-
-
-def _slow_to_fast(heads: int) -> Tensor:
-    """Return b per head for decays of exp(−softplus(b))."""
-    return torch.linspace(-7, -3, heads)
 
 
 def attach(module: nn.Module, own: LinearizedAttention) -> None:

@@ -66,7 +66,7 @@ def plan(
     *,
     method: str = "taylor2",
     keep: Collection[int] = (),
-    window: int = 64,
+    window: int = 16,
     key_dim: int | None = None,
     convolution: int = 4,
     decay: bool = True,
@@ -74,9 +74,10 @@ def plan(
     """Run the model on a `batch` (None: its own dummy inputs) and plan to replace each attention that runs, but for
     those whose indices are in `keep`, by `method`, a name as in `named_attention`.
 
-    Local heads see `window` tokens. `key_dim` is the number of channels that queries and keys are projected to (None:
-    16 for "taylor2", else all), `convolution` the width of the short convolution before causal attention (0: none), and
-    `decay` gives causal linear heads one per head and token. Cross-attention and encoders get neither.
+    Local heads see `window` tokens; a method without any gets a window of softmax beside it (0: none). `key_dim` is the
+    number of channels that queries and keys are projected to (None: 16 for "taylor2", else all), `convolution` is the
+    width of the short convolution before causal attention (0: none), and `decay` gives causal linear heads one per head
+    and token. Cross-attention gets none of these but the projection.
 
     Raises ValueError, by name, for what no method of ours can replace, and where no layer would change."""
     if linearized_layers(model):
@@ -156,7 +157,7 @@ def _state_numbers(own: LinearizedAttention, value_dim: int) -> int:
         numbers += x.numel()
         return x
 
-    n, hk = spec.window, spec.num_key_heads
+    n, hk = max(spec.window, 1), spec.num_key_heads
     q, k = torch.zeros(1, spec.num_heads, n, spec.head_dim), torch.zeros(1, hk, n, spec.head_dim)
     v = torch.zeros(1, hk, n, value_dim)
     with torch.no_grad():

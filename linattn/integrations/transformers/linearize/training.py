@@ -161,7 +161,7 @@ class _ObjectiveTrainer(Trainer):
         return {}
 
     def create_optimizer(self, *_: Any) -> Any:
-        self.optimizer = AdamW(self.groups, weight_decay=0.0)
+        self.optimizer = AdamW(self.groups, betas=(0.9, 0.99), weight_decay=0.0)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:

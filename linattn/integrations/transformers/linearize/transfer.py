@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import matched_layers, output_distance
+from linattn.integrations.transformers.linearize.distance import IGNORED, matched_layers, output_distance, predicts_next
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
@@ -63,7 +63,7 @@ def fine_tune(
         with torch.no_grad():
             target = run(teacher, batch)
         output = run(student, batch)
-        distance = output_distance(output, target, batch)
+        distance = output_distance(student, output, target, batch)
         return distance if output.get("loss") is None else (distance + output.loss) / 2
 
     with ExitStack() as stack:
@@ -91,10 +91,10 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
 
 def _with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
     """Give a language model's batch its tokens as labels, if it has none; padding is not predicted."""
-    if "labels" in batch or not model.can_generate() or model.config.is_encoder_decoder:
+    if "labels" in batch or not predicts_next(model):
         return batch
     labels, mask = batch["input_ids"], batch.get("attention_mask")
-    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, -100)}
+    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORED)}
 
 
 @contextmanager

@@ -21,15 +21,20 @@ from ..test_attention import logits, padded, tokens
 
 SOME = {name: DECODERS[name] for name in ("llama", "gpt2", "gpt_neox")}
 METHODS = {
-    "taylor2": {"key_dim": 4},
-    "hedgehog": {},
+    "taylor2": {"key_dim": 4, "window": 3},
+    "hedgehog": {"window": 0},
     "local+elu": {"window": 3},
-    "t2r": {"convolution": 0},
+    "t2r": {"convolution": 0, "decay": False},
     "softmax": {},
-    "gated_delta": {},
+    "gated_delta": {"window": 5},
     "local+kda": {"window": 3, "key_dim": 6},
 }
-every_method = pytest.mark.parametrize("method", METHODS)
+# each method in one family, and one method with every part in each family
+CASES = {
+    **{f"llama-{method}": (DECODERS["llama"], method) for method in METHODS},
+    **{f"{name}-taylor2": (family, "taylor2") for name, family in DECODERS.items() if name not in ("llama", "gemma2")},
+}
+every_case = pytest.mark.parametrize(("family", "method"), CASES.values(), ids=CASES)
 
 
 def converted(family: Any, method: str, **options: Any) -> Any:
@@ -78,8 +83,7 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens()}
 
 
-@every(SOME)
-@every_method
+@every_case
 def test_pieces_make_the_whole(family, method):
     model, inputs = converted(family, method), padded((7, 10, 11), "left")
     present = inputs["attention_mask"].bool()
@@ -94,8 +98,7 @@ def test_pieces_make_the_whole(family, method):
         assert_close(torch.cat(found, 1)[present], expected)
 
 
-@every(SOME)
-@every_method
+@every_case
 def test_padding_has_no_effect(family, method):
     model = converted(family, method)
     for side in ("left", "right"):
@@ -105,8 +108,8 @@ def test_padding_has_no_effect(family, method):
             assert_close(found[row, real], logits(model, input_ids=inputs["input_ids"][row, real][None])[0])
 
 
-@every(SOME)
-@every_method
+# stock OPT has no packed rows
+@pytest.mark.parametrize(("family", "method"), [case for case in CASES.values() if case[0] is not DECODERS["opt"]])
 def test_a_packed_document_is_alone(family, method):
     model, rows = converted(family, method), tokens(2)
     places = torch.cat([torch.arange(4), torch.arange(7)]).expand(2, -1)

@@ -23,6 +23,7 @@ from linattn.integrations.transformers.linearize import (
 )
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
+from ..test_attention import logits, tokens
 from .test_convert import batch_of
 
 SOME = {"llama": DECODERS["llama"], "bert": ENCODERS["bert"], "vit": IMAGES["vit"], "bart": ENCODER_DECODERS["bart"]}
@@ -134,3 +135,20 @@ def test_a_budget_in_minutes_ends_by_itself():
     assert len(seen) == training.steps > 1
     assert seen[0].steps is None
     assert seen[0].seconds_left > seen[-1].seconds_left == 0
+
+
+def test_only_labels_are_compared():
+    conversion, _ = start(DECODERS["llama"])
+    model, teacher = conversion.model.double(), conversion.teacher.double()
+    ids, labels = tokens(2, 9), torch.full((2, 9), -100)
+    labels[0, 4] = labels[1, 7] = 3
+    found, expected = (logits(x, input_ids=ids).log_softmax(-1) for x in (model, teacher))
+    # the output at a token is about the next one
+    each = (expected.exp() * (expected - found)).sum(-1)
+    mean = (each[0, 3] + each[1, 6]) / 2
+    assert divergence(model, teacher, [{"input_ids": ids, "labels": labels}]) == pytest.approx(mean.item(), rel=1e-4)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    present = (each[0].sum() + each[1, :5].sum()) / 14
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert divergence(model, teacher, [batch]) == pytest.approx(present.item(), rel=1e-4)
