@@ -50,8 +50,9 @@ def _label(row: Row) -> str:
         what = "the teacher trained on" if row.method == "softmax" else "linear from scratch"
         return f"*{what}, as long as that of {100 * ROWS[row.as_long_as].share:.0f} %*"
     method = "a window alone" if row.method == "local" else row.method
-    kept = f", {row.kept} layer stays softmax" if row.kept else ""
-    return f"{method}{kept}, {100 * row.share:.0f} % of the steps"
+    parts = [method, *["without a window"] * (not row.window), *["without decay"] * (not row.decay)]
+    parts += [f"{row.kept} layer stays softmax"] * bool(row.kept)
+    return ", ".join([*parts, f"{100 * row.share:.0f} % of the steps"])
 
 
 def _seed(run: Run) -> int:
