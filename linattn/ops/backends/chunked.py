@@ -109,9 +109,10 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
     """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
     (*b n f), the state as (b f dv) and (b 1 f): leading dimensions whose queries share a state stand beside the
     tokens."""
-    lead, beside = call.z.shape[:-1], [call.q.expand(*call.lead, -1, -1), *outputs]
+    lead, full = call.z.shape[:-1], call.lead
+    beside = [call.q.expand(*full, -1, -1), *outputs]
     for i, size in enumerate(lead):
-        if size != call.lead[i]:
+        if size != full[i]:
             beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
     per_key = (x if x is None or x.ndim == k.ndim else x.unsqueeze(-1) for x in (call.log_decay, call.key_mask))
