@@ -6,7 +6,7 @@ from torch import Tensor
 from linattn.ops.backends import SUM_KEYS, SumCall
 from linattn.ops.backends.delta import DELTA
 from linattn.ops.delta import delta_call
-from linattn.ops.linear import causal_call, checked, checked_mask, operator_of
+from linattn.ops.linear import causal_call, checked, checked_mask
 from linattn.ops.state import LinearState
 
 
@@ -36,7 +36,7 @@ def explain_backend(
             raise ValueError(f"beta is of the delta rule, which is causal and takes features as they are, not {came}")
         return DELTA.explain(delta_call(q, k, v, beta, state, log_decay, key_mask))
     if is_causal:
-        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
-        return operator_of(call).explain(call)
+        operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        return operator.explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))
