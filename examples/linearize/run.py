@@ -39,11 +39,14 @@ Line = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A conversion with `share` of the teacher's steps. `kept` layers stay softmax, and are chosen after the first
-    stage. A control trains without a teacher for as many processor seconds as the row `as_long_as` took."""
+    stage. Linear attention has a `window` of softmax beside it, of the task's size. A control trains without a teacher
+    for as many processor seconds as the row `as_long_as` took."""
 
     method: str = "taylor2"
     share: float = 0.0
     kept: int = 0
+    window: bool = True
+    decay: bool = True
     as_long_as: str | None = None
 
 
@@ -52,6 +55,10 @@ ROWS: dict[str, Row] = {
     "linear_50": Row(share=0.5),
     "linear_80": Row(share=0.8),
     "kept_20": Row(share=0.2, kept=1),
+    "plain_20": Row(share=0.2, window=False),
+    "plain_50": Row(share=0.5, window=False),
+    "plain_80": Row(share=0.8, window=False),
+    "undecayed_50": Row(share=0.5, decay=False),
     "delta_20": Row(method="gated_delta", share=0.2),
     "delta_50": Row(method="gated_delta", share=0.5),
     "window_20": Row(method="local", share=0.2),
@@ -87,7 +94,8 @@ def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Li
     first = round(FIRST_STAGE * steps)
     clock = Clock()
     with clock:
-        planned = plan(model, data.batch(), method=row.method, window=task.window)
+        window = task.window if row.window else 0
+        planned = plan(model, data.batch(), method=row.method, window=window, decay=row.decay)
         conversion = convert(model, planned, [data.batch() for _ in range(4)])
     frozen = conversion.teacher
     record: dict[str, Any] = {"steps": steps, "new_weights": planned.new_weights}

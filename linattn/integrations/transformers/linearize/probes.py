@@ -18,8 +18,8 @@ NEEDLE = 32
 
 
 class Generated(NamedTuple):
-    """How far greedy texts agree with the teacher's: the share of equal tokens, place by place, and the mean number of
-    tokens before the first that differs, of `tokens`."""
+    """The agreement of greedy texts with the teacher's: the share of equal tokens, place by place, and the mean number
+    of tokens before the first that differs, of `tokens`."""
 
     agreement: float
     equal: float
