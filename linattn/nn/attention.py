@@ -17,7 +17,7 @@ from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
-from linattn.nn.starts import UNKNOWN, ages, first_present
+from linattn.nn.starts import UNKNOWN, ages, check_starts, first_present
 from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
@@ -182,6 +182,7 @@ class MultiheadAttention(nn.Module):
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
+        check_starts(x, starts)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
         if isinstance(self.convolution, ShortConvolution):

@@ -100,3 +100,20 @@ def test_what_does_not_fade_cannot_be_packed(name):
     x, starts = packed()
     with pytest.raises(ValueError, match="packed sequences need an attention that fades by a gate in every head"):
         layer(name)(x, starts=starts)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("make", [lambda: layer("ssd"), lambda: ShortConvolution(DIM, 3).double()])
+def test_wrong_starts(make):
+    module, (x, starts) = make(), packed()
+    with pytest.raises(ValueError, match=r"starts must be \(2, 40\), as x, but is \(2, 39\)"):
+        module(x, starts=starts[:, 1:])
+    with pytest.raises(ValueError, match=r"starts must be boolean, .* but is torch.int64"):
+        module(x, starts=starts.long())
+
+
+def test_cross_attention_has_no_starts():
+    inner = named_attention("elu", num_heads=HEADS, head_dim=DIM // HEADS)
+    module, (x, starts) = MultiheadAttention(DIM, HEADS, inner).double(), packed()
+    with pytest.raises(ValueError, match="starts are of self attention"):
+        module(x, x, starts=starts)
