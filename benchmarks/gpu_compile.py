@@ -72,14 +72,7 @@ def describe(made: Any, capability: int, newest: bool = False) -> dict[str, Any]
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(made.asm["ptx"])
         architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [
-            TOOLS / ("ptxas-blackwell" if newest else "ptxas"),
-            "-v",
-            f"-arch={architecture}",
-            source,
-            "-o",
-            cubin,
-        ]
+        command = [TOOLS / ("ptxas-blackwell" if newest else "ptxas"), "-v", f"-arch={architecture}", source, "-o", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         hazards = overwritten(disassembled(cubin)) if capability == 90 else []
     registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
