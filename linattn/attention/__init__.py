@@ -4,7 +4,9 @@ from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
 from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.decay import Decay
+from linattn.attention.delta import DeltaAttention
 from linattn.attention.floored_favor import FlooredFavorAttention
+from linattn.attention.gates import GateNeeds, Gates
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
@@ -27,7 +29,10 @@ __all__ = [
     "AxialAttention",
     "BlindspotAttention",
     "Decay",
+    "DeltaAttention",
     "FlooredFavorAttention",
+    "GateNeeds",
+    "Gates",
     "InnerAttention",
     "LearnedProjection",
     "LinearAttention",

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.base import InnerAttention, checked_inner, checked_ungated
 from linattn.attention.states import map_state
 from linattn.ops.backends.loopless import check_exported_length
 from linattn.ops.compaction import pack_heads
@@ -34,7 +34,8 @@ class AxialAttention(InnerAttention):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window holds at least one token, but window is {window}")
-        self.inner, self.window, self.causal = checked_inner(inner), window, inner.causal
+        inner = checked_ungated(checked_inner(inner), "AxialAttention")
+        self.inner, self.window, self.causal = inner, window, inner.causal
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         packed = pack_heads(q, k, v, _for_all_heads(key_mask))

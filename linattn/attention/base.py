@@ -1,6 +1,6 @@
 """The interface of an inner attention, a module from queries, keys and values, with heads already split, to outputs."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.checks import check_keys, checked_heads
+from linattn.attention.gates import AnyGates, AnyNeeds, checked_gates
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.state import checked_kind
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -16,21 +17,27 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 class InnerAttention(nn.Module, ABC):
     """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
-    as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all.
+    as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
+    are numbers per token that it needs if `needs` says so.
 
     The public methods check their arguments, and call what a subclass defines: `_attend`; `state_kind`, `_extend` and
-    `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values."""
+    `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values;
+    `_extend_gated`, and `_attend_gated` if it can be faster, in the place of the first two if it needs gates."""
 
     causal: bool
     state_kind: type = tuple
     """The class of the causal state."""
+    needs: AnyNeeds = None
+    """The gates that are needed. None: there are none."""
 
-    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
         q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
-        return self._attend(q, k, v, key_mask)
+        if gates is None and self.needs is None:
+            return self._attend(q, k, v, key_mask)
+        return self._attend_gated(q, k, v, key_mask, checked_gates(self, gates, k))
 
     def extend(
-        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None
+        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
     ) -> tuple[Outputs, Any]:
         """Attend from the next tokens, any number of them. `state` holds the past; None means that there is none."""
         if not self.causal:
@@ -39,7 +46,9 @@ class InnerAttention(nn.Module, ABC):
             )
         state = None if state is None else self._checked_state(state)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
-        return self._extend(q, k, v, state, key_mask)
+        if gates is None and self.needs is None:
+            return self._extend(q, k, v, state, key_mask)
+        return self._extend_gated(q, k, v, state, key_mask, checked_gates(self, gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         """Return what `read` needs to know about the keys and values, for example about an encoder's output.
@@ -63,10 +72,18 @@ class InnerAttention(nn.Module, ABC):
         original. None means that there is no causal form, as for Linformer."""
         return self if self.causal else None
 
-    @abstractmethod
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs: ...
+    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        raise NotImplementedError
+
+    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: Any) -> Outputs:
+        return self._extend_gated(q, k, v, None, key_mask, gates)[0]
 
     def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
+        raise NotImplementedError
+
+    def _extend_gated(
+        self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: Any
+    ) -> tuple[Outputs, Any]:
         raise NotImplementedError
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
@@ -92,6 +109,15 @@ class KeysAndValues(NamedTuple):
     k: Float[Tensor, "b hk m d"]
     v: Float[Tensor, "b hk m dv"]
     key_mask: Bool[Tensor, " b #hk m"] | None
+
+
+def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:
+    """Raise ValueError for an attention with gates in a place that has none for it."""
+    if inner.needs is not None:
+        raise ValueError(
+            f"{where} makes no gates, but {type(inner).__name__} needs some: MultiheadAttention makes them"
+        )
+    return inner
 
 
 def checked_inner(inner: object) -> InnerAttention:

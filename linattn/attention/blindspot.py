@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues, finite, group_mask
+from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungated, finite, group_mask
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.backends.loopless import check_exported_length
@@ -44,6 +44,7 @@ class BlindspotAttention(InnerAttention):
             raise ValueError(f"a blindspot belongs to a causal LinearAttention, but this is {inner!r}")
         if size < 2:
             raise ValueError(f"a blindspot must be a number of tokens, at least 2 to hide any, but is {size}")
+        checked_ungated(inner, "BlindspotAttention")
         self.inner, self.size = inner, size
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
@@ -145,7 +146,8 @@ def _accumulate(first: Tensor | None, new: Tensor, log_decay: Tensor | None) -> 
     """x_0 = first (None: zero) and x_c = a_c x_{c-1} + new_c along dimension 3: sums are values with a feature of 1."""
     first = new.new_zeros(*new.shape[:3], *new.shape[4:]) if first is None else first
     x = torch.cat([first.unsqueeze(3), new], 3)
-    one = x.new_ones(x.shape[3], 1)
+    # with as many dimensions as the values, so that decays cannot be taken for those of channels
+    one = x.new_ones(1, 1, 1, x.shape[3], 1)
     y, _ = causal_linear_attention(one, one, x.flatten(4), log_decay=log_decay, normalize=None)
     return y.view_as(x)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, causal_view, finite, group_mask, group_queries
 from linattn.attention.decay import Decay
+from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.backends.base import accumulator
 from linattn.ops.compaction import finite_queries, without
@@ -33,7 +34,9 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade; without `causal` it raises ValueError. The causal state has constant size."""
+    fade, and so do the gates that `needs` asks for, per key head or, for maps without a scale per token, per feature;
+    a write multiplies v, for `normalize=None` only. Without `causal` they raise ValueError. The causal state has
+    constant size."""
 
     state_kind = LinearAttentionState
     as_causal = causal_view
@@ -45,6 +48,7 @@ class LinearAttention(InnerAttention):
         causal: bool = False,
         normalize: str | None = "default",
         decay: Decay | None = None,
+        needs: GateNeeds | None = None,
     ):
         super().__init__()
         feature_map = checked_feature_map(feature_map, FeatureMap)
@@ -53,7 +57,11 @@ class LinearAttention(InnerAttention):
         normalize = feature_map.normalize if normalize == "default" else normalize
         if normalize not in NORMALIZATIONS:
             raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
-        self.feature_map, self.decay = feature_map, decay
+        if needs is not None and not causal:
+            raise ValueError("gates belong to causal attention, but causal is False")
+        if needs is not None and checked_needs(needs).write is not None and normalize is not None:
+            raise ValueError(f"a write belongs to un-normalised attention, but normalize is {normalize!r}")
+        self.feature_map, self.decay, self.needs = feature_map, decay, needs
         self.causal, self.normalize = causal, normalize
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
@@ -82,8 +90,16 @@ class LinearAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask
     ) -> tuple[Outputs, LinearAttentionState]:
+        return self._extend_gated(q, k, v, state, key_mask, Gates())
+
+    def _extend_gated(
+        self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask, gates: Gates
+    ) -> tuple[Outputs, LinearAttentionState]:
+        beta = gates.beta
         if key_mask is not None:
             q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
+            beta = None if beta is None else torch.where(key_mask, beta, 0)
+        v = v if beta is None else (v * beta.unsqueeze(-1)).to(v.dtype)
         key_mask = group_mask(key_mask)
         queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
         if queries.function != keys.function:
@@ -92,9 +108,13 @@ class LinearAttention(InnerAttention):
         if state is not None:
             self.check_state(state, keys, v, scaled=log_size is not None)
         sums, log_scale = state or (None, None)
-        top = None
-        log_decay = None if self.decay is None else self.decay().unsqueeze(-2)
+        top, log_decay = None, self._log_decay(gates.log_decay)
         if log_size is not None:
+            if self.needs is not None and self.needs.decay == "channel":
+                raise ValueError(
+                    f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which channels "
+                    "that fade by themselves would not share: give it a decay per head"
+                )
             log_decay = None if log_decay is None else checked_decay(log_decay)
             if log_decay is not None and key_mask is not None:
                 log_decay = torch.where(key_mask, log_decay, 0)
@@ -111,6 +131,16 @@ class LinearAttention(InnerAttention):
         )
         y = self.rescaled(y, queries.log_scale, top).flatten(1, 2).to(v.dtype)
         return y, LinearAttentionState(sums, log_scale)
+
+    def _log_decay(self, gate: Tensor | None) -> Tensor | None:
+        """Return the decay, (hk 1 1), of the gate, (b hk 1 n) or (b hk 1 n d), or both."""
+        gate = None if gate is None else gate.unsqueeze(2)
+        if self.decay is None:
+            return gate
+        own = self.decay().unsqueeze(-2)
+        if gate is None:
+            return own
+        return gate + (own if gate.ndim == 4 else own.unsqueeze(-1))
 
     def check_state(self, state: LinearAttentionState, keys: Features, v: Tensor, *, scaled: bool) -> None:
         sums, dtype, hk = checked_kind(state.sums, LinearState), accumulator(v.dtype), v.shape[1]

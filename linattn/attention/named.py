@@ -9,6 +9,8 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.decay import Decay
+from linattn.attention.delta import DeltaAttention
+from linattn.attention.gates import GateNeeds
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
@@ -48,10 +50,30 @@ def _linear(name: str) -> Builder:
     return lambda x: LinearAttention(make(x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
 
 
-def _retention(x: Heads) -> InnerAttention:
-    if not x.causal:
-        raise ValueError("retention is causal only, but causal is False: give causal=True to named_attention")
-    return LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads))
+def _only_causal(name: str, make: Callable[[Heads], InnerAttention]) -> Builder:
+    def build(x: Heads) -> InnerAttention:
+        if not x.causal:
+            raise ValueError(f"{name} is causal only, but causal is False: give causal=True to named_attention")
+        return make(x)
+
+    return build
+
+
+def _state_space(x: Heads) -> InnerAttention:
+    return LinearAttention(
+        ElementwiseFeatureMap("identity"), causal=True, normalize=None, needs=GateNeeds(decay="head", write="step")
+    )
+
+
+# a state that fades or is overwritten: there is no form without an order of tokens
+_ONLY_CAUSAL: dict[str, Callable[[Heads], InnerAttention]] = {
+    "retention": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads)),
+    "gla": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, needs=GateNeeds(decay="channel")),
+    "ssd": _state_space,
+    "delta": lambda x: DeltaAttention(),
+    "gated_delta": lambda x: DeltaAttention(decay="head"),
+    "kda": lambda x: DeltaAttention(decay="channel"),
+}
 
 
 def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Builder:
@@ -70,7 +92,7 @@ ATTENTIONS: dict[str, Builder] = {
     "linear_unnormalized": lambda x: LinearAttention(
         ElementwiseFeatureMap("identity"), causal=x.causal, normalize=None
     ),
-    "retention": _retention,
+    **{name: _only_causal(name, make) for name, make in _ONLY_CAUSAL.items()},
     "roformer": lambda x: RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=x.causal),
     "softmax": lambda x: SoftmaxAttention(causal=x.causal),
     "local": lambda x: LocalAttention(x.window, causal=x.causal),
@@ -192,6 +214,11 @@ def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, ca
         causal=causal,
         max_length=max(k.shape[-2], 1),
     )
+    if inner.needs is not None:
+        raise ValueError(
+            f"{method!r} needs gates, which a module learns to make from its input, so a function cannot hold it: "
+            f"build MultiheadAttention with named_attention({method!r}, …)"
+        )
     if any(True for _ in inner.parameters()):
         raise ValueError(
             f"{method!r} has weights to learn, so a function cannot hold it: build the module with "

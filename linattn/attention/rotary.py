@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.gates import AnyGates
 from linattn.ops.compaction import per_query_head
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part
@@ -34,18 +35,27 @@ class RotaryAttention(InnerAttention):
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
         self.inner, self.base, self.causal = checked_inner(inner), base, inner.causal
+        self.needs = inner.needs
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
+        return self._attend_gated(q, k, v, key_mask, None)
+
+    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: AnyGates) -> Outputs:
         q, k, _ = self._rotated(q, k, None, key_mask)
-        return self.inner(q, k, v, key_mask=key_mask)
+        return self.inner(q, k, v, key_mask=key_mask, gates=gates)
 
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask
     ) -> tuple[Outputs, RotaryState]:
+        return self._extend_gated(q, k, v, state, key_mask, None)
+
+    def _extend_gated(
+        self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask, gates: AnyGates
+    ) -> tuple[Outputs, RotaryState]:
         if state is not None:
             check_part("position", state.position, torch.int64, k.shape[1])
         q, k, position = self._rotated(q, k, state and state.position, key_mask)
-        y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask)
+        y, inner = self.inner.extend(q, k, v, state and state.inner, key_mask=key_mask, gates=gates)
         return y, RotaryState(inner, position)
 
     def _rotated(self, q: Tensor, k: Tensor, start: Tensor | None, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:

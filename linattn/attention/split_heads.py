@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.gates import SplitNeeds
 from linattn.ops.state import checked_parts
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -15,7 +16,8 @@ class SplitHeads(InnerAttention):
     """Splits the heads: in `SplitHeads((4, local), (4, linear))` the first four query heads are local, the rest linear.
 
     Each of `parts` pairs a number of query heads with their attention; all are causal or none. Key heads, if there are
-    fewer, are split in the same proportion. The state is a tuple with the state of each part.
+    fewer, are split in the same proportion. The state is a tuple with the state of each part. If a part needs gates,
+    they are a tuple too, with None for each part that needs none.
     """
 
     def __init__(self, *parts: tuple[int, InnerAttention]):
@@ -28,17 +30,31 @@ class SplitHeads(InnerAttention):
         self.heads = tuple(count for count, _ in parts)
         self.parts = nn.ModuleList(part for _, part in parts)
         self.causal = parts[0][1].causal
+        needs = tuple(part.needs for _, part in parts)
+        self.needs = None if needs == self._no_gates else SplitNeeds(self.heads, needs)
+
+    @property
+    def _no_gates(self) -> tuple[None, ...]:
+        return (None,) * len(self.heads)
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        pieces = zip(self.parts, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
-        return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
+        return self._attend_gated(q, k, v, key_mask, self._no_gates)
+
+    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: tuple[Any, ...]) -> Outputs:
+        pieces = zip(self.parts, gates, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        return torch.cat([part(*piece, key_mask=mask, gates=own) for part, own, *piece, mask in pieces], 1)
 
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: tuple[Any, ...] | None, key_mask: KeyMask
     ) -> tuple[Outputs, tuple[Any, ...]]:
+        return self._extend_gated(q, k, v, state, key_mask, self._no_gates)
+
+    def _extend_gated(
+        self, q: Queries, k: Keys, v: Values, state: tuple[Any, ...] | None, key_mask: KeyMask, gates: tuple[Any, ...]
+    ) -> tuple[Outputs, tuple[Any, ...]]:
         states = checked_parts(state, len(self.parts))
-        pieces = zip(self.parts, states, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
-        results = [part.extend(*piece, past, key_mask=mask) for part, past, *piece, mask in pieces]
+        pieces = zip(self.parts, gates, states, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        results = [part.extend(*piece, past, key_mask=mask, gates=own) for part, own, past, *piece, mask in pieces]
         ys, states = zip(*results, strict=True)
         return torch.cat(ys, 1), states
 

@@ -16,6 +16,12 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def unit(x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+    """Return x / ‖x‖ in x's dtype. A zero vector stays zero."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulator(x.dtype))
+    return (x / norm.masked_fill(norm == 0, 1)).to(x.dtype)
+
+
 class Features(NamedTuple):
     """The features function(x) · exp(log_scale) of each token; the scale takes up a large range.
 

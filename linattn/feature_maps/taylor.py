@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features, value_dtype
-from linattn.ops.backends.base import accumulator
+from linattn.feature_maps.base import FeatureMap, Features, unit, value_dtype
 
 
 @final
@@ -17,9 +16,7 @@ class TaylorFeatureMap(FeatureMap):
     """φ(x) = [1, x/‖x‖], so that φ(q)·φ(k) = 1 + cos(q, k), which is never negative. A zero vector stays zero."""
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulator(x.dtype))
-        unit = (x / norm.masked_fill(norm == 0, 1)).to(x.dtype)
-        return Features(torch.cat([torch.ones_like(x[..., :1]), unit], dim=-1))
+        return Features(torch.cat([torch.ones_like(x[..., :1]), unit(x)], dim=-1))
 
     key = query
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
 from linattn.ops.names import did_you_mean, unknown_name
 
@@ -48,8 +49,18 @@ class LanguageModelConfig:
     )
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
     convolution: int = _option(0, "width of the short causal convolution before q, k and v (0: none)", least=0)
+    convolution_on: str = _option(
+        "inputs",
+        "the convolution is on the inputs of q, k and v, or on their projections with a SiLU",
+        choices=("inputs", "projections"),
+    )
+    beta_limit: float = _option(1.0, "largest write strength of delta, gated_delta and kda; 2 lets them track states")
+    unit_keys: bool = _option(False, "divide q and k of each head by their lengths, as the delta rule always does")
+    value_skip: bool = _option(False, "add D v to each head's output, with a learned D, as in Mamba-2")
     head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
     gate: bool = _option(False, "multiply the attention's output by silu(W x)")
+    gate_function: str = _option("silu", "of W x in the gate", choices=("silu", "sigmoid"))
+    gated_norm: bool = _option(False, "RMSNorm of the attention's output after the gate, as in Mamba-2")
     feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
     mlp_ratio: float = _option(
         4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
@@ -175,6 +186,12 @@ def _misfits(config: LanguageModelConfig) -> Iterator[str]:
             "max_length belongs to learned positions and they need it, "
             f"but positions is {config.positions!r} and max_length is {config.max_length!r}"
         )
+    if not (_is_number(config.beta_limit) and 0 < config.beta_limit <= 2):
+        yield f"beta_limit must be above 0 and at most 2, but is {config.beta_limit!r}"
+    if config.convolution_on != "inputs" and not config.convolution:
+        yield f"convolution_on is {config.convolution_on!r}, but convolution is 0: there is none"
+    if config.gate_function != "silu" and not config.gate:
+        yield f"gate_function is {config.gate_function!r}, but gate is false: there is none"
     if not config.causal and config.convolution:
         yield f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}"
 
@@ -187,9 +204,10 @@ def _check_attention(config: LanguageModelConfig) -> None:
         raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
     # only building an attention tells whether it can be built; random features must not show in the caller's randomness
     with torch.random.fork_rng(devices=[]):
-        for layer in {name: layer for layer, name in enumerate(names)}.values():
-            if config.convolution_width(layer) is None:
-                config.inner_attention(layer)
+        layers = {name: layer for layer, name in enumerate(names)}.values()
+        built = [config.inner_attention(layer) for layer in layers if config.convolution_width(layer) is None]
+    if config.beta_limit != 1 and not any(needs_strength(inner.needs) for inner in built):
+        raise ValueError(f"beta_limit is of the delta rule, but is {config.beta_limit} and no layer has one")
 
 
 def _is_number(value: Any) -> bool:

@@ -8,14 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.attention.gates import needs_strength
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
+from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
 from linattn.ops.state import checked_parts
 from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
+
+_GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
 @final
@@ -62,7 +66,7 @@ class LanguageModel(TokenModel):
                 reset()
         # learned feature maps keep their own initialisation: only these modules' own projections get GPT-2's
         for module in self.modules():
-            if isinstance(module, (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution)):
+            if isinstance(module, _HAVE_PROJECTIONS):
                 for name, child in module.named_children():
                     if isinstance(child, (nn.Linear, nn.Embedding)):
                         self._initialise(name, child)
@@ -85,6 +89,10 @@ class LanguageModel(TokenModel):
             model = LanguageModel(read_config(folder))
         model.load_state_dict(read_tensors(folder, model.state_dict()), assign=True)
         return model.eval()
+
+
+# the modules whose projections get the initial weights of GPT-2
+_HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution, *_GATES)
 
 
 @final
@@ -140,17 +148,24 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
     width = config.convolution_width(layer)
     if width is not None:
         return GatedConvolution(config.dim, width, dropout=config.dropout)
+    inner = config.inner_attention(layer)
     return MultiheadAttention(
         config.dim,
         config.num_heads,
-        config.inner_attention(layer),
+        inner,
         num_key_heads=config.num_key_heads,
         head_dim=config.channels,
         key_dim=config.key_dim,
         rotary=config.rotary,
         convolution=config.convolution,
+        convolution_on=config.convolution_on,
+        beta_limit=config.beta_limit if needs_strength(inner.needs) else 1.0,
+        unit_keys=config.unit_keys,
+        value_skip=config.value_skip,
         head_norm=config.head_norm,
         gate=config.gate,
+        gate_function=config.gate_function,
+        gated_norm=config.gated_norm,
         dropout=config.dropout,
     )
 

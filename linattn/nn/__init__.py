@@ -4,11 +4,12 @@ from linattn.nn.attention import AttentionState, MultiheadAttention
 from linattn.nn.branch import Branch, BranchState
 from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
+from linattn.nn.gates import token_gates
 from linattn.nn.image import ChannelLinearAttention, ImageLinearAttention, PositionLinearAttention
 from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import HeadNorm, ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
-from linattn.nn.replace import replace_attention, with_inner
+from linattn.nn.replace import with_inner
 from linattn.nn.residual import Projected, ResidualSequence, ReversibleSequence
 from linattn.nn.token_shift import TokenShift
 from linattn.nn.torch_multihead import TorchMultiheadAttention
@@ -37,6 +38,6 @@ __all__ = [
     "SinusoidalPositions",
     "TokenShift",
     "TorchMultiheadAttention",
-    "replace_attention",
+    "token_gates",
     "with_inner",
 ]

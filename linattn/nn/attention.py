@@ -8,24 +8,32 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.gates import needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
+from linattn.feature_maps.base import unit
 from linattn.nn.checks import check_tokens
-from linattn.nn.convolution import ShortConvolution
+from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
+from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
+from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
+CONVOLUTIONS_ON = ("inputs", "projections")
+GATE_FUNCTIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+ConvolutionState = Float[Tensor, "b w d"] | tuple[Tensor, ...] | None
+
 
 class AttentionState(NamedTuple):
     """The state after some tokens: `inner` is the inner attention's own, `convolution` holds the last inputs of the
-    short convolution, `position` the number of present tokens per row, for rotary positions; each is None if there is
-    none."""
+    short convolution, or of those of q, k and v, `position` the number of present tokens per row, for rotary positions;
+    each is None if there is none."""
 
     inner: Any
-    convolution: Float[Tensor, "b w d"] | None
+    convolution: ConvolutionState
     position: Int[Tensor, " b"] | None
 
 
@@ -42,10 +50,16 @@ class MultiheadAttention(nn.Module):
     k; Based, for instance, keeps `key_dim` small for maps with many features.
 
     Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
-    `convolution` is the width of a causal convolution at the input of q, k and v; `head_norm` puts an RMSNorm on each
-    head's output, which un-normalised attention needs, and `gate` multiplies the output by silu(W_g x) (both as in
-    RetNet, https://arxiv.org/abs/2307.08621). `bias` gives all projections one, but `out_bias` decides for W_o if it is
-    given. `dropout` is the probability of dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
+    `convolution` is the width of a causal convolution on the "inputs" of q, k and v or, with a SiLU, on their
+    "projections", as `convolution_on` says; `unit_keys` divides q and k of each head by their lengths, as the delta
+    rule always does; `head_norm` puts an RMSNorm on each head's output, which un-normalised attention needs, and `gate`
+    multiplies the output by silu(W_g x) (both as in RetNet, https://arxiv.org/abs/2307.08621), or by another
+    `gate_function` of it, "sigmoid" as in Kimi Linear. Mamba-2 has two more: `value_skip` adds D v to the output of
+    each head, and `gated_norm` is an RMSNorm of all heads together, after the gate. Gates that `inner` needs are made
+    from x (`linattn.nn.gates`); `beta_limit` is the largest write strength of a delta rule, 1 or 2.
+
+    `bias` gives all projections one, but `out_bias` decides for W_o if it is given. `dropout` is the probability of
+    dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
 
     def __init__(
         self,
@@ -61,8 +75,14 @@ class MultiheadAttention(nn.Module):
         out_bias: bool | None = None,
         rotary: float | None = None,
         convolution: int = 0,
+        convolution_on: str = "inputs",
+        beta_limit: float = 1.0,
+        unit_keys: bool = False,
+        value_skip: bool = False,
         head_norm: bool = False,
         gate: bool = False,
+        gate_function: str = "silu",
+        gated_norm: bool = False,
         dropout: float = 0.0,
         hidden_dropout: float = 0.0,
     ):
@@ -70,7 +90,7 @@ class MultiheadAttention(nn.Module):
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
-        self.rotary, self.dim = rotary, dim
+        self.rotary, self.dim, self.unit_keys = rotary, dim, unit_keys
         width = num_heads * self.head_dim
         self.source_dim = source = dim if context_dim is None else context_dim
         self.inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads)
@@ -79,12 +99,29 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution = ShortConvolution(dim, convolution) if convolution else None
+        self.convolution = None
+        if convolution:
+            self.convolution = self._make_convolution(convolution, convolution_on)
+        if beta_limit != 1 and not needs_strength(self.inner.needs):
+            raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
+        self.gates = token_gates(
+            self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
+        )
+        self.value_skip = nn.Parameter(torch.empty(num_heads)) if value_skip else None
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
+        if gate_function not in GATE_FUNCTIONS:
+            raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
+        self.gate_function = gate_function
+        self.gated_norm = HeadNorm(width) if gated_norm else None
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
         if self.is_cross_attention:
             self._check_cross_attention()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.value_skip is not None:
+            nn.init.ones_(self.value_skip)
 
     def forward(self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None) -> Tokens:
         """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
@@ -95,7 +132,9 @@ class MultiheadAttention(nn.Module):
             check_tokens(x, self.dim)
             check_tokens(context, self.source_dim, key_mask, name="context")
             q, (k, v) = self._queries(x), self._keys(context)
-        return self._merge(x, self.inner(q, k, v, key_mask=_over_heads(key_mask)))
+        gates = None if self.gates is None else self.gates(x)
+        y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=gates)
+        return self._merge(x, self._skip(y, v))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
@@ -119,48 +158,68 @@ class MultiheadAttention(nn.Module):
             if self.convolution is None or state.convolution is None:
                 check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         q, k, v, convolution, position = self._project(x, state, key_mask)
-        inner = None if state is None else state.inner
-        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask))
-        return self._merge(x, y), AttentionState(inner, convolution, position)
+        inner, gates = None if state is None else state.inner, None if self.gates is None else self.gates(x)
+        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
+        return self._merge(x, self._skip(y, v)), AttentionState(inner, convolution, position)
 
     def _project(
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, ConvolutionState, Tensor | None]:
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
         mixed, convolution, position = x, None, None
-        if self.convolution is not None:
-            mixed, convolution = self.convolution.extend(x, state and state.convolution, key_mask=key_mask)
-        q, (k, v) = self._queries(mixed), self._keys(mixed)
+        past: Any = None if state is None else state.convolution
+        if isinstance(self.convolution, ShortConvolution):
+            mixed, convolution = self.convolution.extend(x, past, key_mask=key_mask)
+        q, k, v = self.q_proj(mixed), self.k_proj(mixed), self.v_proj(mixed)
+        if isinstance(self.convolution, ProjectionConvolutions):
+            (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask)
+        q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
+        if self.unit_keys:
+            q, k = unit(q), unit(k)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
             angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
             q, k = turn(q, *angles), turn(k, *angles)
         return q, k, v, convolution, position
 
-    # the shape gives the number of heads, so that a tensor-parallel rank may hold only some of them
     def _queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return _split(self.q_proj(x), self.key_dim)
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        k = self.k_proj(context).unflatten(-1, (-1, self.key_dim))
-        v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
-        return k.transpose(1, 2), v.transpose(1, 2)
+        return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
+
+    def _make_convolution(self, width: int, on: str) -> ShortConvolution | ProjectionConvolutions:
+        if on not in CONVOLUTIONS_ON:
+            raise unknown_name("convolution_on", on, CONVOLUTIONS_ON)
+        if on == "inputs":
+            return ShortConvolution(self.dim, width)
+        return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
+
+    def _skip(self, y: Tensor, v: Tensor) -> Tensor:
+        if self.value_skip is None:
+            return y
+        skipped = self.value_skip.view(v.shape[1], -1, 1, 1) * v.unsqueeze(2)
+        return y + skipped.flatten(1, 2)
 
     def _merge(self, x: Tensor, y: Tensor) -> Tensor:
         if self.head_norm is not None:
             y = self.head_norm(y)
         y = y.transpose(1, 2).flatten(2)
         if self.g_proj is not None:
-            y = F.silu(self.g_proj(x)) * y
+            y = GATE_FUNCTIONS[self.gate_function](self.g_proj(x)) * y
+        if self.gated_norm is not None:
+            y = self.gated_norm(y)
         return self.dropout(self.o_proj(self.hidden_dropout(y)))
 
     def _check_cross_attention(self) -> None:
         if self.inner.causal:
             raise ValueError("cross attention has no order of queries and keys: the inner attention must not be causal")
-        if self.convolution is not None or self.rotary is not None:
-            raise ValueError("convolution and rotary belong to self attention: cross attention takes neither")
+        if self.convolution is not None or self.rotary is not None or self.unit_keys or self.value_skip is not None:
+            raise ValueError(
+                "convolution, rotary, unit_keys and value_skip belong to self attention: cross attention takes none"
+            )
 
 
 def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
@@ -171,6 +230,11 @@ def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None
     if dim % num_heads:
         raise ValueError(f"num_heads must divide dim, or head_dim be given, but they are {num_heads} and {dim}")
     return dim // num_heads
+
+
+def _split(x: Tensor, channels: int) -> Tensor:
+    """Split heads; the shape gives their number, so that a tensor-parallel rank may hold only some of them."""
+    return x.unflatten(-1, (-1, channels)).transpose(1, 2)
 
 
 def _over_heads(key_mask: Tensor | None) -> Tensor | None:

@@ -1,17 +1,18 @@
 """Short causal convolutions: each token sees itself and the few before it. They are the cheapest way to look at exact
 neighbours, which linear attention is worst at."""
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import cast, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
-from linattn.ops.state import check_part
+from linattn.ops.state import check_part, checked_parts
 from linattn.types import TokenMask, Tokens
 
 Past = Float[Tensor, "b w d"]
@@ -56,6 +57,24 @@ class ShortConvolution(nn.Module):
         for offset, weight in enumerate(self.weight):
             y = y + weight * inputs[:, offset : offset + n]
         return y
+
+
+@final
+class ProjectionConvolutions(nn.Module):
+    """silu(conv(x)) for each of several projections, those of q, k and v, with a `ShortConvolution` of its own."""
+
+    def __init__(self, dims: Sequence[int], width: int):
+        super().__init__()
+        self.parts = nn.ModuleList(ShortConvolution(dim, width) for dim in dims)
+
+    def extend(
+        self, projections: tuple[Tensor, ...], state: tuple[Tensor, ...] | None = None, *, key_mask: TokenMask = None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Process the next tokens of each projection. The state is a tuple with that of each convolution."""
+        pasts = checked_parts(state, len(self.parts))
+        pieces = zip(self.parts, projections, pasts, strict=True)
+        results = [cast(ShortConvolution, part).extend(x, past, key_mask=key_mask) for part, x, past in pieces]
+        return tuple(F.silu(y) for y, _ in results), tuple(after for _, after in results)
 
 
 @final

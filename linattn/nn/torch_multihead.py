@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, checked_ungated
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
@@ -62,7 +62,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.head_dim)
-        self.inner = inner.to(device=device, dtype=dtype)
+        self.inner = checked_ungated(inner, "TorchMultiheadAttention").to(device=device, dtype=dtype)
         self.return_weights = return_weights
         self._extra_keys = int(add_bias_kv) + int(add_zero_attn)
         if self._extra_keys and any(isinstance(part, LocalAttention) for part in inner.modules()):

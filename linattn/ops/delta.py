@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn.ops.backends.base import accumulator, align
 from linattn.ops.backends.delta import DELTA, DeltaCall
 from linattn.ops.backends.reference import of_present_tokens
-from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, shape
+from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, per_channel, shape
 
 
 def causal_delta_attention(
@@ -61,7 +61,8 @@ def delta_call(
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
     if not beta.dtype.is_floating_point:
         raise ValueError(f"beta must be floating-point, but is {beta.dtype}")
-    beta, log_decay = expanded(k, beta, "beta").unsqueeze(-1), _per_channel(k, log_decay)
+    beta = expanded(k, beta, "beta").unsqueeze(-1)
+    log_decay = None if log_decay is None else per_channel(k, log_decay)
     (n, d), dv = k.shape[-2:], v.shape[-1]
     _check_state(state, d, dv, accumulator(k.dtype))
     if key_mask is not None:
@@ -82,18 +83,6 @@ def delta_call(
     S = k.new_zeros(*keys, d, dv, dtype=accumulator(k.dtype)) if state is None else state
     k, v, beta = align(k, ndim), align(v, ndim), align(beta, ndim)
     return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay)
-
-
-def _per_channel(k: Tensor, log_decay: Tensor | None) -> Tensor | None:
-    """Return decays per channel as they are, and those per head and token as (…, n, 1)."""
-    if log_decay is None or (log_decay.ndim >= k.ndim and log_decay.shape[-2:] == k.shape[-2:]):
-        return log_decay
-    n, d = k.shape[-2:]
-    if log_decay.ndim == 0 or log_decay.shape[-1] not in (1, n):
-        raise ValueError(
-            f"log_decay must be (..., {n}) or (..., {n}, {d}), as k is {shape(k)}, but is {shape(log_decay)}"
-        )
-    return log_decay.expand(*log_decay.shape[:-1], n).unsqueeze(-1)
 
 
 def _check_state(state: Tensor | None, d: int, dv: int, dtype: torch.dtype) -> None:

@@ -3,8 +3,10 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.backends import CAUSAL, SUM_KEYS, SumCall
-from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.backends import SUM_KEYS, SumCall
+from linattn.ops.backends.delta import DELTA
+from linattn.ops.delta import delta_call
+from linattn.ops.linear import causal_call, checked, checked_mask, operator_of
 from linattn.ops.state import LinearState
 
 
@@ -13,20 +15,28 @@ def explain_backend(
     k: Float[Tensor, "*#b m d"],
     v: Float[Tensor, "*#b m dv"],
     /,
-    state: LinearState | None = None,
+    state: LinearState | Float[Tensor, "*#b d dv"] | None = None,
     *,
+    beta: Float[Tensor, "*#b #m"] | None = None,
     is_causal: bool = True,
-    log_decay: Float[Tensor, "*#b #m"] | None = None,
+    log_decay: Float[Tensor, "*#b #m"] | Float[Tensor, "*#b m d"] | None = None,
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> str:
     """Describe in one line per backend what `causal_linear_attention`, or `linear_attention` if not `is_causal`, does
     with the same arguments: `q`, `k`, `v`, `key_mask`, `normalize`, `feature_map` and, only if `is_causal`, `state` and
-    `log_decay`. Raises ValueError as they do.
+    `log_decay`. With `beta`, describe `causal_delta_attention`, which takes `q`, `k`, `v`, `state`, `log_decay` and
+    `key_mask`. Raises ValueError as they do.
 
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
+    if beta is not None:
+        if not is_causal or feature_map != "identity":
+            came = f"is_causal={is_causal} and feature_map={feature_map!r}"
+            raise ValueError(f"beta is of the delta rule, which is causal and takes features as they are, not {came}")
+        return DELTA.explain(delta_call(q, k, v, beta, state, log_decay, key_mask))
     if is_causal:
-        return CAUSAL.explain(causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map))
+        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        return operator_of(call).explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

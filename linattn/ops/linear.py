@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from linattn.ops.backends import CAUSAL, READ, SUM_KEYS, CausalCall, ReadCall, SumCall
+from linattn.ops.backends import CAUSAL, GATED, READ, SHARED, SUM_KEYS, CausalCall, ReadCall, SumCall
 from linattn.ops.backends.base import accumulator, align
+from linattn.ops.backends.operator import Operator
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
 from linattn.ops.state import LinearState, checked_kind
@@ -28,7 +29,7 @@ def causal_linear_attention(
     /,
     state: LinearState | None = None,
     *,
-    log_decay: Float[Tensor, "*#b #n"] | None = None,
+    log_decay: Float[Tensor, "*#b #n"] | Float[Tensor, "*#b n d"] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
@@ -36,12 +37,14 @@ def causal_linear_attention(
 ) -> tuple[Float[Tensor, "*b n dv"], LinearState]:
     """Attend from each query in `q` to the keys in `k` up to its own, and to those summed in `state` (None: no past).
 
-    S_i = exp(log_decay_i) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then `normalize` chooses y_i = φ(q_i) S_i / φ(q_i)·z_i
-    ("output"), or each feature normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i (None).
+    S_i = diag(exp(log_decay_i)) S_{i-1} + φ(k_i) v_iᵀ, likewise z_i; then `normalize` chooses y_i = φ(q_i) S_i /
+    φ(q_i)·z_i ("output"), or each feature normalised by itself, y_i = (φ(q_i) / z_i) S_i ("keys"), or y_i = φ(q_i) S_i
+    (None).
 
-    `feature_map` names φ in `ELEMENTWISE`. `v` holds a value per key, `log_decay` a number ≤ 0 per token (None: zeros),
-    and `key_mask` is True for each present token (None: all); leading dimensions broadcast. `backend` is a name that
-    `explain_backend` lists, or None: the first that can run.
+    `feature_map` names φ in `ELEMENTWISE`. `v` holds a value per key, and `key_mask` is True for each present token
+    (None: all). `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or more, and
+    the last two are k's (None: zeros): gated linear attention, https://arxiv.org/abs/2312.06635, eq. 3. Leading
+    dimensions broadcast. `backend` is a name that `explain_backend` lists, or None: the first that can run.
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
@@ -53,11 +56,11 @@ def causal_linear_attention(
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
     if call.q.ndim > 2:
-        y, S, z = CAUSAL.choose(call, backend)(call)
+        y, S, z = operator_of(call).choose(call, backend)(call)
     else:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
         call = call._replace(**one_row)
-        y, S, z = (x.squeeze(0) for x in CAUSAL.choose(call, backend)(call))
+        y, S, z = (x.squeeze(0) for x in operator_of(call).choose(call, backend)(call))
     return y, LinearState(S, z)
 
 
@@ -165,6 +168,17 @@ def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
     return x.expand(*x.shape[:-1], n)
 
 
+def per_channel(k: Tensor, log_decay: Tensor) -> Tensor:
+    """Return decays per channel (…, n, f) as they are, and those per head and token as (…, n, 1)."""
+    if log_decay.ndim >= k.ndim and log_decay.shape[-2:] == k.shape[-2:]:
+        return log_decay
+    n, f = k.shape[-2:]
+    if log_decay.ndim == 0 or log_decay.shape[-1] not in (1, n):
+        expected = f"log_decay must be (..., {n}) or (..., {n}, {f}), as k is {shape(k)}"
+        raise ValueError(f"{expected}, but is {shape(log_decay)}")
+    return log_decay.expand(*log_decay.shape[:-1], n).unsqueeze(-1)
+
+
 def checked_decay(log_decay: Tensor) -> Tensor:
     """Return the decays with −∞ for those of −10⁴ and less, which stand for a mask.
 
@@ -175,7 +189,8 @@ def checked_decay(log_decay: Tensor) -> Tensor:
     least, largest = _bounds(log_decay)
     if largest > 0:
         raise ValueError(f"log_decay must not be positive, as the past fades or stays, but it goes up to {largest:.6g}")
-    return log_decay if least > _FORGETS else log_decay.masked_fill(log_decay <= _FORGETS, -torch.inf)
+    # not masked_fill, for whose gradient torch's compiler expects other strides than there are
+    return log_decay if least > _FORGETS else torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
 
 
 def _bounds(x: Tensor) -> tuple[float, float]:
@@ -199,6 +214,10 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
 
 
+def operator_of(call: CausalCall) -> Operator:
+    return GATED if call.per_channel else SHARED if call.shared else CAUSAL
+
+
 def causal_call(
     q: Tensor,
     k: Tensor,
@@ -209,28 +228,29 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> CausalCall:
-    """Check and align a call: the state gets the leading dimensions of keys and values, queries those of all; the rest
-    broadcasts."""
+    """Check and align a call: the state gets the leading dimensions of keys and values; the rest broadcasts."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    keys, n, f, dv = k.shape[:-2], *k.shape[-2:], v.shape[-1]
+    keys, f, dv = k.shape[:-2], k.shape[-1], v.shape[-1]
     given = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
     if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == given:
         key_mask = checked_mask(k, key_mask)
-        log_decay = None if log_decay is None else expanded(k, log_decay, "log_decay")
-        others = {"key_mask": key_mask, "log_decay": log_decay, "state": None if state is None else state.z}
-        sides = {name: x.shape[:-1] for name, x in others.items() if x is not None}
+        log_decay = None if log_decay is None else per_channel(k, log_decay)
+        sides = {} if log_decay is None else {"log_decay": log_decay.shape[:-2]}
+        others = {"key_mask": key_mask, "state": None if state is None else state.z}
+        sides |= {name: x.shape[:-1] for name, x in others.items() if x is not None}
         keys = broadcast(k=keys, v=v.shape[:-2], **sides)
         lead = broadcast(q=q.shape[:-2], keys=keys)
         keys = (1,) * (len(lead) - len(keys)) + keys
-        q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
+        q, k, v = (align(x, len(lead) + 2) for x in (q, k, v))
         if key_mask is not None:
             key_mask = align(key_mask, len(lead) + 1)
-            log_decay = None if log_decay is None else torch.where(key_mask, log_decay, 0)
+            log_decay = None if log_decay is None else torch.where(key_mask.unsqueeze(-1), log_decay, 0)
         if log_decay is not None:
-            log_decay = align(checked_decay(log_decay), len(lead) + 1)
+            log_decay = align(checked_decay(log_decay), len(lead) + 2)
+            log_decay = log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay
     if state is None:
         dtype = accumulator(k.dtype)
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)

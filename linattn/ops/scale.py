@@ -10,6 +10,8 @@ from linattn.ops.backends.base import is_exporting
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
+# in sums it stands for −∞, after which the differences of the numbers before would be none
+_FORGETS = -1e6
 
 
 def running_scale(
@@ -36,7 +38,7 @@ def running_scale(
         relative_to = ((m - _LEAST) / _STEP).floor() * _STEP
     else:
         exact = torch.float32 if m.device.type == "mps" else torch.float64
-        faded = log_decay.detach().to(exact).expand_as(log_scale).cumsum(-1)
+        faded = log_decay.detach().to(exact).clamp(min=_FORGETS).expand_as(log_scale).cumsum(-1)
         faded = torch.cat([faded.new_zeros(*faded.shape[:-1], 1), faded], -1)
         relative_to = m = (_running_max(m - faded) + faded).to(m.dtype)
     none = m == -torch.inf

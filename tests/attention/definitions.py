@@ -2,11 +2,13 @@
 has no definition, and its tests fail."""
 
 from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linattn.attention import (
+    DeltaAttention,
     InnerAttention,
     LearnedProjection,
     LinearAttention,
@@ -20,6 +22,7 @@ from linattn.attention import (
     StridedConvolution,
 )
 from linattn.ops.rotary import rotate
+from tests.attention.cases import GatesFromKeys
 
 
 def define(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -111,6 +114,40 @@ def _(inner: RotaryLinearAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     turned = rotate(q, places, base=inner.base) @ rotate(k, places, base=inner.base).mT
     total = (weight * (q @ k.mT)).sum(-1, keepdim=True)
     return (weight * turned) @ v.repeat_interleave(group, 1) / total
+
+
+@definition.register
+def _(inner: GatesFromKeys, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return gated(inner.inner, q, k, v, inner.gates(k))
+
+
+def gated(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, gates: Any) -> Tensor:
+    """Token by token: the state fades, is corrected or added to, and read."""
+    if gates is None:
+        return definition(inner, q, k, v)
+    if isinstance(inner, SplitHeads):
+        heads, group = inner.heads, q.shape[1] // k.shape[1]
+        keys = [count // group for count in heads]
+        pieces = zip(inner.parts, q.split(heads, 1), k.split(keys, 1), v.split(keys, 1), gates, strict=True)
+        return torch.cat([gated(*piece) for piece in pieces], 1)
+    corrects = isinstance(inner, DeltaAttention)
+    if corrects:
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    else:
+        assert isinstance(inner, LinearAttention) and inner.normalize is None
+        q, k = inner.feature_map.query(q).value(), inner.feature_map.key(k).value()
+    S, ys, group = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), [], q.shape[1] // k.shape[1]
+    for i in range(k.shape[-2]):
+        if gates.log_decay is not None:
+            decay = gates.log_decay[:, :, i].exp()
+            S = S * (decay if decay.ndim == 3 else decay.unsqueeze(-1)).unsqueeze(-1)
+        key, value = k[:, :, i].unsqueeze(-1), v[:, :, i].unsqueeze(-2)
+        error = value - key.mT @ S if corrects else value
+        strength = 1 if gates.beta is None else gates.beta[:, :, i, None, None]
+        S = S + strength * key * error
+        ys.append(q[:, :, i].unsqueeze(-2) @ S.repeat_interleave(group, 1))
+    return torch.cat(ys, -2) if ys else torch.zeros(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
 
 
 @definition.register

@@ -17,6 +17,7 @@ from tests.attention.cases import (
     NEVER_CAUSAL,
     ONLY_CAUSAL,
     WINDOW,
+    GatesFromKeys,
     every_attention,
     every_causal,
     heads,
@@ -248,8 +249,9 @@ def is_mean(inner: InnerAttention) -> bool:
     """Whether outputs are weighted means of values."""
     if isinstance(inner, SplitHeads):
         return all(map(is_mean, inner.parts))
-    turned = isinstance(inner, RotaryLinearAttention)
-    return not turned and not (isinstance(inner, LinearAttention) and inner.normalize is None)
+    if isinstance(inner, (RotaryLinearAttention, GatesFromKeys)):
+        return False
+    return not (isinstance(inner, LinearAttention) and inner.normalize is None)
 
 
 @over([(spec, causal) for spec, causal in CAUSAL + GLOBAL if spec not in ("linformer", "linformer_conv")])

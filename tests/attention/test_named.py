@@ -14,10 +14,10 @@ from linattn.attention import (
 )
 from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
 from linattn.nn import HeadNorm
-from tests.attention.cases import over
+from tests.attention.cases import GATED, over
 
 LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
-CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED for causal in (False, True)]
+CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED for causal in (False, True)]
 CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
 
 
@@ -56,7 +56,8 @@ def test_mixtures():
         ("local:3+elu:5", {"num_key_heads": 4}, "do not divide 4 key heads evenly"),
         ("linformer", {}, "give max_length"),
         ("linformer", {"causal": True, "max_length": 9}, "cannot be causal"),
-        ("retention", {}, "causal only"),
+        ("retention", {}, "retention is causal only"),
+        ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window is 0"),
     ],
 )
@@ -110,6 +111,12 @@ def test_attend_takes_every_method_that_needs_no_training(spec, causal):
 def test_attend_refuses_what_needs_training(name):
     with pytest.raises(ValueError, match="build the module with named_attention"):
         attend(*some_heads(), name)
+
+
+@pytest.mark.parametrize("name", sorted(GATED))
+def test_attend_refuses_what_needs_gates(name):
+    with pytest.raises(ValueError, match=f"'{name}' needs gates, .*: build MultiheadAttention"):
+        attend(*some_heads(), name, is_causal=True)
 
 
 def test_attend_draws_nothing_from_the_callers_generator():

@@ -1,4 +1,4 @@
-"""The delta rule compiles without breaks, in graphs that serve other lengths, and exports for one length."""
+"""The delta rule compiles without breaks, in graphs that serve other lengths, and exports for one length and any."""
 
 from collections.abc import Callable
 
@@ -38,24 +38,32 @@ def test_a_graph_serves_other_lengths_with_gradients() -> None:
     assert counter.frame_count == 2
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, per_channel: bool):
+        super().__init__()
+        self.per_channel = per_channel
+
+    def forward(self, *x: Tensor) -> tuple[Tensor, Tensor]:
+        return causal_delta_attention(*x[:5], log_decay=x[5] if self.per_channel else x[5][..., 0])
+
+
 @pytest.mark.parametrize("n", [1, 9])
 def test_exports_for_one_length(n: int) -> None:
-    tensors = tuple(x.detach() for x in inputs(n))
-
-    class Layer(torch.nn.Module):
-        def forward(self, *x: Tensor) -> tuple[Tensor, Tensor]:
-            return attend(*x)
-
-    exported = torch.export.export(Layer(), tensors)
-    assert_close(exported.module()(*tensors), attend(*tensors))
+    tensors = inputs(n)
+    exported = torch.export.export(Layer(True), tuple(tensors)).module()
+    assert_close(derivatives(exported, tensors), derivatives(attend, tensors))
 
 
-def test_an_export_for_every_length_is_refused_by_name() -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-            return causal_delta_attention(q, k, v, beta)
-
-    n = torch.export.Dim("n", min=4, max=100)
-    sizes = {"q": {2: n}, "k": {2: n}, "v": {2: n}, "beta": {2: n}}
-    with pytest.raises(Exception, match="causal_delta_attention can be exported for one length only"):
-        torch.export.export(Layer(), tuple(x.detach() for x in inputs(9)[:4]), dynamic_shapes=sizes)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_exports_for_any_length_in_torchs_own_operators(per_channel: bool) -> None:
+    layer, n = Layer(per_channel), torch.export.Dim("n", min=2, max=100_000)
+    sizes = (({2: n},) * 4 + ({}, {2: n}),)
+    program = torch.export.export(layer, tuple(x.detach() for x in inputs(70)), dynamic_shapes=sizes)
+    assert not any("linattn" in str(node.target) for node in program.graph.nodes)
+    for length in (2, 16, 129, 3000):
+        tensors = inputs(length)
+        upstream = [torch.randn_like(x) for x in layer(*tensors)]
+        found, expected = program.module()(*tensors), layer(*tensors)
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        gradients = [torch.autograd.grad(x, tensors, upstream, materialize_grads=True) for x in (found, expected)]
+        assert_close(*gradients, rtol=1e-4, atol=1e-4)

@@ -21,6 +21,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grouped keys of a mixture": {"attention": "local+elu", "num_key_heads": 2},
     "convolution": {"attention": "elu", "convolution": 4, "rotary": None},
     "un-normalised": {"attention": "linear_unnormalized", "head_norm": True, "gate": True},
+    "delta with convolutions of its own": {
+        "attention": "gated_delta",
+        "convolution": 3,
+        "convolution_on": "projections",
+        "beta_limit": 2.0,
+        "head_norm": True,
+        "gate": True,
+        "rotary": None,
+    },
+    "state space": {"attention": "ssd", "key_dim": 6, "value_skip": True, "gate": True, "gated_norm": True},
+    "mixture with gates": {"attention": "local:4+kda:2+ssd:2", "num_heads": 8},
     "layers": {"attention": ("convolution:3", "local"), "feed_forward": "none"},
     "learned positions": {
         "attention": "elu",

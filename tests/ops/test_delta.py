@@ -10,17 +10,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from linattn.ops import causal_delta_attention, packed_log_decay
-from linattn.ops.backends.delta import DELTA
-from linattn.ops.backends.delta.chunked import BLOCK
-from linattn.ops.delta import delta_call
+from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
+from linattn.ops.backends.delta import places
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
 
 D, DV = 5, 3
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "loopless"])
 every_decay = pytest.mark.parametrize("decay", [None, "head", "channel"])
 
 
@@ -113,7 +111,7 @@ def test_agrees_with_the_formula(backend: str, decay: str | None) -> None:
     assert_close(last, S)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
+@pytest.mark.parametrize("backend", ["chunked", "recurrent", "loopless"])
 @every_decay
 @pytest.mark.parametrize("n", LENGTHS)
 def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, decay: str | None, n: int) -> None:
@@ -128,7 +126,20 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, de
 @every_decay
 def test_segments_make_the_whole(decay: str | None) -> None:
     """Several segments and a rest: one holds 256 tokens here."""
-    given = inputs(600, decay, lead=(4,), d=BLOCK // 1024, dv=4)
+    given = inputs(600, decay, lead=(4,), d=places.BLOCK // 1024, dv=4)
+    upstream = upstream_of(given)
+    expected = everything(given, upstream, backend="reference")
+    assert_same(everything(given, upstream, backend="chunked"), expected, rtol=1e-9, atol=1e-9)
+
+
+@every_decay
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_make_the_batch(monkeypatch: pytest.MonkeyPatch, decay: str | None, shared: bool) -> None:
+    """Where the states of all rows do not fit the cache, rows follow one another, each in segments of 64 tokens."""
+    monkeypatch.setattr(places, "BLOCK", 1)
+    given = inputs(150, decay, lead=(3, 2))
+    if shared:
+        given |= {name: x[:, :1] for name, x in given.items() if name != "q"}
     upstream = upstream_of(given)
     expected = everything(given, upstream, backend="reference")
     assert_same(everything(given, upstream, backend="chunked"), expected, rtol=1e-9, atol=1e-9)
@@ -374,8 +385,8 @@ def test_inputs_are_not_modified() -> None:
         assert all(torch.equal(x, copies[name]) for name, x in given.items())
 
 
-def test_memory_saved_for_the_backward_is_the_inputs_and_a_state_per_segment() -> None:
-    given = {name: x.requires_grad_() for name, x in inputs(1000, lead=(1, 4), d=64, dv=64).items()}
+def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_state_per_segment() -> None:
+    given = {name: x.requires_grad_() for name, x in inputs(3000, lead=(1, 4), d=64, dv=32).items()}
     saved: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -385,22 +396,32 @@ def test_memory_saved_for_the_backward_is_the_inputs_and_a_state_per_segment() -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         call(given, backend="chunked")
     others = [x for x in saved if not any(x.data_ptr() == y.data_ptr() for y in given.values())]
-    assert [tuple(x.shape) for x in others] == [(2, 4, 64, 64)]
+    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32)]
 
 
 def test_a_backend_is_chosen_and_explained() -> None:
-    one, many = inputs(1), inputs(9)
-    calls = [delta_call(x["q"], x["k"], x["v"], x["beta"], None, None, None) for x in (one, many)]
-    assert DELTA.explain(calls[0]).startswith("recurrent: runs this call")
-    assert DELTA.explain(calls[1]) == (
-        "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
+    one, many = inputs(1, "channel"), inputs(9)
+    kernels = "triton: has no kernels for the delta rule; on a GPU too it runs as matrix products of torch\n"
+    assert explain(one).startswith(kernels + "recurrent: runs this call\n")
+    assert explain(many) == (
+        kernels + "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
         "chunked: runs this call\n"
+        "loopless: can run it, when named\n"
         "reference: can run it, when named"
     )
     with pytest.raises(NotImplementedError, match="recurrent: takes one token"):
         call(many, backend="recurrent")
+    with pytest.raises(NotImplementedError, match="triton: has no kernels for the delta rule"):
+        call(many, backend="triton")
     with pytest.raises(ValueError, match="did you mean 'chunked'"):
         call(many, backend="chunk")
+    with pytest.raises(ValueError, match="the delta rule, which is causal"):
+        explain(many, is_causal=False)
+
+
+def explain(given: dict[str, Tensor], **options: Any) -> str:
+    named = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    return explain_backend(given["q"], given["k"], given["v"], **named, **options)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,4 +1,4 @@
-"""Our language model for transformers, and our attention for its models.
+"""Our language model for transformers, and our attention and scans for its models.
 
 Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
@@ -20,6 +20,7 @@ from linattn.integrations.transformers.heads import (
 from linattn.integrations.transformers.hooks import attended_modules, install, register_attention
 from linattn.integrations.transformers.lora import register_target_modules
 from linattn.integrations.transformers.model import LinattnModel
+from linattn.integrations.transformers.speed_up import SpeedUp, speed_up
 from linattn.integrations.transformers.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "LinattnForSequenceClassification",
     "LinattnForTokenClassification",
     "LinattnModel",
+    "SpeedUp",
     "attended_modules",
     "byte_tokenizer",
     "file_tokenizer",
     "register_attention",
     "save_for_transformers",
+    "speed_up",
 ]
 
 AutoConfig.register(LinattnConfig.model_type, LinattnConfig, exist_ok=True)

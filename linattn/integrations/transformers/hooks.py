@@ -4,7 +4,8 @@ transformers has registries for the functions. Three of its own functions are wr
 only: names of mixtures are registered at their first use, models that never call the registry are refused, and caches
 hold our states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn, TypeGuard
 
@@ -21,7 +22,9 @@ from linattn.ops.names import did_you_mean
 PREFIX = "linattn:"
 LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
 """Attentions that need weights, or a length, of their own."""
-METHODS = tuple(sorted(set(ATTENTIONS) - set(LEARNED)))
+GATED = ("gla", "ssd", "delta", "gated_delta", "kda")
+"""Attentions that need gates made from the layer's input, which an attention function does not see."""
+METHODS = tuple(sorted(set(ATTENTIONS) - {*LEARNED, *GATED}))
 REPLACED = {"full_attention", "sliding_attention"}
 """transformers' names of cache layers that ours replace."""
 
@@ -36,6 +39,11 @@ def register_attention(method: str) -> str:
         if name in LEARNED:
             raise ValueError(
                 f"{name!r} in {PREFIX}{method} has weights or a length of its own, which a name cannot hold"
+            )
+        if name in GATED:
+            raise ValueError(
+                f"{name!r} in {PREFIX}{method} needs gates, which are made from the layer's input, "
+                "where a name cannot hold them"
             )
         if name not in METHODS:
             hint = did_you_mean(name, METHODS)
@@ -53,20 +61,27 @@ def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
     implementation = model.config._attn_implementation
     if not is_ours(implementation):
         raise ValueError(f"the attention of this {type(model).__name__} is {implementation!r}, not one of {PREFIX}…")
-    function = AttentionInterface._global_mapping[implementation]
-
-    def counted(module: nn.Module, *args: Any, **options: Any) -> Any:
-        found.append(names.get(module, type(module).__name__))
-        return function(module, *args, **options)
-
-    AttentionInterface.register(implementation, counted)
-    try:
+    with watched(implementation, lambda module, *_, **__: found.append(names.get(module, type(module).__name__))):
         model(**inputs)
-    finally:
-        AttentionInterface.register(implementation, function)
     if not found:
         raise ValueError(f"{type(model).__name__} ignores attn_implementation: its attention is its own")
     return found
+
+
+@contextmanager
+def watched(implementation: str, see: Callable[..., None]) -> Iterator[None]:
+    """Call `see` with the arguments of each call of the attention function that is registered as `implementation`."""
+    function = AttentionInterface._global_mapping[implementation]
+
+    def seen(module: nn.Module, *args: Any, **options: Any) -> Any:
+        see(module, *args, **options)
+        return function(module, *args, **options)
+
+    AttentionInterface.register(implementation, seen)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(implementation, function)
 
 
 def install() -> None:

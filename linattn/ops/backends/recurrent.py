@@ -24,7 +24,8 @@ def run(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     if call.key_mask is not None:
         k = torch.where(call.key_mask, k, 0)
     if call.log_decay is not None:
-        decay = call.log_decay.to(dtype).exp()
+        # (…, 1) per head, (…, f) per channel
+        decay = call.log_decay.flatten(z.ndim - 1).to(dtype).exp()
         S, z = decay.unsqueeze(-1) * S, decay * z
     # (f, 1) times (1, dv) is the outer product
     S, z = torch.addcmul(S, k.unsqueeze(-1), v), z + k

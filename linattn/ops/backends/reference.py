@@ -72,4 +72,19 @@ def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(call.v.dtype), S, z
 
 
-CAUSAL, SUM_KEYS, READ = (Backend("reference", None, exactly(run)) for run in (causal, sum_keys, read))
+def gated(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = diag(exp(log_decay_i)) S_{i−1} + φ(k_i) v_iᵀ, likewise z_i."""
+    assert call.log_decay is not None
+    dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
+    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k, S, z = phi(q), present(phi(k), call.key_mask), call.S, call.z
+    each, ys = [x.split(1, -2) for x in (q, k, v, call.log_decay.to(dtype).exp())], [q[..., :0, :] @ S]
+    # a sequence without tokens splits into one part without tokens
+    for q_i, k_i, v_i, a_i in zip(*each, strict=True) if q.shape[-2] else ():
+        S, z = a_i.mT * S + k_i.mT * v_i, a_i.squeeze(-2) * z + k_i.squeeze(-2)
+        y = (divide(q_i, z.unsqueeze(-2)) if call.normalize == "keys" else q_i) @ S
+        ys.append(divide(y, q_i @ z.unsqueeze(-1)) if call.normalize == "output" else y)
+    return torch.cat(ys, -2).to(call.v.dtype), S, z
+
+
+CAUSAL, GATED, SUM_KEYS, READ = (Backend("reference", None, exactly(run)) for run in (causal, gated, sum_keys, read))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 from linattn.attention import ATTENTIONS, named_attention
 from linattn.attention.states import map_state
 from linattn.integrations.transformers import attended_modules, register_attention
-from linattn.integrations.transformers.hooks import LEARNED, METHODS
+from linattn.integrations.transformers.hooks import GATED, LEARNED, METHODS
 
 from .families import (
     AUDIO,
@@ -294,13 +294,14 @@ def test_going_back_gives_the_original():
 
 def test_the_names_that_need_weights_are_known():
     for name in ATTENTIONS:
-        options = {"num_heads": 2, "head_dim": 8, "causal": name == "retention"}
+        options = {"num_heads": 2, "head_dim": 8, "causal": name == "retention" or name in GATED}
         if name.startswith("linformer"):
             assert name in LEARNED
         else:
             inner = named_attention(name, **options)
             assert bool([*inner.parameters()]) == (name in LEARNED)
-    assert {*METHODS, *LEARNED} == {*ATTENTIONS}
+            assert (inner.needs is not None) == (name in GATED)
+    assert {*METHODS, *LEARNED, *GATED} == {*ATTENTIONS}
 
 
 OTHERS = {

@@ -1,179 +1,118 @@
 """Matrix products inside chunks of tokens, a running state between them: the form for training and prefill. Yang et
 al., https://arxiv.org/abs/2406.06484, section 3.2, the WY form.
 
-A chunk's tokens write K⁻ᵀ E, with keys times β, where e_t = v_t − what the decayed state before t says at k_t. With
-what decays between tokens in A = tril(k (β k)ᵀ, −1) and P = tril(q (β k)ᵀ), since the chunk began in K⁺ and Q⁺, and
-until it ends in K⁻:
+Token t writes β_t k_t e_tᵀ, where e_t is v_t less what the decayed state before t says at k_t. So keys ask as queries
+do, with a minus, and what they are told is added to the values. With what decays between tokens in
+[P, A] = [tril(q (β k)ᵀ), tril(−k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
 
-    (I + A) E = V − K⁺ S        y = Q⁺ S + P E        S ← a S + K⁻ᵀ E
+    E = V + A E + K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
 
 Shapes: a segment has c chunks, of C tokens, of b states, B = c b, and g queries share a state."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.halves import Factors, factors, inverse, similarities
-
-# half of A and P is thrown away, so short chunks save products; their states cost memory traffic
-SHORTEST, LONGEST = 16, 64
-# numbers of a segment's keys or values: a megabyte in float32
-BLOCK = 2**18
+from linattn.ops.backends.delta.halves import inverse
+from linattn.ops.backends.delta.inside import NoDecay, PerChannel, PerHead
+from linattn.ops.backends.delta.places import Place, arrange, cut, number_of_segments
+from linattn.ops.backends.workspace import Workspace, empty_like
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state, and the states that enter each segment, (i b d dv), if `save`."""
-    y, S_end, saved = empty(call, save)
-    y_view, S = beside_tokens(y, call), call.S.reshape(saved.shape[1:])
-    for i, place in enumerate(cut(call)):
-        if save:
-            saved[i] = S
-        segment = Segment(call, place)
-        E, S_in, S = segment.run(S)
-        place.write(y_view, segment.outputs(E, S_in))
-    return y, S_end.copy_(S.view_as(S_end)), saved
+    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and E, as v."""
+    results, work = empty(call, save), Workspace(call.S)
+    y, S_end, S_saved, E_saved = results
+    given, (y_view,) = arrange(call, y)
+    S_end, E_saved = S_end.view(given.S.shape), E_saved.view(*given.k.shape[:-2], *E_saved.shape[-2:])
+    for states, places in cut(call):
+        S = given.S[states]
+        for i, place in enumerate(places):
+            if save:
+                S_saved[i, states] = S
+            segment = Segment(given, place, work)
+            E, S_ends = segment.run(segment.load(given.v, "v"), S)
+            if save:
+                place.write(E_saved, E)
+            y_part = torch.bmm(segment.P, E, out=work("y")).baddbmm_(segment.q_in, S_ends[:-1].flatten(0, 1))
+            place.write(y_view, y_part)
+            S = S_ends[-1]
+        S_end[states] = S
+    return results
 
 
-def empty(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     """Return results without numbers."""
     *lead, d, dv = call.S.shape
-    saved = call.S.new_empty(number_of_segments(call) if save else 0, math.prod(lead), d, dv)
-    return call.v.new_empty(*call.q.shape[:-1], dv), call.S.new_empty(call.S.shape), saved
-
-
-class Place(NamedTuple):
-    """Some chunks of the tokens of a call, the last of which may be filled up with zeros."""
-
-    start: int
-    length: int
-    chunk: int
-    lead: int
-
-    @property
-    def number(self) -> int:
-        return -(-self.length // self.chunk)
-
-    def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the chunks of (*b *g n d) as (B g C d)."""
-        x = x.narrow(-2, self.start, self.length).to(dtype)
-        missing = self.number * self.chunk - self.length
-        x = F.pad(x, (0, 0, 0, missing)) if missing else x
-        x = x.unflatten(-2, (self.number, self.chunk)).movedim(-3, 0)
-        rows, groups = math.prod(x.shape[: self.lead + 1]), math.prod(x.shape[self.lead + 1 : -2])
-        return x.reshape(rows, groups, *x.shape[-2:])
-
-    def write(self, total: Tensor, part: Tensor) -> None:
-        """Write (B … C d) to where it belongs in (*b *g n d)."""
-        each = self.length // self.number
-        target = total.narrow(-2, self.start, self.length).unflatten(-2, (self.number, each)).movedim(-3, 0)
-        part = part.reshape(*target.shape[:-2], self.chunk, part.shape[-1])
-        target.copy_(part.narrow(-2, 0, each))
-
-    def chunks(self, x: Tensor) -> Tensor:
-        """View (B …) as (c b …)."""
-        return x.unflatten(0, (self.number, x.shape[0] // self.number))
-
-
-def chunk_length(call: DeltaCall) -> int:
-    """Return half the shorter side of a state, as a power of two from 16 to 64."""
-    length = SHORTEST
-    while length < min(LONGEST, min(call.S.shape[-2:]) / 2):
-        length *= 2
-    return length
-
-
-def segment_length(call: DeltaCall) -> int:
-    (*lead, d, dv), chunk = call.S.shape, chunk_length(call)
-    return max(chunk, BLOCK // max(1, math.prod(lead) * max(d, dv)) // chunk * chunk)
-
-
-def number_of_segments(call: DeltaCall) -> int:
-    """Return the number of segments per sequence. Works with a symbolic length."""
-    n, chunk = call.q.shape[-2], chunk_length(call)
-    return -(-(n // chunk * chunk) // segment_length(call)) - (-(n % chunk) // chunk)
-
-
-def cut(call: DeltaCall) -> list[Place]:
-    """Cut the tokens into segments of full chunks; what is left is a chunk of its own, of a power of two of tokens."""
-    n, step, chunk, lead = call.q.shape[-2], segment_length(call), chunk_length(call), call.S.ndim - 2
-    end = n // chunk * chunk
-    cuts = [Place(start, min(step, end - start), chunk, lead) for start in range(0, end, step)]
-    return [*cuts, Place(end, n - end, 1 << (n - end - 1).bit_length(), lead)] if end < n else cuts
-
-
-def beside_tokens(x: Tensor, call: DeltaCall) -> Tensor:
-    """View queries or outputs (…, n, d) as (*b *g n d): leading dimensions whose queries share a state stand beside the
-    tokens."""
-    for i, size in enumerate(call.S.shape[:-2]):
-        if size != call.q.shape[i]:
-            x = x.unsqueeze(i).movedim(i + 1, -3)
-    return x
+    y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
+    states = call.S.new_empty(number_of_segments(call) if save else 0, math.prod(lead), d, dv)
+    return y, call.S.new_empty(call.S.shape), states, empty_like(call.S, (*lead, n, dv))
 
 
 class Segment:
-    """Queries and keys (B g+1 C d), values, β and decays of one segment, and what follows from these alone."""
+    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is queries and, last
+    and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
 
-    def __init__(self, call: DeltaCall, place: Place):
-        lead, dtype = call.S.shape[:-2], call.S.dtype
-        decay = torch.zeros_like(call.beta) if call.log_decay is None else call.log_decay
-        q, k, v, beta, decay = (
-            place.load(x, dtype)
-            for x in (beside_tokens(call.q, call), *(spread(x, lead) for x in (call.k, call.v, call.beta, decay)))
-        )
-        self.place, self.asking = place, torch.cat([q, k], 1)
-        self.k, self.v, self.beta, levels = k.squeeze(1), v.squeeze(1), beta.squeeze(1), list(factors(decay.squeeze(1)))
-        self.written, self.decay = self.beta * self.k, levels
-        self.since, self.until = (x.squeeze(1) for x in levels[-1][1:])
-        self.over = self.since[:, -1].unsqueeze(-1)
-        self.weights = weights(levels) if self.since.shape[-1] == 1 else None
-        # queries first, then keys: what they ask of the state, and of one another
-        asking = (self.asking * self.since.unsqueeze(1)).flatten(1, 2)
-        self.q_in, self.k_in, self.k_out = *self._sides(asking), self.written * self.until
-        self.products = self._products()
-        self.P, A = self._sides(self.products.flatten(1, 2))
-        self.M = inverse(A)
-        self.W = self.M @ self.k_in
+    def __init__(self, given: DeltaCall, place: Place, work: Workspace):
+        q, k, self.place, self.work = place.cut(given.q), place.cut(given.k), place, work
+        groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
+        self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
+        self.asking[:, :-1].view(q.shape).copy_(q)
+        keys = self.asking[:, -1]
+        keys.view(k.shape).copy_(k)
+        keys.neg_()
+        self.less = self.load(given.beta, "less").neg_()
+        self.written = torch.mul(keys, self.less, out=work("written"))
+        self.inside = self._inside(given.log_decay)
+        asking_in, self.k_out = self.inside.asking_in, self.inside.written_out
+        self.q_in, self.k_in = asking_in[:, :-1].flatten(1, 2), asking_in[:, -1]
+        self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
+        self.M = inverse(A, work("M"))
 
-    def _sides(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut what belongs to queries from what belongs to keys, the last C rows of (B (g+1)C d)."""
-        first = x.shape[1] - self.place.chunk
-        return x[:, :first], x[:, first:]
+    def _inside(self, log_decay: Tensor | None) -> NoDecay | PerHead | PerChannel:
+        if log_decay is None:
+            return NoDecay(self.asking, self.written, self.work)
+        kind = PerHead if log_decay.shape[-1] == 1 else PerChannel
+        return kind(self.asking, self.written, self.load(log_decay, "log_decay"), self.work)
 
-    def _products(self) -> Tensor:
-        """P and A, (B g+1 C C), the latter with a diagonal. A decay per head takes one product, and its weights."""
-        if self.weights is not None:
-            products = self.asking.flatten(1, 2) @ self.written.mT
-            return products.unflatten(1, self.asking.shape[1:3]).mul_(self.weights)
-        products = similarities(self.asking, self.written, self.decay)
-        products.diagonal(dim1=-2, dim2=-1).add_((self.asking * self.written.unsqueeze(1)).sum(-1))
-        return products
+    def load(self, x: Tensor, name: str) -> Tensor:
+        """Copy the chunks of (*b n d) as (B C d)."""
+        x = self.place.cut(x)
+        return self.work(name, x.shape).copy_(x).flatten(0, -3)
 
-    def run(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return E (B C dv), the states that enter the chunks (B d dv), and the last: E = M (V − K⁺ S)."""
-        E, S_ends = self.M @ self.v, S.new_empty(self.place.number + 1, *S.shape)
-        S_ends[0] = S
-        each = zip(*(self.place.chunks(x) for x in (E, self.W, self.k_out, self.over)), strict=True)
-        for i, (e, w, k_out, over) in enumerate(each):
-            e.baddbmm_(w, S_ends[i], alpha=-1)
-            torch.mul(over, S_ends[i], out=S_ends[i + 1]).baddbmm_(k_out.mT, e)
-        return E, S_ends[:-1].flatten(0, 1), S_ends[-1]
+    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return E (B C dv) and the states at the ends of all chunks, (c+1 b d dv), given V, which is overwritten."""
+        E, S_ends = self.work("E", v.shape), self.ends("S", S, 0)
+        parts = zip(S_ends, S_ends[1:], *map(self.place.chunks, (v, E, self.M, self.k_in, self.k_out)), strict=False)
+        for (before, after, v, e, M, k_in, k_out), a in zip(parts, self.over(), strict=True):
+            torch.bmm(M, v.baddbmm_(k_in, before), out=e)
+            if a is None:
+                torch.baddbmm(before, k_out.mT, e, out=after)
+            else:
+                torch.mul(before, a, out=after).baddbmm_(k_out.mT, e)
+        return E, S_ends
 
-    def outputs(self, E: Tensor, S_in: Tensor) -> Tensor:
-        """(B gC dv)"""
-        return torch.baddbmm(self.P @ E, self.q_in, S_in)
+    def again(self, E: Tensor, S: Tensor) -> Tensor:
+        """Return the states that enter the chunks, (B d dv), given E."""
+        S_ends = self.ends("S", S, 0)
+        torch.bmm(self.k_out.mT, E, out=S_ends[1:].flatten(0, 1))
+        for before, after, a in zip(S_ends, S_ends[1:], self.over(), strict=False):
+            add(after, before, a)
+        return S_ends[:-1].flatten(0, 1)
+
+    def ends(self, name: str, S: Tensor, at: int) -> Tensor:
+        """Return memory for the states at the ends of all chunks, (c+1 b d dv), one of which is S."""
+        ends = self.work(name, (self.place.number + 1, *S.shape))
+        ends[at] = S
+        return ends
+
+    def over(self) -> Sequence[Tensor | None]:
+        """Return what decays over each chunk."""
+        return [None] * self.place.number if self.inside.over is None else self.place.chunks(self.inside.over)
 
 
-def spread(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    return x.expand(*lead, *x.shape[-2:])
-
-
-def weights(levels: list[Factors]) -> Tensor:
-    """Return what decays between two tokens, (B 1 C C), for decays per head."""
-    one = torch.ones_like(levels[-1].since)
-    D = similarities(one, one.squeeze(1), levels)
-    D.diagonal(dim1=-2, dim2=-1).fill_(1)
-    return D
+def add(total: Tensor, S: Tensor, decay: Tensor | None) -> Tensor:
+    return total.add_(S) if decay is None else total.addcmul_(S, decay)

@@ -1,92 +1,77 @@
-"""The gradient of the chunked form, from the last segment to the first. What is saved for it is the inputs and one
+"""The gradient of the chunked form, from the last segment to the first. What is saved for it is the inputs, E and one
 state per segment; the rest is computed again.
 
-With X = Mᵀ dE, where M = (I + A)⁻¹, so that E = M (V − K⁺ S):
+Given the gradient dY of the outputs and dS' of a state that leaves a chunk, with X = dE and [P, A], [Q⁺, K⁺] as there:
 
-    dE = Pᵀ dY + K⁻ dS'    dS = a dS' + Q⁺ᵀ dY − K⁺ᵀ X    dV = X    dK⁺ = −X Sᵀ    dA = −X Eᵀ    dP = dY Eᵀ"""
+    X = Aᵀ X + Pᵀ dY + K⁻ dS'      dV = X      dS = a dS' + [Q⁺, K⁺]ᵀ [dY, X]
+    d[P, A] = [dY, X] Eᵀ           d[Q⁺, K⁺] = [dY, X] Sᵀ           dK⁻ = E dS'ᵀ"""
 
 import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, beside_tokens, cut, forward, spread
-from linattn.ops.backends.delta.halves import similarities_gradient, sum_since, sum_until
+from linattn.ops.backends.delta.chunked import Segment, add, forward
+from linattn.ops.backends.delta.places import arrange, cut
 from linattn.ops.backends.operator import Tensors
+from linattn.ops.backends.workspace import Workspace, empty_like
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     """Return gradients of the call's six tensors."""
-    (S_saved,), (dy, dS) = saved, grads
+    (S_saved, E_saved), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
-    if S_saved is None or S_saved.shape[0] == 0:
-        S_saved = forward(call, True)[2]
-    lead, dq = call.S.shape[:-2], call.q.new_empty(call.q.shape)
-    dk, dv, dbeta = (x.new_empty(spread(x, lead).shape) for x in (call.k, call.v, call.beta))
-    dlog_decay = None if call.log_decay is None else dS.new_empty(spread(call.log_decay, lead).shape)
-    totals = beside_tokens(dq, call), dk, dv, dbeta, dlog_decay
-    dy, dS = beside_tokens(dy, call), dS.reshape(S_saved.shape[1:]).clone()
-    for i, place in reversed(list(enumerate(cut(call)))):
-        upstream = place.load(dy, dS.dtype).flatten(1, 2)
-        *found, dS = _of_segment(Segment(call, place), S_saved[i], upstream, dS)
-        for total, part in zip(totals, found, strict=True):
-            if total is not None:
-                place.write(total, part)
-    dk, dv, dbeta = summed(dk, call.k), summed(dv, call.v), summed(dbeta, call.beta)
-    if call.log_decay is not None and dlog_decay is not None:
-        dlog_decay = decay_gradient(dlog_decay, call.log_decay)
+    if S_saved is None or E_saved is None or S_saved.shape[0] == 0:
+        S_saved, E_saved = forward(call, True)[2:]
+    dq, work = empty_like(call.q, call.q.shape), Workspace(call.S)
+    given, (dq_view, dy) = arrange(call, dq, dy)
+    totals = dq_view, *(None if x is None else empty_like(x, x.shape) for x in (*given[1:4], given.log_decay))
+    E_saved, dS = E_saved.view(*given.v.shape), dS.reshape(given.S.shape).clone()
+    for states, places in cut(call):
+        for i, place in reversed(list(enumerate(places))):
+            segment = Segment(given, place, work)
+            *found, dS[states] = _of_segment(segment, segment.load(E_saved, "E"), S_saved[i, states], dy, dS[states])
+            for total, part in zip(totals, found, strict=True):
+                if total is not None:
+                    place.write(total, part)
+    dk, dv, dbeta, dlog_decay = (
+        None if x is None or of is None else summed(x, of)
+        for x, of in zip(totals[1:], (call.k, call.v, call.beta, None), strict=True)
+    )
+    if call.log_decay is not None and totals[4] is not None:
+        dlog_decay = decay_gradient(totals[4], call.log_decay)
     return dq, dk, dv, dbeta, dS.view_as(call.S), dlog_decay
 
 
-def _of_segment(s: Segment, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients of queries, keys, values, β, decays and the state that enters, given dy (B gC dv) and that of
+def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+    """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
-    E, S_in, _ = s.run(S)
-    dE, leaving, dS = _of_states(s, dy, dS)
-    X = s.M.mT @ dE
-    upstream, shape = torch.cat([dy, -X], 1), s.asking.shape
-    dproducts = (upstream @ E.mT).view(*shape[:3], shape[2])
+    work, S_in, dy = s.work, s.again(E, S), s.place.cut(dy)
+    upstream = work("upstream", (*s.asking.shape[:-1], E.shape[-1]))
+    upstream[:, :-1].view(dy.shape).copy_(dy)
+    X, dS_ends = _of_states(s, upstream[:, :-1].flatten(1, 2), dS)
+    upstream[:, -1] = X
+    rows, leaving = upstream.flatten(1, 2), dS_ends[1:].flatten(0, 1)
+    dproducts = torch.bmm(rows, E.mT, out=work("dproducts")).unflatten(1, s.asking.shape[1:3])
     # no token asks itself what the state says at its key
     dproducts[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
-    dasking, dwritten, dlog_decay = _of_products(s, dproducts)
-    of_in, of_out = (upstream @ S_in.mT).view(shape) * s.since.unsqueeze(1), (E @ leaving.mT) * s.until
-    dlog_decay += sum_since(_per_decay((s.asking * of_in).sum(1), s)) + sum_until(_per_decay(s.written * of_out, s))
-    dlog_decay += _per_decay((s.over * (S_in * leaving).sum(-1, keepdim=True)).mT, s)
-    dasking, dwritten = dasking.add_(of_in), dwritten.add_(of_out)
-    dk, dbeta = torch.addcmul(dasking[:, -1], s.beta, dwritten), (s.k * dwritten).sum(-1, keepdim=True)
-    return dasking[:, :-1], dk, X, dbeta, dlog_decay, dS
+    dasking = torch.bmm(rows, S_in.mT, out=work("dasking")).view(s.asking.shape)
+    dwritten = torch.bmm(E, leaving.mT, out=work("dwritten"))
+    dover = torch.mul(S_in, leaving, out=work("scratch")).sum(-1, keepdim=True)
+    dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
+    dk = dasking[:, -1].addcmul_(s.less, dwritten).neg_()
+    dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True).neg_()
+    return dasking[:, :-1], dk, X, dbeta, dlog_decay, dS_ends[0]
 
 
-def _per_decay(x: Tensor, s: Segment) -> Tensor:
-    """Sum over channels if they decay alike."""
-    return x if s.weights is None else x.sum(-1, keepdim=True)
-
-
-def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dE, the gradients of the states that leave the chunks, and that of the state that enters the first."""
-    chunks, dE, reads = s.place.chunks, s.P.mT @ dy, s.q_in.mT @ dy
-    ends = dS.new_empty(s.place.number + 1, *dS.shape)
-    ends[-1] = dS
-    each = list(zip(*map(chunks, (dE, s.k_out, s.over, reads, s.W)), strict=True))
-    for i, (de, k_out, over, read, W) in reversed(list(enumerate(each))):
-        de.baddbmm_(k_out, ends[i + 1])
-        # W = M K⁺, so that Wᵀ dE = K⁺ᵀ X
-        torch.addcmul(read, over, ends[i + 1], out=ends[i]).baddbmm_(W.mT, de, alpha=-1)
-    return dE, ends[1:].flatten(0, 1), ends[0]
-
-
-def _of_products(s: Segment, dproducts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries and keys, of the keys times β, and of the decays through P and A."""
-    if s.weights is not None:
-        dlog_decay = _crossing((dproducts * s.products).sum(1))
-        G = dproducts.mul_(s.weights).flatten(1, 2)
-        return (G @ s.written).view(s.asking.shape), G.mT @ s.asking.flatten(1, 2), dlog_decay
-    dasking, dwritten, dlog_decay = similarities_gradient(dproducts, s.asking, s.written, s.decay)
-    same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    dasking.addcmul_(same, s.written.unsqueeze(1))
-    return dasking, dwritten.add_((same * s.asking).sum(1)), dlog_decay
-
-
-def _crossing(pairs: Tensor) -> Tensor:
-    """Sum over the pairs that cross each token, i ≥ t > j: the gradients of decays, (B C 1)."""
-    return (pairs @ pairs.new_ones(pairs.shape[-2:]).triu(1)).tril().sum(1).unsqueeze(-1)
+def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return X (B C dv) and the gradients of the states at the ends of all chunks, (c+1 b d dv)."""
+    work, dS_ends = s.work, s.ends("dS", dS, -1)
+    torch.bmm(s.q_in.mT, dy, out=dS_ends[:-1].flatten(0, 1))
+    dE = torch.bmm(s.P.mT, dy, out=work("dE"))
+    X = work("X", dE.shape)
+    parts = zip(dS_ends, dS_ends[1:], s.over(), *map(s.place.chunks, (dE, X, s.M, s.k_in, s.k_out)), strict=False)
+    for before, after, a, de, x, M, k_in, k_out in reversed(list(parts)):
+        torch.bmm(M.mT, de.baddbmm_(k_out, after), out=x)
+        add(before, after, a).baddbmm_(k_in.mT, x)
+    return X, dS_ends

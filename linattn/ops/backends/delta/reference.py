@@ -18,7 +18,7 @@ def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Te
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
-    check_exported_length(call.q.shape[-2], "causal_delta_attention")
+    check_exported_length(call.q.shape[-2], 'backend="reference"')
     dtype, S = accumulator(call.q.dtype), call.S
     q, k, v, beta = (x.to(dtype) for x in call[:4])
     each = [x.split(1, -2) for x in (q, k, v, beta)]

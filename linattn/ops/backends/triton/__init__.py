@@ -28,6 +28,7 @@ def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) 
 
 
 CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")
+GATED = CAUSAL._replace(unsupported=lambda _: "has no kernels for a decay per channel", gradient=None, devices=())
 SUM_KEYS = _backend(
     sums_unsupported, "bidirectional_operators", "sum_keys", "sum_keys_gradient", "empty_sums", "empty_sums_gradient"
 )
@@ -35,4 +36,4 @@ READ = _backend(
     read_unsupported, "bidirectional_operators", "read", "read_gradient", "empty_outputs", "empty_read_gradient"
 )
 
-__all__ = ["CAUSAL", "READ", "SUM_KEYS"]
+__all__ = ["CAUSAL", "GATED", "READ", "SUM_KEYS"]

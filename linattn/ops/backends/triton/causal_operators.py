@@ -42,7 +42,7 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = empty_like_tokens(readable(call.q, call.q.shape[:-2]), call.v.shape[-1])
+    y = empty_like_tokens(readable(call.q, call.lead), call.v.shape[-1])
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 
@@ -109,7 +109,7 @@ def _key_gradients(
 
 
 def empty_gradient(call: CausalCall) -> Tensors:
-    lead = call.q.shape[:-2]
+    lead = call.lead
     dlog_decay = None if call.log_decay is None else call.log_decay.new_empty(call.log_decay.shape)
     tokens = (gradient_shape(x, lead) for x in (call.q, call.k, call.v))
     return *tokens, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), dlog_decay, None

@@ -56,7 +56,7 @@ def readable_call(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
     """Return the call, whose rows are those of the queries, and its state."""
     q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = given
     tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
-    call = Call(q.shape[:-2], tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
+    call = Call(given.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
     return call, S.contiguous(), z.contiguous()
 
 

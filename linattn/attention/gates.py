@@ -1,0 +1,82 @@
+"""Gates: numbers per token, made from the same input as q, k and v, that say how the state fades and is written."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step")
+
+
+class GateNeeds(NamedTuple):
+    """Say what an inner attention needs to know per token: a `decay` per key "head" or per "channel" of a key, and how
+    strongly a token writes: the `write` is the "strength" β of the delta rule, or the "step" Δ of a state space model,
+    which is in its decay as well. None stands for what it does not need."""
+
+    decay: str | None = None
+    write: str | None = None
+
+
+class SplitNeeds(NamedTuple):
+    """The numbers of heads of the parts of a `SplitHeads`, and their needs, None for a part that needs no gates."""
+
+    heads: tuple[int, ...]
+    parts: tuple[Any, ...]
+
+
+class Gates(NamedTuple):
+    """`log_decay` ≤ 0 per key head or channel and token, `beta` per key head and token; None for what is not needed.
+
+    The gates of a `SplitHeads` are a tuple with those of each part, as its state is."""
+
+    log_decay: Float[Tensor, "b hk n"] | Float[Tensor, "b hk n d"] | None = None
+    beta: Float[Tensor, "b hk n"] | None = None
+
+
+AnyNeeds = GateNeeds | SplitNeeds | None
+AnyGates = Gates | tuple[Any, ...] | None
+
+
+def checked_needs(needs: GateNeeds) -> GateNeeds:
+    known = isinstance(needs, GateNeeds) and needs.decay in DECAYS and needs.write in WRITES and needs != GateNeeds()
+    if not known or (needs.write == "step" and needs.decay != "head"):
+        raise ValueError(
+            'needs must be a GateNeeds with a decay, "head" or "channel", or a write, "strength" or, if the decay is '
+            f'"head", "step", but are {needs!r}'
+        )
+    return needs
+
+
+def needs_strength(needs: AnyNeeds) -> bool:
+    """Tell whether an attention, or a part of it, writes with a strength β."""
+    if isinstance(needs, SplitNeeds):
+        return any(map(needs_strength, needs.parts))
+    return needs is not None and needs.write == "strength"
+
+
+def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> Any:
+    """Raise ValueError unless the gates are what the attention needs, with the shape of the keys."""
+    name, needs = type(attention).__name__, attention.needs
+    if needs is None:
+        raise ValueError(f"{name} takes no gates here, but some came")
+    if gates is None:
+        raise ValueError(f"{name} needs gates here, but none came: MultiheadAttention makes them from its input")
+    if isinstance(needs, SplitNeeds):
+        if type(gates) is not tuple or len(gates) != len(needs.parts):
+            raise ValueError(
+                f"{name} needs a tuple with the gates of each of {len(needs.parts)} parts, but came {gates!r}"
+            )
+        return gates
+    if not isinstance(gates, Gates):
+        raise ValueError(f"{name} needs Gates, but these are a {type(gates).__name__}")
+    _check_gate("log_decay", gates.log_decay, k, {None: 0, "head": 3, "channel": 4}[needs.decay])
+    _check_gate("beta", gates.beta, k, 0 if needs.write is None else 3)
+    return gates
+
+
+def _check_gate(name: str, gate: Tensor | None, k: Tensor, ndim: int) -> None:
+    came, wanted = None if gate is None else gate.shape, k.shape[:ndim] if ndim else None
+    # a batch of 1 serves every row
+    if came != wanted and (came is None or wanted is None or came != (1, *wanted[1:])):
+        came, wanted = (None if x is None else tuple(x) for x in (came, wanted))
+        raise ValueError(f"the gates' {name} must be {wanted}, as the keys are {tuple(k.shape)}, but is {came}")

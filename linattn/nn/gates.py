@@ -1,0 +1,181 @@
+"""The gates of an inner attention, made from a layer's input: decays, step sizes and write strengths.
+
+The initial decays are those of Mamba-2: a step between 0.001 and 0.1 times a rate between 1 and 16, so that heads
+forget within one to a thousand tokens. Dao and Gu, https://arxiv.org/abs/2405.21060"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linattn.attention.gates import AnyNeeds, GateNeeds, Gates, SplitNeeds
+from linattn.ops.backends.base import accumulator
+from linattn.types import Tokens
+
+PerHead = Float[Tensor, "b hk n"]
+PerChannel = Float[Tensor, "b hk n c"]
+
+
+def token_gates(
+    needs: AnyNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0
+) -> nn.Module | None:
+    """Make the module from `dim` input channels to the gates that an inner attention `needs`, None if it needs none.
+
+    There are `num_key_heads` key heads of `key_dim` channels. A strength is at most `beta_limit`: 1, or 2 for a delta
+    rule that can also turn signs."""
+    if needs is None:
+        return None
+    if isinstance(needs, SplitNeeds):
+        total = sum(needs.heads)
+        shares = [heads * num_key_heads // total for heads in needs.heads]
+        parts = [
+            token_gates(part, dim, num_key_heads=share, key_dim=key_dim, beta_limit=beta_limit)
+            for share, part in zip(shares, needs.parts, strict=True)
+        ]
+        return PartGates(parts)
+    return TokenGates(needs, dim, num_key_heads=num_key_heads, key_dim=key_dim, beta_limit=beta_limit)
+
+
+@final
+class TokenGates(nn.Module):
+    """Makes the `Gates` that `needs` asks for: a decay per head (`HeadDecay`), per channel for the delta rule
+    (`ChannelDecay`) or for a plain sum (`SigmoidDecay`); a write is a `WriteStrength`, or the step of the decay."""
+
+    def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0):
+        super().__init__()
+        self.needs = needs
+        self.decay = self.strength = None
+        if needs.decay == "head":
+            self.decay = HeadDecay(dim, num_key_heads)
+        elif needs.decay == "channel":
+            kind = SigmoidDecay if needs.write is None else ChannelDecay
+            self.decay = kind(dim, num_key_heads, key_dim)
+        if needs.write == "strength":
+            self.strength = WriteStrength(dim, num_key_heads, limit=beta_limit)
+
+    def forward(self, x: Tokens) -> Gates:
+        if self.needs.write == "step":
+            assert isinstance(self.decay, HeadDecay)
+            step = self.decay.step(x)
+            return Gates(self.decay.fading(step), step)
+        return Gates(None if self.decay is None else self.decay(x), None if self.strength is None else self.strength(x))
+
+
+@final
+class PartGates(nn.Module):
+    """Makes the gates of a `SplitHeads`: a tuple with those of each part, None for a part that needs none."""
+
+    def __init__(self, parts: Sequence[nn.Module | None]):
+        super().__init__()
+        self.parts = nn.ModuleDict({str(i): part for i, part in enumerate(parts) if part is not None})
+        self.places = tuple(None if part is None else str(i) for i, part in enumerate(parts))
+
+    def forward(self, x: Tokens) -> tuple[Any, ...]:
+        return tuple(None if place is None else self.parts[place](x) for place in self.places)
+
+
+@final
+class HeadDecay(nn.Module):
+    """log α = −exp(A_log) · Δ with the step Δ = softplus(W x + dt_bias), per head and token, as in Mamba-2 and gated
+    DeltaNet, https://arxiv.org/abs/2412.06464"""
+
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__()
+        self.proj = nn.Linear(dim, num_heads, bias=False)
+        self.A_log, self.dt_bias = nn.Parameter(torch.empty(num_heads)), nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _reset_rate(self.A_log)
+        _reset_step(self.dt_bias)
+
+    def forward(self, x: Tokens) -> PerHead:
+        return self.fading(self.step(x))
+
+    def step(self, x: Tokens) -> PerHead:
+        return _softplus(self.proj(x), self.dt_bias).transpose(1, 2)
+
+    def fading(self, step: PerHead) -> PerHead:
+        return -_wide(self.A_log).exp().unsqueeze(-1) * step
+
+
+@final
+class ChannelDecay(nn.Module):
+    """log α = −exp(A_log) · softplus(W₂ W₁ x + dt_bias) per channel of a key and token, with A_log per head and
+    `key_dim` numbers in between, as in Kimi Delta Attention. Kimi Team, https://arxiv.org/abs/2510.26692"""
+
+    def __init__(self, dim: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.key_dim = key_dim
+        self.in_proj = nn.Linear(dim, key_dim, bias=False)
+        self.out_proj = nn.Linear(key_dim, num_heads * key_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _reset_rate(self.A_log)
+        _reset_step(self.dt_bias)
+
+    def forward(self, x: Tokens) -> PerChannel:
+        step = _softplus(self.out_proj(self.in_proj(x)), self.dt_bias)
+        return -_wide(self.A_log).exp()[:, None, None] * step.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+
+@final
+class SigmoidDecay(nn.Module):
+    """α = σ(W₂ W₁ x + b)^(1/16) per channel of a key and token, with 16 numbers in between, as in gated linear
+    attention. Yang et al., https://arxiv.org/abs/2312.06635, section 4.4"""
+
+    def __init__(self, dim: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.key_dim = key_dim
+        self.in_proj = nn.Linear(dim, 16, bias=False)
+        self.out_proj = nn.Linear(16, num_heads * key_dim)
+
+    def forward(self, x: Tokens) -> PerChannel:
+        log_decay = F.logsigmoid(_wide(self.out_proj(self.in_proj(x)))) / 16
+        return log_decay.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+
+@final
+class WriteStrength(nn.Module):
+    """β = `limit` · σ(W x) per head and token, with a limit of 1 or 2: above 1 a write turns the sign of what the state
+    held at its key, with which it tracks states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
+
+    def __init__(self, dim: int, num_heads: int, *, limit: float = 1.0):
+        super().__init__()
+        if not 0 < limit <= 2:
+            raise ValueError(f"the limit of β must be above 0 and at most 2, but is {limit}")
+        self.limit = limit
+        self.proj = nn.Linear(dim, num_heads, bias=False)
+
+    def forward(self, x: Tokens) -> PerHead:
+        return self.limit * self.proj(x).sigmoid().transpose(1, 2)
+
+
+@torch.no_grad()
+def _reset_rate(A_log: Tensor) -> None:
+    nn.init.uniform_(A_log, 1, 16).log_()
+
+
+@torch.no_grad()
+def _reset_step(bias: Tensor) -> None:
+    """Set softplus(bias) to steps between 0.001 and 0.1, uniform in their logarithms."""
+    step = nn.init.uniform_(bias, math.log(0.001), math.log(0.1)).exp_()
+    bias.add_(torch.log(-torch.expm1(-step)))
+
+
+def _softplus(x: Tensor, bias: Tensor) -> Tensor:
+    # rounded to half precision, a decay of nearly 1 would be 1
+    x = _wide(x) + _wide(bias)
+    # not F.softplus, for whose gradient torch's compiler expects other strides than there are
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulator(x.dtype))
