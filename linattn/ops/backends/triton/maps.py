@@ -8,6 +8,7 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 
+
 @triton.jit
 def identity(x):
     return x
