@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from linattn.ops.backends import CAUSAL, GATED, READ, SUM_KEYS, CausalCall, ReadCall, SumCall
+from linattn.ops.backends import CAUSAL, GATED, READ, SHARED, SUM_KEYS, CausalCall, ReadCall, SumCall
 from linattn.ops.backends.base import accumulator, align
 from linattn.ops.backends.operator import Operator
 from linattn.ops.elementwise import ELEMENTWISE
@@ -214,7 +214,7 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def operator_of(call: CausalCall) -> Operator:
-    return GATED if call.per_channel else CAUSAL
+    return GATED if call.per_channel else SHARED if call.shared else CAUSAL
 
 
 def causal_call(
@@ -227,12 +227,11 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> CausalCall:
-    """Check and align a call: the state gets the leading dimensions of keys and values, queries those of all; the rest
-    broadcasts."""
+    """Check and align a call: the state gets the leading dimensions of keys and values; the rest broadcasts."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    keys, n, f, dv = k.shape[:-2], *k.shape[-2:], v.shape[-1]
+    keys, f, dv = k.shape[:-2], k.shape[-1], v.shape[-1]
     given = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
     if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == given:
@@ -244,7 +243,7 @@ def causal_call(
         keys = broadcast(k=keys, v=v.shape[:-2], **sides)
         lead = broadcast(q=q.shape[:-2], keys=keys)
         keys = (1,) * (len(lead) - len(keys)) + keys
-        q, k, v = expand(q, (*lead, n, f)), align(k, len(lead) + 2), align(v, len(lead) + 2)
+        q, k, v = (align(x, len(lead) + 2) for x in (q, k, v))
         if key_mask is not None:
             key_mask = align(key_mask, len(lead) + 1)
             log_decay = None if log_decay is None else torch.where(key_mask.unsqueeze(-1), log_decay, 0)

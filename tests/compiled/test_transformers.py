@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, Trainer, TrainingArguments
 
-from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM
+from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM, speed_up
 
 SIZE = {"vocab_size": 31, "dim": 32, "depth": 1, "num_heads": 4, "window": 5}
 
@@ -71,3 +71,20 @@ def test_our_attention_in_a_stock_model_is_one_graph():
         cache = model(tokens[:, :19], attention_mask=mask[:, :19]).past_key_values
         last = compiled(tokens[:, 19:], attention_mask=mask, past_key_values=cache).logits
         assert_close(last, expected[:, 19:])
+
+
+def test_a_stock_model_with_our_scans_is_one_graph():
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
+    model = Mamba2ForCausalLM(Mamba2Config(vocab_size=31, **sizes))
+    record = speed_up(model)
+    tokens, lengths = torch.randint(31, (1, 20)), (7, 13)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    separate = torch.cat([model(part, use_cache=False).logits for part in tokens.split(lengths, 1)], 1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = compiled(tokens, position_ids=positions, use_cache=False).logits
+    assert_close(found, separate, rtol=0, atol=1e-5)
+    weights, upstream = list(model.parameters()), torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, weights, upstream) for y in (found, separate))
+    assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    record.undo()

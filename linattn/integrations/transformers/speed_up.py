@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.packed_rows import TOLD_BY, documents_apart, why_not_packed
@@ -36,12 +35,16 @@ SOFTMAX = "softmax attention is no scan; set_attn_implementation('linattn:…') 
 
 
 class Marker:
-    """A hook that marks the calls inside a model."""
+    """A hook that marks the calls inside a model, and of its head if that passes on less."""
 
-    def __init__(self, model: nn.Module, places: set[Place]):
+    def __init__(self, model: nn.Module, head: nn.Module | None, places: set[Place]):
         self.places, self.names = places, tuple(signature(model.forward).parameters)
         self.told: dict[str, Any] = {}
+        self.handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
+        if head is not None and "position_ids" not in self.names:
+            self.handles.append(head.register_forward_pre_hook(self.tell, with_kwargs=True))
         _markers.add(self)
+        self.install()
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], options: dict[str, Any]
@@ -68,25 +71,25 @@ _markers: WeakSet[Marker] = WeakSet()
 
 @dataclass
 class SpeedUp:
-    """Tells what `speed_up` did: `replaced` has the function and ours for each layer, `kept` the reason for whatever
-    stays."""
+    """Tells what `speed_up` did to a `model`, by its name: `replaced` has the function and ours for each layer, `kept`
+    the reason for whatever stays."""
 
     model: str
     replaced: dict[str, str]
     kept: dict[str, str]
-    _handles: list[RemovableHandle] = field(repr=False)
-    _marker_list: list[Marker] = field(repr=False)
+    _marks: list[Marker] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
         """Give the model transformers' own functions back. Where no other model needs ours, transformers' modules hold
         the functions that they held before."""
-        for handle in self._handles:
-            handle.remove()
-        _markers.difference_update(self._marker_list)
+        for marker in self._marks:
+            for handle in marker.handles:
+                handle.remove()
+        _markers.difference_update(self._marks)
         needed = {place for marker in _markers for place in marker.places}
-        for place in {place for marker in self._marker_list for place in marker.places} - needed:
+        for place in {place for marker in self._marks for place in marker.places} - needed:
             place.restore()
-        self._handles, self._marker_list = [], []
+        self._marks = []
 
     def __str__(self) -> str:
         replaced = [f"  replaced in {count} layers: {what}" for what, count in Counter(self.replaced.values()).items()]
@@ -113,22 +116,18 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
         raise ValueError(f"{type(model).__name__} has no scan that linattn could replace{reasons}")
     owners: dict[str, set[Place]] = {}
     for name, places in found.items():
-        owners.setdefault(_model_around(layers, name), set()).update(places)
+        owner = _model_around(layers, name)
+        if owner is None:
+            raise ValueError(f"{type(model).__name__} is no model of transformers, nor does it hold one")
+        owners.setdefault(owner, set()).update(places)
     if any(isinstance(hook, Marker) for name in owners for hook in layers[name]._forward_pre_hooks.values()):
         raise ValueError(f"this {type(model).__name__} was sped up already")
     for place in sorted(set().union(*owners.values()), key=str):
         place.check_signature()
-    markers, handles = [], []
+    record = SpeedUp(type(model).__name__, {name: _described(places) for name, places in found.items()}, kept)
     for name, places in owners.items():
-        marker = Marker(layers[name], places)
-        markers.append(marker)
-        marker.install()
-        handles.append(layers[name].register_forward_pre_hook(marker, with_kwargs=True))
-        if name and "position_ids" not in marker.names:
-            head = layers[_model_around(layers, name.rpartition(".")[0])]
-            handles.append(head.register_forward_pre_hook(marker.tell, with_kwargs=True))
-    replaced = {name: _described(places) for name, places in found.items()}
-    record = SpeedUp(type(model).__name__, replaced, kept, handles, markers)
+        head = _model_around(layers, name.rpartition(".")[0]) if name else None
+        record._marks.append(Marker(layers[name], None if head is None else layers[head], places))
     print(record)
     return record
 
@@ -151,11 +150,11 @@ def _find(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[str
     return found, kept
 
 
-def _model_around(layers: dict[str, nn.Module], name: str) -> str:
-    """Return the name of the innermost model of transformers that holds a layer, which may be itself."""
+def _model_around(layers: dict[str, nn.Module], name: str) -> str | None:
+    """Return the name of the innermost model of transformers that holds a layer or is it, None if there is none."""
     while not isinstance(layers[name], PreTrainedModel):
         if not name:
-            raise ValueError(f"{type(layers[name]).__name__} is no model of transformers, nor is it inside of one")
+            return None
         name = name.rpartition(".")[0]
     return name
 

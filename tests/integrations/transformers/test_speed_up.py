@@ -278,7 +278,7 @@ def test_models_without_a_scan_are_refused():
         speed_up(transformers.LlamaForCausalLM(llama))
     with pytest.raises(ValueError, match="MambaMixer: its decay is a number per channel and per number of the state"):
         speed_up(transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)))
-    with pytest.raises(ValueError, match="no model of transformers"):
+    with pytest.raises(ValueError, match="Mamba2Block is no model of transformers, nor does it hold one"):
         speed_up(make("mamba2").backbone.layers[0])
     model = sped_up(make("mamba2"))
     with pytest.raises(ValueError, match="sped up already"):
@@ -322,6 +322,14 @@ def test_kernels_of_a_package_come_first(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(layer, "parameters", on_a_gpu)
     assert not why_kernels(layer, places)
+
+
+@torch.no_grad()
+def test_a_model_inside_of_another_module_is_sped_up_alone():
+    inner, x = make("mamba2").backbone, tokens(1)
+    expected = torch.cat([outputs(inner, part, use_cache=False) for part in x.split(LENGTHS, dim=1)], dim=1)
+    sped_up(nn.ModuleDict({"one": inner, "two": nn.Linear(2, 2)}))
+    assert_close(outputs(inner, x, position_ids=positions()), expected, **CLOSE)
 
 
 @torch.no_grad()
