@@ -8,6 +8,7 @@ The products with k and with the states take the values of all heads side by sid
 one more value per head, which is 1. Shapes: a block has c chunks, of C tokens, of one row of h heads; the states of a
 chunk are (f, h dv + h)."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -114,14 +115,14 @@ def rows(call: CausalCall, y: Tensor, *others: Tensor) -> Iterator[Row]:
 
 class Block:
     """One block of a row in the accumulation dtype: q and k (c C f), v (c C h dv), what decays inside of chunks D
-    (c h C C), since they began r and until they end w (c C h), and over them a (c h), and G = q kᵀ (c C C)."""
+    (c h C C), since they began r and until they end w (c C h), and over them a (c h), and G = tril(q kᵀ) (c C C)."""
 
     def __init__(self, row: Row, place: Place, work: Workspace):
         dtype = row.S.dtype
         self.q, self.k, self.v = (place.chunks(x).to(dtype) for x in (row.q, row.k, row.v))
         self.work, self.heads = work, self.v.shape[2]
         self._decay(place.chunks(row.log_decay))
-        self.G = torch.bmm(self.q, self.k.mT)
+        self.G = torch.bmm(self.q, self.k.mT).tril_()
         # beside its values, a one per head for the key sums
         c, C, h, dv = self.v.shape
         written = work("written", (c, C, h * dv + h))
@@ -134,18 +135,19 @@ class Block:
         dtype, exact = self.v.dtype, torch.float32 if log_decay.device.type == "mps" else torch.float64
         fresh = log_decay == -torch.inf
         some = bool(fresh.any())
-        total = (log_decay.to(exact).masked_fill(fresh, 0) if some else log_decay.to(exact)).cumsum(1)
+        total = (log_decay.masked_fill(fresh, 0) if some else log_decay).to(exact).cumsum(1)
         until, since, per_head = total[:, -1:] - total, total, total.mT.contiguous()
         c, h, C = per_head.shape
         D = torch.sub(per_head.unsqueeze(-1), per_head.unsqueeze(-2), out=self.work("D", (c, h, C, C)))
-        D += torch.full((C, C), -torch.inf, dtype=dtype, device=D.device).triu_(1)
+        # an exponential takes three times as long where its result is no normal number; G is zero where D is of no use
+        self.D = D.clamp_(math.log(torch.finfo(dtype).tiny), 0).exp_()
         if some:
             count = fresh.cumsum(1)
             since = total.masked_fill(count > 0, -torch.inf)
             until = until.masked_fill(count[:, -1:] != count, -torch.inf)
             count = count.mT
-            D.masked_fill_(count.unsqueeze(-1) != count.unsqueeze(-2), -torch.inf)
-        self.D, self.r, self.w = D.exp_(), since.to(dtype).exp(), until.to(dtype).exp()
+            self.D.masked_fill_(count.unsqueeze(-1) != count.unsqueeze(-2), 0)
+        self.r, self.w = since.to(dtype).exp(), until.to(dtype).exp()
         self.a = self.r[:, -1]
 
     def over(self) -> Tensor:

@@ -25,8 +25,10 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     for row in rows(call, dy, dq, dk, dv_all, dl, dS, dz):
         _of_row(row, call, states[:, row.number], work)
     _, dq, dk, dv_all, dl, dS, dz = results
-    of_v = _laid_out(summed(dv_all.transpose(-2, -3), call.v), is_full=call.v.shape == dy.shape)
-    of_decay = _laid_out(decay_gradient(dl.mT, call.log_decay), is_full=call.log_decay.shape == dy.shape[:-1])
+    of_v = summed(dv_all.transpose(-2, -3), call.v)
+    # as `empty_gradient` tells graphs: a token's heads side by side, unless the gradient was summed
+    of_v = of_v if of_v.shape == dy.shape else of_v.contiguous()
+    of_decay = decay_gradient(dl.mT, call.log_decay).contiguous()
     return summed(dq.unsqueeze(-3), call.q), summed(dk.unsqueeze(-3), call.k), of_v, dS, dz, of_decay, None
 
 
@@ -39,14 +41,7 @@ def empty_gradient(call: CausalCall) -> Tensors:
     ]
     if call.v.shape == (*lead, heads, n, dv):
         found[2] = call.v.new_empty(*lead, n, heads, dv).transpose(-2, -3)
-    if call.log_decay.shape == (*lead, heads, n):
-        found[5] = call.log_decay.new_empty(*lead, n, heads).mT
     return *found, None
-
-
-def _laid_out(gradient: Tensor, *, is_full: bool) -> Tensor:
-    """Leave a token's heads side by side, unless the gradient was summed, as of what is broadcast."""
-    return gradient if is_full else gradient.contiguous()
 
 
 def _of_row(row: Row, call: CausalCall, states: Tensor, work: Workspace) -> None:
@@ -79,7 +74,7 @@ class Gradient:
         dS_out, self.S = self._of_states(block, past, dS)
         dA = torch.bmm(dy_heads, v_heads.mT, out=work("dA"))
         crossing = self._crossing(A.flatten(0, 1) * dA, asked.mT.flatten(0, 1)).unflatten(0, (-1, h)).mT
-        dG = dA.mul_(D).unflatten(0, (-1, h)).sum(1)
+        dG = dA.mul_(D).unflatten(0, (-1, h)).sum(1).tril_()
         self.q = torch.bmm(past, S_in[..., :-h].mT).baddbmm_(dG, block.k)
         self.k = torch.bmm(block.written, dS_out.mT).baddbmm_(dG.mT, block.q)
         written = torch.bmm(block.k, dS_out, out=work("written_gradient"))
