@@ -10,9 +10,10 @@ from linattn.feature_maps import *
 from linattn.models import *
 from linattn.nn import *
 from linattn.ops import *
+from linattn.replacing import replace_attention
 from linattn.version import __version__ as __version__
 
-__all__ = ["SoftmaxComparison", "compare_with_softmax"]
+__all__ = ["SoftmaxComparison", "compare_with_softmax", "replace_attention"]
 __all__ += attention.__all__
 __all__ += feature_maps.__all__
 __all__ += models.__all__

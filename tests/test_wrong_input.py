@@ -40,6 +40,8 @@ OF_EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {
     "attention": mixer,
     "attention with rotary": lambda: mixer(rotary=10.0),
     "attention with convolution": lambda: mixer(convolution=3),
+    "attention with convolutions": lambda: mixer(convolution=3, convolution_on="projections"),
+    "attention with gates": lambda: linattn.MultiheadAttention(DIM, 4, inner("kda+local")),
     "attention of other heads": lambda: linattn.MultiheadAttention(DIM, 2, inner("elu")),
     "short convolution": lambda: linattn.ShortConvolution(DIM, 3),
     "wider convolution": lambda: linattn.ShortConvolution(DIM, 4),

@@ -2,6 +2,7 @@
 context of 64, batches of 12, 2,000 steps. https://github.com/karpathy/nanoGPT"""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class Characters:
         return {"loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, *, convolution: int = 0) -> LanguageModelConfig:
+def _model(attention: str, **options: Any) -> LanguageModelConfig:
     return LanguageModelConfig(
         vocab_size=VOCABULARY,
         dim=128,
@@ -65,28 +66,35 @@ def _model(attention: str, *, convolution: int = 0) -> LanguageModelConfig:
         num_heads=4,
         attention=attention,
         window=16,
-        convolution=convolution,
         rotary=None,
         positions="learned",
         max_length=LENGTH,
         feed_forward="gelu",
         norm="layer",
+        **options,
     )
 
 
 TASK = Task(
     name="characters",
+    title="characters",
     training=Training(steps=2_000, lr=1e-3, every=500),
     metric="loss",
     length=LENGTH,
     methods={
         "softmax": _model("softmax"),
         "elu": _model("elu"),
-        "softmax_convolution": _model("softmax", convolution=4),
-        "elu_convolution": _model("elu", convolution=4),
-        "local3_elu1": _model("local:3+elu:1"),
-        "local2_elu2": _model("local:2+elu:2"),
+        "local3+elu1": _model("local:3+elu:1"),
+        "local2+elu2": _model("local:2+elu:2"),
         "local": _model("local"),
+        "softmax+convolution": _model("softmax", convolution=4),
+        "elu+convolution": _model("elu", convolution=4),
+        "taylor2+convolution": _model("taylor2", convolution=4, key_dim=16),
+        "unnormalized+convolution": _model("linear_unnormalized", convolution=4, head_norm=True),
+        **{
+            f"{name}+convolution": _model(name, convolution=4, head_norm=True)
+            for name in ("retention", "gla", "ssd", "delta", "gated_delta", "kda")
+        },
     },
     prepare=Characters,
 )

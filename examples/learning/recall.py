@@ -1,8 +1,11 @@
 """Multi-query associative recall: pairs of key and value, then each key once, in any order; what was its value?
 Arora et al., Zoology, https://arxiv.org/abs/2312.04927, section 3; figure 2 has the blanks that are here too."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +41,12 @@ def _choose(rng: np.random.Generator, log_weights: np.ndarray, count: int, picks
 
 
 class Recall:
-    """20,000 sequences, shuffled anew in each epoch, and 1,000 others to measure by."""
+    """20,000 sequences, shuffled again in each epoch, and 1,000 others to measure by."""
 
-    def __init__(self, seed: int, path: Path | None = None):
+    def __init__(self, seed: int, path: Path | None = None, *, length: int = LENGTH, pairs: int = PAIRS):
         self.rng = np.random.default_rng([seed, 1])
-        self.tokens, self.targets = generate(self.rng, TRAIN)
-        self.test = generate(np.random.default_rng([seed, 2]), TEST)
+        self.tokens, self.targets = generate(self.rng, TRAIN, length=length, pairs=pairs)
+        self.test = generate(np.random.default_rng([seed, 2]), TEST, length=length, pairs=pairs)
         self.order = np.empty(0, np.int64)
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -57,7 +60,7 @@ class Recall:
         return {"loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str) -> LanguageModelConfig:
+def _model(attention: str, **options: Any) -> LanguageModelConfig:
     """A gated convolution of width 3, then one one-head attention: no positions and no feed-forward."""
     return LanguageModelConfig(
         vocab_size=VOCABULARY,
@@ -68,23 +71,55 @@ def _model(attention: str) -> LanguageModelConfig:
         window=16,
         rotary=None,
         feed_forward="none",
+        **options,
     )
 
 
-TASK = Task(
-    name="recall",
-    training=Training(steps=2_000, lr=3e-3, every=200, solved=0.999),
-    metric="accuracy",
-    length=LENGTH,
-    methods={
-        "softmax": _model("softmax"),
-        "taylor2": replace(_model("taylor2"), key_dim=16),
-        "elu": _model("elu"),
-        "relu": _model("relu"),
-        "favor": replace(_model("favor"), key_dim=32),
-        "unnormalized": replace(_model("linear_unnormalized"), head_norm=True),
-        "retention": replace(_model("retention"), head_norm=True),
-        "local": _model("local"),
-    },
-    prepare=Recall,
+# about 4,096 numbers of state; values have 64 channels, and so have queries and keys where nothing is said
+EQUAL_STATE = {
+    "taylor2:10": _model("taylor2", key_dim=10),
+    "elu": _model("elu"),
+    "unnormalized": _model("linear_unnormalized", head_norm=True),
+    "retention": _model("retention", head_norm=True),
+    "gla": _model("gla", head_norm=True),
+    "ssd": _model("ssd", head_norm=True),
+    "delta": _model("delta", head_norm=True),
+    "gated_delta": _model("gated_delta", head_norm=True),
+    "kda": _model("kda", head_norm=True),
+}
+# about 2,048: a name's number is that of its channels in queries and keys
+HALF_STATE = {
+    "taylor2:6": _model("taylor2", key_dim=6),
+    **{f"{name}:32": replace(model, key_dim=32) for name, model in EQUAL_STATE.items() if name != "taylor2:10"},
+}
+
+
+def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int, pairs: int) -> Task:
+    return Task(
+        name=name,
+        title=f"recall of {pairs} pairs, {length} tokens",
+        training=Training(steps=2_000, lr=3e-3, every=200, solved=0.999),
+        metric="accuracy",
+        length=length,
+        methods=methods,
+        prepare=partial(Recall, length=length, pairs=pairs),
+    )
+
+
+HARDER = {"softmax": _model("softmax"), **EQUAL_STATE, **HALF_STATE}
+OTHERS = {
+    "taylor2": _model("taylor2", key_dim=16),
+    "relu": _model("relu"),
+    "favor": _model("favor", key_dim=32),
+    "local": _model("local"),
+}
+# a state of 7,808 numbers, still less than half of softmax's; and a second convolution, on the inputs of q, k and v
+MORE_DELTA = {
+    "delta:120": _model("delta", head_norm=True, key_dim=120),
+    "delta+convolution": _model("delta", head_norm=True, convolution=4),
+}
+TASKS = (
+    _task("recall", HARDER | OTHERS, length=LENGTH, pairs=PAIRS),
+    _task("recall32", HARDER | MORE_DELTA, length=LENGTH, pairs=32),
+    _task("recall64", HARDER, length=256, pairs=64),
 )

@@ -1,24 +1,23 @@
-"""Tables and curves of the runs in a file of JSON lines: tables go into a page of Markdown between
-`<!-- table recall -->` and `<!-- end -->`, curves beside it.
+"""Tables and pictures of the runs in a file of JSON lines: tables go into a page of Markdown between
+`<!-- table recall -->` and `<!-- end -->`, the pictures that the page shows beside it.
 
     python -m examples.learning.report docs/learning.jsonl docs/learning.md"""
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from examples.learning import recall, tracking
 from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
 from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
-
-# steps whose figures have a column of their own, besides the last
-MOMENTS = {"recall": (), "characters": (), "copying": (2_000, 2_750)}
 
 
 def state_size(task: Task, method: str) -> int:
@@ -34,8 +33,8 @@ def table(task: Task, runs: Sequence[Run]) -> str:
     """A row for each method, in the task's order; two seeds side by side."""
     runs = [run for run in runs if run["task"] == task.name]
     seeds = sorted({run["seed"] for run in runs})
-    moments = [f"at {step:,}" for step in MOMENTS[task.name]]
-    head = ["method", *(f"seed {seed}{comma(moment)}" for moment in (*moments, "") for seed in seeds)]
+    kinds = [*task.others.values(), *(f"at {step:,}" for step in task.moments), ""]
+    head = ["method", *(f"seed {seed}{comma(kind)}" for kind in kinds for seed in seeds)]
     lines = [[*head, "steps", "CPU s", "weights", "state"]]
     for method in task.methods:
         by_seed = {run["seed"]: run for run in sorted(runs, key=_seed) if run["method"] == method}
@@ -54,9 +53,8 @@ def comma(text: str) -> str:
 
 
 def _figures(task: Task, by_seed: dict[int, Run], seeds: Iterable[int]) -> list[str]:
-    return [
-        show(task, at(by_seed.get(seed), task.metric, step)) for step in (*MOMENTS[task.name], None) for seed in seeds
-    ]
+    kinds = [*((name, None) for name in task.others), *((task.metric, step) for step in (*task.moments, None))]
+    return [show(task, at(by_seed.get(seed), *kind)) for kind in kinds for seed in seeds]
 
 
 def at(run: Run | None, metric: str, step: int | None) -> float | None:
@@ -84,27 +82,39 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
 
 
 def with_tables(page: str, runs: Sequence[Run]) -> str:
-    """The page with each table between its marks, in the place of what was there."""
-    for name, task in TASKS.items():
+    """Return the page with the table of each task that was run between its marks, in the place of what was there."""
+    for name in dict.fromkeys(run["task"] for run in runs):
         marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marks.search(page):
             raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
-        page = marks.sub(lambda found, task=task: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
+        page = marks.sub(lambda found, task=TASKS[name]: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
     return page
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="the file of JSON lines")
-    parser.add_argument("page", type=Path, help="the page of Markdown; curves become PAGE-TASK.svg")
+    parser.add_argument("page", type=Path, help="the page of Markdown; pictures become PAGE-NAME.svg")
     options = parser.parse_args(arguments)
     runs = read(options.runs)
-    options.page.write_text(with_tables(options.page.read_text(), runs))
-    # matplotlib is imported where something is drawn
-    from examples.learning.curves import draw
+    page = with_tables(options.page.read_text(), runs)
+    options.page.write_text(page)
+    for name, draw in pictures().items():
+        path = options.page.with_name(f"{options.page.stem}-{name}.svg")
+        if path.name in page:
+            draw(runs, path)
 
-    for name, task in TASKS.items():
-        draw(task, runs, options.page.with_name(f"{options.page.stem}-{name}.svg"))
+
+def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
+    # matplotlib is imported where something is drawn
+    from examples.learning import curves, points
+
+    sizes = {(task.name, method): state_size(task, method) for task in recall.TASKS for method in task.methods}
+    return {
+        **{name: partial(curves.draw, task) for name, task in TASKS.items()},
+        "states": partial(points.draw_states, recall.TASKS, sizes),
+        "places": partial(points.draw_places, tracking.TASKS),
+    }
 
 
 if __name__ == "__main__":

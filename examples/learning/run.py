@@ -9,11 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples.learning import characters, copying, recall
+from examples.learning import characters, copying, library, recall, tracking
 from examples.learning.task import Task
 from examples.learning.training import train
 
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (recall, characters, copying)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        *recall.TASKS,
+        *tracking.TASKS,
+        characters.TASK,
+        *library.TASKS,
+        copying.TASK,
+    )
+}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

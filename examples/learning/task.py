@@ -1,7 +1,7 @@
 """What a task is to the runner: data, models and how long they train."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +33,8 @@ class Training:
     """AdamW with a linear warm-up, and a cosine down to a tenth of the learning rate."""
 
     steps: int
+    seconds: float | None = None
+    """Processor time after which training ends before its last step; the cosine follows its share."""
     lr: float
     every: int
     """Steps between measurements."""
@@ -40,7 +42,7 @@ class Training:
     """The accuracy at which training may end before its last step."""
     warmup: int = 100
     drop: int | None = None
-    """Instead of the cosine: the learning rate stays what it is, and is a tenth from this step on."""
+    """Instead of the cosine: the learning rate is constant, and a tenth from this step on."""
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     clip: float = 1.0
@@ -49,9 +51,15 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Task:
     name: str
+    title: str
+    """Its name in pictures."""
     training: Training
     metric: str
-    """What of `Data.measure` the tables and curves show."""
+    """The figure of `Data.measure` in the tables and curves."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Figures that have a column of their own before it, and its heading."""
+    moments: tuple[int, ...] = ()
+    """Steps that have a column of their own beside the last."""
     length: int
     """Tokens of a sequence."""
     methods: Mapping[str, LanguageModelConfig]
@@ -61,7 +69,7 @@ class Task:
 
 def label(method: str) -> str:
     """What pictures and tables call it."""
-    return method.replace("_", " + ")
+    return method.replace("+", " + ")
 
 
 def answers(model: LanguageModel, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,15 @@ from linattn import LanguageModel
 Report = Callable[[dict[str, float]], None]
 
 
-def learning_rate(step: int, training: Training) -> float:
-    """Of the step after `step` others."""
+def learning_rate(step: int, training: Training, spent: float = 0.0) -> float:
+    """Return that of the step after `step` others, which took `spent` seconds."""
     if step < training.warmup:
         return training.lr * (step + 1) / training.warmup
     if training.drop is not None:
         return training.lr if step < training.drop else 0.1 * training.lr
     done = (step - training.warmup) / max(1, training.steps - training.warmup)
+    if training.seconds is not None:
+        done = max(done, min(1.0, spent / training.seconds))
     return training.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
@@ -60,20 +62,23 @@ def train(task: Task, method: str, seed: int, *, data: Path | None = None, repor
 
 
 def fit(model: LanguageModel, source: Data, training: Training, report: Report) -> list[dict[str, float]]:
-    """Trains to the last step, or until the task is solved; returns the measurements on the way."""
-    optimizer, curve, losses = make_optimizer(model, training), [], []
+    """Train to the last step, until the time is over or the task is solved; return the measurements on the way."""
+    optimizer, curve, losses, spent = make_optimizer(model, training), [], [], 0.0
     model.train()
-    for step in range(training.steps):
+    for step in range(1, training.steps + 1):
+        started = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, training)
+            group["lr"] = learning_rate(step - 1, training, spent)
         losses.append(_step(model, source.batch(), optimizer, training.clip))
-        if (step + 1) % training.every and step + 1 < training.steps:
+        spent += time.process_time() - started
+        is_last = step == training.steps or (training.seconds is not None and spent >= training.seconds)
+        if step % training.every and not is_last:
             continue
-        measured = {"step": step + 1, "train_loss": sum(losses) / len(losses), **source.measure(model)}
+        measured = {"step": step, "seconds": spent, "train_loss": sum(losses) / len(losses), **source.measure(model)}
         curve.append({name: round(value, 6) for name, value in measured.items()})
         losses.clear()
         report(curve[-1])
-        if measured["accuracy"] >= training.solved:
+        if is_last or measured["accuracy"] >= training.solved:
             break
     return curve
 

@@ -146,7 +146,8 @@ def _accumulate(first: Tensor | None, new: Tensor, log_decay: Tensor | None) -> 
     """x_0 = first (None: zero) and x_c = a_c x_{c-1} + new_c along dimension 3: sums are values with a feature of 1."""
     first = new.new_zeros(*new.shape[:3], *new.shape[4:]) if first is None else first
     x = torch.cat([first.unsqueeze(3), new], 3)
-    one = x.new_ones(x.shape[3], 1)
+    # with as many dimensions as the values, so that decays cannot be taken for those of channels
+    one = x.new_ones(1, 1, 1, x.shape[3], 1)
     y, _ = causal_linear_attention(one, one, x.flatten(4), log_decay=log_decay, normalize=None)
     return y.view_as(x)
 

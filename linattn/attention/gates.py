@@ -47,6 +47,13 @@ def checked_needs(needs: GateNeeds) -> GateNeeds:
     return needs
 
 
+def needs_strength(needs: AnyNeeds) -> bool:
+    """Tell whether an attention, or a part of it, writes with a strength β."""
+    if isinstance(needs, SplitNeeds):
+        return any(map(needs_strength, needs.parts))
+    return needs is not None and needs.write == "strength"
+
+
 def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> Any:
     """Raise ValueError unless the gates are what the attention needs, with the shape of the keys."""
     name, needs = type(attention).__name__, attention.needs

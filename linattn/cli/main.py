@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from linattn.cli import bench, generate, info, train
+from linattn.cli import bench, generate, info, linearize, train
 from linattn.cli.errors import CommandError, did_you_mean, one_line
 from linattn.version import __version__
 
-COMMANDS = {"train": train, "generate": generate, "info": info, "bench": bench}
+COMMANDS = {"train": train, "generate": generate, "info": info, "linearize": linearize, "bench": bench}
 
 
 class OneLineParser(argparse.ArgumentParser):

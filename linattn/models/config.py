@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
 from linattn.ops.names import did_you_mean, unknown_name
 
@@ -203,9 +204,10 @@ def _check_attention(config: LanguageModelConfig) -> None:
         raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
     # only building an attention tells whether it can be built; random features must not show in the caller's randomness
     with torch.random.fork_rng(devices=[]):
-        for layer in {name: layer for layer, name in enumerate(names)}.values():
-            if config.convolution_width(layer) is None:
-                config.inner_attention(layer)
+        layers = {name: layer for layer, name in enumerate(names)}.values()
+        built = [config.inner_attention(layer) for layer in layers if config.convolution_width(layer) is None]
+    if config.beta_limit != 1 and not any(needs_strength(inner.needs) for inner in built):
+        raise ValueError(f"beta_limit is of the delta rule, but is {config.beta_limit} and no layer has one")
 
 
 def _is_number(value: Any) -> bool:

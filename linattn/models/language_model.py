@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.attention.gates import needs_strength
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -147,17 +148,18 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
     width = config.convolution_width(layer)
     if width is not None:
         return GatedConvolution(config.dim, width, dropout=config.dropout)
+    inner = config.inner_attention(layer)
     return MultiheadAttention(
         config.dim,
         config.num_heads,
-        config.inner_attention(layer),
+        inner,
         num_key_heads=config.num_key_heads,
         head_dim=config.channels,
         key_dim=config.key_dim,
         rotary=config.rotary,
         convolution=config.convolution,
         convolution_on=config.convolution_on,
-        beta_limit=config.beta_limit,
+        beta_limit=config.beta_limit if needs_strength(inner.needs) else 1.0,
         unit_keys=config.unit_keys,
         value_skip=config.value_skip,
         head_norm=config.head_norm,

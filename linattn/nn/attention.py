@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
+from linattn.attention.gates import needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
@@ -101,6 +102,8 @@ class MultiheadAttention(nn.Module):
         self.convolution = None
         if convolution:
             self.convolution = self._make_convolution(convolution, convolution_on)
+        if beta_limit != 1 and not needs_strength(self.inner.needs):
+            raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
         self.gates = token_gates(
             self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
         )

@@ -8,31 +8,22 @@ import torch
 from torch import nn
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.named import named_attention, resolved_attention
+from linattn.attention.named import resolved_attention
 from linattn.nn.torch_multihead import TorchMultiheadAttention
 
 Make = Callable[[nn.MultiheadAttention], InnerAttention]
+Where = Callable[[str, nn.MultiheadAttention], bool]
 
 
-def replace_attention(
-    model: nn.Module,
-    attention: str | Make,
-    *,
-    where: Callable[[str, nn.MultiheadAttention], bool] = lambda name, module: True,
-    window: int = 128,
-    max_length: int | None = None,
-    return_weights: bool = True,
+def everywhere(name: str, module: nn.MultiheadAttention) -> bool:
+    """Choose every module, by name and module."""
+    return True
+
+
+def replace_multihead_attention(
+    model: nn.Module, make: Make, *, where: Where, return_weights: bool
 ) -> dict[str, nn.MultiheadAttention]:
-    """Replace each `nn.MultiheadAttention` in `model` that `where` (default: all) chooses by name and module with a
-    `TorchMultiheadAttention`; return the old modules by name.
-
-    `attention` is a name, with `window` and `max_length` as in `named_attention`, or without them a function that makes
-    the inner attention for a module; if it returns the same object each time, the layers share it. The new modules hold
-    the very same Parameters, so optimizers keep theirs, and `model.set_submodule(name, old)` undoes it. Parameters of
-    the inner attention are new. See `TorchMultiheadAttention` for `return_weights`.
-
-    Modules of other classes that derive from torch's are left alone, except ours. A model in which nothing is replaced
-    raises ValueError."""
+    """Replace each `nn.MultiheadAttention` that `where` chooses; return the old modules by name."""
     places = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -42,9 +33,6 @@ def replace_attention(
         raise ValueError(_nothing_found(model))
     if any(not name for name, _ in places):
         raise ValueError("the model is itself the attention: make it from its parts, with with_inner(attention, inner)")
-    if not isinstance(attention, str) and (window, max_length) != (128, None):
-        raise ValueError("window and max_length are for attention by name, but here a function makes it")
-    make = _by_name(attention, window, max_length) if isinstance(attention, str) else attention
     # a module that is in two places is replaced by one
     new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
     for name, module in places:
@@ -104,10 +92,4 @@ def _nothing_found(model: nn.Module) -> str:
     return (
         f"there is no nn.MultiheadAttention to replace in this {name}, whose attention is its own: {listed}. "
         'Wrap it by hand: docs/drop_in.md, "A model with attention of its own", shows how'
-    )
-
-
-def _by_name(spec: str, window: int, max_length: int | None) -> Make:
-    return lambda module: named_attention(
-        spec, num_heads=module.num_heads, head_dim=module.head_dim, window=window, max_length=max_length
     )

@@ -189,7 +189,8 @@ def checked_decay(log_decay: Tensor) -> Tensor:
     least, largest = _bounds(log_decay)
     if largest > 0:
         raise ValueError(f"log_decay must not be positive, as the past fades or stays, but it goes up to {largest:.6g}")
-    return log_decay if least > _FORGETS else log_decay.masked_fill(log_decay <= _FORGETS, -torch.inf)
+    # not masked_fill, for whose gradient torch's compiler expects other strides than there are
+    return log_decay if least > _FORGETS else torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
 
 
 def _bounds(x: Tensor) -> tuple[float, float]:
@@ -214,10 +215,7 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def operator_of(call: CausalCall) -> Operator:
-    if call.per_channel:
-        return GATED
-    # only there q has fewer heads than the states
-    return SHARED if call.q.ndim > 2 and call.S.shape[-3] > call.q.shape[-3] else CAUSAL
+    return GATED if call.per_channel else SHARED if call.shared else CAUSAL
 
 
 def causal_call(
@@ -230,12 +228,11 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> CausalCall:
-    """Check and align a call: the state gets the leading dimensions of keys and values, queries those of all; the rest
-    broadcasts."""
+    """Check and align a call: the state gets the leading dimensions of keys and values; the rest broadcasts."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    keys, n, f, dv = k.shape[:-2], *k.shape[-2:], v.shape[-1]
+    keys, f, dv = k.shape[:-2], k.shape[-1], v.shape[-1]
     given = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
     if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == given:
@@ -247,16 +244,13 @@ def causal_call(
         keys = broadcast(k=keys, v=v.shape[:-2], **sides)
         lead = broadcast(q=q.shape[:-2], keys=keys)
         keys = (1,) * (len(lead) - len(keys)) + keys
-        k, v = align(k, len(lead) + 2), align(v, len(lead) + 2)
+        q, k, v = (align(x, len(lead) + 2) for x in (q, k, v))
         if key_mask is not None:
             key_mask = align(key_mask, len(lead) + 1)
             log_decay = None if log_decay is None else torch.where(key_mask.unsqueeze(-1), log_decay, 0)
         if log_decay is not None:
             log_decay = align(checked_decay(log_decay), len(lead) + 2)
             log_decay = log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay
-        plain = normalize is None and key_mask is None and feature_map == "identity"
-        shared = plain and keys == lead and _share_queries(q, k, log_decay, lead[-1:])
-        q = expand(q, (*lead[:-1], 1, n, f) if shared else (*lead, n, f))
     if state is None:
         dtype = accumulator(k.dtype)
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)
@@ -264,14 +258,6 @@ def causal_call(
         check_sums(state.S, state.z, f, dv, k.dtype)
         S, z = expand(state.S, (*keys, f, dv)), expand(state.z, (*keys, f))
     return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
-
-
-def _share_queries(q: Tensor, k: Tensor, log_decay: Tensor | None, heads: tuple[int, ...]) -> bool:
-    """Return whether states with decays of their own, in the last leading dimension, share queries and keys. On a GPU,
-    kernels read those by their strides."""
-    if log_decay is None or log_decay.ndim == k.ndim or q.ndim < 3 or k.shape[-2] < 2 or k.device.type == "cuda":
-        return False
-    return q.shape[-3] == k.shape[-3] == 1 != heads[0]
 
 
 def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:

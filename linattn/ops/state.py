@@ -39,7 +39,7 @@ def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
 def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
     """Raise ValueError unless a part of a state is (b, *sizes) of the dtype, or missing if the dtype is None."""
     found = None if not isinstance(x, Tensor) else x.dtype
-    if found != dtype or (dtype is not None and x.shape[1:] != sizes):
+    if x is not None if dtype is None else (found != dtype or x.shape[1:] != sizes):
         came = type(x).__name__ if found is None else f"{tuple(x.shape)} of {found}"
         wanted = "None" if dtype is None else f"({', '.join(map(str, ('b', *sizes)))}) of {dtype}"
         raise ValueError(

@@ -1,9 +1,12 @@
 """Tables and curves say what the runs say."""
 
-import pytest
+import json
 
-from examples.learning import report, run
-from examples.learning.curves import draw
+import pytest
+from matplotlib.axes import Axes
+
+from examples.learning import points, report, run
+from examples.learning.curves import draw, styles
 
 PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in run.TASKS)
 
@@ -46,7 +49,12 @@ def test_nats_have_three_digits():
 def test_tables_take_their_places_again_and_again():
     page = report.with_tables(PAGE, RUNS)
     assert report.with_tables(page, RUNS) == page
-    assert "old" not in page and page.count("| 1.888 |") == 1 and page.count("before") == page.count("after") == 3
+    assert page.count("old") == len(run.TASKS) - 2 and page.count("| 1.888 |") == 1
+    assert page.count("before") == page.count("after") == len(run.TASKS)
+
+
+def test_a_task_that_was_not_run_needs_no_place():
+    assert report.with_tables(PAGE.replace("recall", "else"), RUNS).count("| method |") == 2
 
 
 def test_a_page_without_a_place_is_refused():
@@ -61,10 +69,52 @@ def test_the_state_of_linear_attention_is_constant_and_that_of_softmax_grows():
     assert report.state_size(task, "softmax") == 2 * task.length * 64 + 2 * 64
 
 
-@pytest.mark.parametrize("task", run.TASKS)
+def test_other_figures_have_their_columns_before_the_last():
+    task = run.TASKS["parity"]
+    record = fake("parity", "elu", 0, [0.5])
+    record["curve"][0] |= {name: 0.1 * (i + 7) for i, name in enumerate(task.others)}
+    head, _, row = cells(report.table(task, [record]))
+    assert head[1:5] == [*(f"seed 0, {heading}" for heading in task.others.values()), "seed 0"]
+    assert row[:5] == ["elu", "70.0 %", "80.0 %", "90.0 %", "50.0 %"]
+
+
+@pytest.mark.parametrize("task", ("recall", "characters", "copying"))
 def test_curves_name_their_methods(tmp_path, task):
     path = tmp_path / "curves.svg"
     draw(run.TASKS[task], [*RUNS, fake("recall", "favor", 0, [0.01])], path)
     shown = path.read_text()
     assert "steps" in shown and "</svg>" in shown
     assert (">elu<" in shown) == (task == "copying") and (">softmax<" in shown) == (task == "characters")
+
+
+def test_styles_differ():
+    kinds = [tuple(style.values()) for style in styles(str(i) for i in range(88)).values()]
+    assert len(set(kinds)) == 88
+
+
+def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
+    lines, path = [], tmp_path / "states.svg"
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
+    monkeypatch.setattr(points, "_save", lambda *arguments: None)
+    sizes = {("recall", "elu"): 4288, ("recall", "elu:32"): 2208}
+    records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in (("elu", 0.5), ("elu:32", 0.25))]
+    points.draw_states([run.TASKS["recall"]], sizes, [*records, *RUNS], path)
+    assert lines == [("elu", (2208, 4288), (25, 50))]
+
+
+def test_pictures_of_places_name_their_methods(tmp_path):
+    record = fake("parity", "elu", 0, [0.5])
+    record["curve"][0] |= {f"accuracy_{end}": 0.5 for end in range(16, 129, 16)}
+    path = tmp_path / "places.svg"
+    points.draw_places([run.TASKS["parity"], run.TASKS["permutations"]], [record, *RUNS], path)
+    shown = path.read_text()
+    assert ">elu<" in shown and ">softmax<" not in shown and "parity of bits" in shown
+
+
+def test_only_pictures_that_the_page_shows_are_drawn(tmp_path):
+    page, runs = tmp_path / "page.md", tmp_path / "runs.jsonl"
+    page.write_text(PAGE + "\n![](page-copying.svg)")
+    runs.write_text("".join(json.dumps(record) + "\n" for record in RUNS))
+    report.main([str(runs), str(page)])
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["page-copying.svg"]
+    assert "| 1.888 |" in page.read_text()

@@ -1,13 +1,14 @@
 """The runner: a line a run, and no run twice."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from examples.learning import run
 from examples.learning.task import IGNORED, Training, answers, loss_and_accuracy
-from examples.learning.training import learning_rate
+from examples.learning.training import fit, learning_rate
 from linattn import LanguageModel
 
 
@@ -20,25 +21,35 @@ def text(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_tests(monkeypatch):
-    """Measured on a few sequences."""
-    monkeypatch.setattr("examples.learning.recall.TEST", 10)
+    """Train and measure on a few sequences."""
+    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 4_096)):
+        monkeypatch.setattr(f"examples.learning.{module}.TEST", sequences)
+    monkeypatch.setattr("examples.learning.recall.BATCH", 8)
+    monkeypatch.setattr(
+        "examples.learning.library.split", lambda: (torch.arange(4_096) % 251, torch.arange(4_096) % 251)
+    )
     monkeypatch.setattr("examples.learning.recall.TRAIN", 300)
-    monkeypatch.setattr("examples.learning.copying.TEST", 10)
 
 
-@pytest.mark.parametrize(
-    ("task", "method"), [(name, method) for name, task in run.TASKS.items() for method in task.methods]
-)
-def test_three_steps_of_everything(tmp_path, text, task, method):
+def cases():
+    """A method of each task, and each model of any."""
+    every = [(name, method) for name, task in run.TASKS.items() for method in task.methods]
+    firsts = {name: (name, next(iter(task.methods))) for name, task in run.TASKS.items()}
+    models = {run.TASKS[name].methods[method]: (name, method) for name, method in reversed(every)}
+    return sorted({*firsts.values(), *models.values()})
+
+
+@pytest.mark.parametrize(("task", "method"), cases())
+def test_a_step_of_everything(tmp_path, text, task, method):
     threads = torch.get_num_threads()
     out = tmp_path / "runs.jsonl"
-    run.main(["--task", task, "--method", method, "--steps", "3", "--data", str(text), "--out", str(out)])
+    run.main(["--task", task, "--method", method, "--steps", "1", "--data", str(text), "--out", str(out)])
     torch.set_num_threads(threads)
     (record,) = run.read(out)
-    assert (record["task"], record["method"], record["seed"], record["steps"]) == (task, method, 0, 3)
+    assert (record["task"], record["method"], record["seed"], record["steps"]) == (task, method, 0, 1)
     (point,) = record["curve"]
-    assert point["step"] == 3 and point[run.TASKS[task].metric] == record[run.TASKS[task].metric]
-    # three small steps away from the start, where everything is as likely as anything
+    assert point["step"] == 1 and point[run.TASKS[task].metric] == record[run.TASKS[task].metric]
+    # a small step away from the start, where everything is as likely as anything
     start = torch.tensor(float(run.TASKS[task].methods[method].vocab_size)).log()
     assert point["loss"] == pytest.approx(float(start), abs=0.4)
 
@@ -85,6 +96,23 @@ def test_the_learning_rate_may_drop_instead():
     training = Training(steps=1000, lr=2.0, every=1, drop=600)
     rates = [learning_rate(step, training) for step in (99, 100, 599, 600, 999)]
     assert rates == pytest.approx([2, 2, 2, 0.2, 0.2])
+
+
+def test_the_learning_rate_may_follow_the_time():
+    training = Training(steps=1000, seconds=10.0, lr=2.0, every=1)
+    rates = [learning_rate(150, training, spent) for spent in (0, 5, 10, 11)]
+    # after 50 of the 900 steps beyond the warm-up; half of the cosine; its end
+    assert rates == pytest.approx([learning_rate(150, replace(training, seconds=None)), 1.1, 0.2, 0.2])
+
+
+def test_training_ends_when_its_time_is_over(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("examples.learning.training.time.process_time", lambda: next(clock))
+    task = run.TASKS["copying"]
+    training = replace(task.training, seconds=7.0, every=3)
+    curve = fit(LanguageModel(task.methods["elu"]), task.prepare(0, None), training, report=lambda point: None)
+    # each step takes a second of this clock
+    assert [(point["step"], point["seconds"]) for point in curve] == [(3, 3), (6, 6), (7, 7)]
 
 
 def test_loss_and_accuracy_count_what_is_asked_only():

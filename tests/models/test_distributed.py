@@ -18,7 +18,14 @@ from torch.testing import assert_close
 from linattn.models import LanguageModel, LanguageModelConfig
 
 CONFIG = LanguageModelConfig(
-    vocab_size=13, dim=16, depth=2, attention=("local+elu", "favor"), window=5, convolution=3, gate=True
+    vocab_size=13,
+    dim=16,
+    depth=3,
+    attention=("local+elu", "favor", "ssd:2+kda:2"),
+    window=5,
+    convolution=3,
+    convolution_on="projections",
+    gate=True,
 )
 
 

@@ -168,6 +168,82 @@ def test_the_norm_makes_heads_of_length_one():
     assert_close(heads[0].square().mean(-1), torch.ones(2, 33, HEADS, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+def outputs_of_heads(module: MultiheadAttention, x: torch.Tensor) -> torch.Tensor:
+    """Return what goes into the last projection."""
+    seen = []
+    hook = module.o_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    module(x)
+    hook.remove()
+    return seen[0]
+
+
+def test_unit_keys_have_no_lengths():
+    module, x = attention("linear_unnormalized", unit_keys=True), some_inputs()
+    y = module(x)
+    with torch.no_grad():
+        module.q_proj.weight.mul_(3)
+        module.k_proj.weight.mul_(5)
+    assert_close(module(x), y)
+
+
+def test_the_skip_adds_values():
+    module, x = attention("elu", num_key_heads=2, value_skip=True), some_inputs()
+    with torch.no_grad():
+        module.value_skip.copy_(torch.arange(1.0, 5.0))
+    v = module.v_proj(x).unflatten(-1, (2, -1)).repeat_interleave(2, 2)
+    expected = torch.arange(1.0, 5.0, dtype=torch.float64)[:, None] * v
+    with_skip, module.value_skip = outputs_of_heads(module, x), None
+    assert_close(with_skip - outputs_of_heads(module, x), expected.flatten(2))
+
+
+def test_the_norm_after_the_gate_is_of_all_heads():
+    options = {"gate": True, "gate_function": "sigmoid"}
+    plain, normed = attention("elu", **options), attention("elu", **options, gated_norm=True)
+    plain.load_state_dict(normed.state_dict(), strict=False)
+    x = some_inputs()
+    y = outputs_of_heads(plain, x)
+    assert_close(outputs_of_heads(normed, x), y / y.square().mean(-1, keepdim=True).sqrt())
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid"])
+def test_the_gate_multiplies(name):
+    module, x = attention("elu", gate=True, gate_function=name), some_inputs()
+    gated, z, module.g_proj = outputs_of_heads(module, x), module.g_proj(x), None
+    assert_close(gated, getattr(nn.functional, name)(z) * outputs_of_heads(module, x))
+
+
+def test_convolutions_on_projections_are_followed_by_silu():
+    module, x = attention("elu", convolution=4, convolution_on="projections", num_key_heads=2), some_inputs()
+    plain = attention("elu", num_key_heads=2)
+    plain.o_proj = module.o_proj
+    for name, convolution in zip("qkv", module.convolution.parts, strict=True):
+        mixed = nn.functional.silu(convolution(getattr(module, f"{name}_proj")(x)))
+        # a projection that gives these numbers, whatever its input
+        setattr(plain, f"{name}_proj", type("Given", (nn.Module,), {"forward": lambda self, x, y=mixed: y})())
+    assert_close(module(x), plain(x))
+
+
+def test_the_limit_of_the_write_strength():
+    once, twice = attention("delta"), attention("delta", beta_limit=2.0)
+    twice.load_state_dict(once.state_dict())
+    x = some_inputs()
+    assert_close(twice.gates(x).beta, 2 * once.gates(x).beta)
+    assert not torch.allclose(twice(x), once(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"convolution": 3, "convolution_on": "outputs"}, "convolution_on must be one of inputs, projections"),
+        ({"beta_limit": 2.0}, "beta_limit is of attentions with the delta rule"),
+        ({"gate": True, "gate_function": "relu"}, "gate_function must be one of silu, sigmoid"),
+    ],
+)
+def test_unknown_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**options)
+
+
 def test_dropout_is_on_the_output_in_training():
     module, x = attention("elu", dropout=0.5), some_inputs()
     y = module(x)

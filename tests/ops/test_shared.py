@@ -1,5 +1,7 @@
-"""Heads that share queries and keys, with decays of their own: the laws of the operator, for the form that reads q and
-k once."""
+"""The laws of `causal_linear_attention` where heads share queries and keys, each with a decay of its own."""
+
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -7,173 +9,185 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend
-from linattn.ops.backends import CAUSAL, SHARED, shared
+from linattn.ops.backends import CAUSAL, GATED, SHARED
 from linattn.ops.linear import causal_call, operator_of
+from tests import laws
+from tests.ops.test_gated import assert_same, call, everything, part, run
+from tests.recurrence import relative
 
-LENGTHS = (2, 63, 64, 65, 200)
-FORMS = ("chunked", "loopless")
-HEADS, F, DV = 4, 5, 3
+LEADS = {
+    "heads": ((2, 1), (2, 3)),
+    "batch": ((1, 3), (2, 3)),
+    "all": ((1, 1), (2, 3)),
+    "groups": ((2, 2, 1), (2, 2, 3)),
+}
 
-every_form = pytest.mark.parametrize("form", FORMS)
-
-
-def inputs(n: int, dtype: torch.dtype = torch.float64, lead: tuple[int, ...] = (2,)) -> list[Tensor]:
-    """q, k, v, log_decay, S, z, in a layout with a token's heads side by side."""
-    q, k = (torch.randn(*lead, 1, n, F, dtype=dtype) for _ in range(2))
-    v = torch.randn(*lead, n, HEADS, DV, dtype=dtype).transpose(-2, -3)
-    log_decay = -0.3 * torch.rand(*lead, n, HEADS, dtype=dtype).mT
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    S, z = torch.randn(*lead, HEADS, F, DV, dtype=exact), torch.randn(*lead, HEADS, F, dtype=exact)
-    return [x.requires_grad_() for x in (q, k, v, log_decay, S, z)]
+every_lead = pytest.mark.parametrize("lead", LEADS.values(), ids=LEADS.keys())
+every_normalization = pytest.mark.parametrize("normalize", ["output", None])
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor, z: Tensor, form: str = "chunked"
-) -> list[Tensor]:
-    state = LinearState(S, z)
-    y, (S, z) = causal_linear_attention(q, k, v, state, log_decay=log_decay, normalize=None, backend=form)
-    return [y, S, z]
+def inputs(n: int, lead: Any = LEADS["heads"], d: int = 5, dv: int = 3) -> dict[str, Tensor]:
+    shared, own = lead
+    sizes = {"q": (n, d), "k": (n, d), "v": (n, dv), "S": (d, dv), "z": (d,), "log_decay": (n,)}
+    leads = {"q": shared, "k": shared}
+    found = {name: torch.rand(*leads.get(name, own), *size, dtype=torch.float64) for name, size in sizes.items()}
+    resets = torch.rand(*own, n) < 0.03
+    found["log_decay"] = (-found["log_decay"]).masked_fill(resets, -torch.inf)
+    return found | {name: torch.randn_like(found[name]) for name in ("v", "S")}
 
 
-def with_gradients(given: list[Tensor], form: str, upstream: list[Tensor]) -> list[Tensor]:
-    results = run(*given, form)
-    return [*results, *torch.autograd.grad(results, given, upstream)]
+def cut(given: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    log_decay = given["log_decay"][..., start:stop]
+    return part({name: x for name, x in given.items() if name != "log_decay"}, start, stop) | {"log_decay": log_decay}
 
 
-def upstream(given: list[Tensor]) -> list[Tensor]:
-    return [torch.randn_like(x) for x in run(*given, "reference")]
+def apart(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """Let the definition run each head with queries and keys of its own."""
+    lead = given["v"].shape[:-2]
+    return run(given | {name: given[name].expand(*lead, -1, -1) for name in "qk"}, "reference", **options)
 
 
-def assert_agree(given: list[Tensor], form: str) -> None:
-    above = upstream(given)
-    for found, expected in zip(
-        with_gradients(given, form, above), with_gradients(given, "reference", above), strict=True
-    ):
-        assert_close(found, expected, rtol=1e-10, atol=1e-10)
+@every_lead
+@every_normalization
+@pytest.mark.parametrize("n", [2, 64, 65, 200])
+def test_outputs_states_and_gradients_agree_with_the_definition(lead: Any, normalize: str | None, n: int) -> None:
+    given, options = inputs(n, lead), {"normalize": normalize, "feature_map": "elu_plus_one"}
+    for mask in (None, torch.rand(*lead[0], n) < 0.6):
+        given |= {} if mask is None else {"key_mask": mask}
+        results = apart(given, **options)
+        upstream = [torch.randn_like(x) for x in results]
+        expected = everything(given, upstream, "reference", **options)
+        assert_close([expected["y"], expected["last S"], expected["last z"]], list(results))
+        assert_same(everything(given, upstream, "chunked", **options), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
-@pytest.mark.parametrize("n", LENGTHS)
-@every_form
-def test_agrees_with_the_definition(form, n, lead):
-    assert_agree(inputs(n, lead=lead), form)
+@every_normalization
+def test_blocks_make_the_whole(normalize: str | None) -> None:
+    given = inputs(600, ((1,), (8,)), d=4, dv=127)
+    upstream = [torch.randn_like(x) for x in apart(given, normalize=normalize)]
+    expected = everything(given, upstream, "reference", normalize=normalize)
+    assert_same(everything(given, upstream, "chunked", normalize=normalize), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("n", (70, 130))
-def test_agrees_with_the_definition_over_many_blocks(n, monkeypatch):
-    monkeypatch.setattr(shared, "BLOCK", 1)
-    assert_agree(inputs(n), "chunked")
+@every_normalization
+def test_pieces_make_the_whole(normalize: str | None) -> None:
+    given = inputs(130) | {"key_mask": laws.masks(130)["holes"]}
+    y, *last = run(given, "chunked", normalize=normalize)
+    ys, state = [], {name: given[name] for name in "Sz"}
+    for start, stop in itertools.pairwise((0, 1, 2, 65, 66, 130)):
+        backend = "recurrent" if stop - start == 1 else "chunked"
+        piece, S, z = call(cut(given, start, stop) | state, backend, normalize=normalize)
+        ys.append(piece)
+        state = {"S": S, "z": z}
+    assert_close(torch.cat(ys, -2), y)
+    assert_close(list(state.values()), last)
 
 
-@every_form
-def test_strong_decays_and_new_sequences(form):
+def test_not_even_an_infinite_future_is_seen() -> None:
     given = inputs(100)
-    with torch.no_grad():
-        given[3][:, 0] = -20
-        given[3][:, 1, 40] = given[3][:, 1, 64] = -torch.inf
-        given[3][:, 2, 0] = -torch.inf
-    assert_agree(given, form)
+    before = run(given, "chunked")[0]
+    for rubbish in (7.0, torch.nan):
+        given["k"][..., 60:, :] = rubbish
+        assert_close(run(given, "chunked")[0][..., :60, :], before[..., :60, :], rtol=0, atol=0)
 
 
-def test_a_decay_of_infinity_begins_a_new_sequence():
-    q, k, v, log_decay, S, z = (x.detach() for x in inputs(50))
-    log_decay[..., 20] = -torch.inf
-    y, end, sums = run(q, k, v, log_decay, S, z)
-    later = (x[..., 20:, :] for x in (q, k, v))
-    y2, end2, sums2 = run(*later, log_decay[..., 20:], torch.zeros_like(S), torch.zeros_like(z))
-    assert_close(y[..., 20:, :], y2)
-    assert_close((end, sums), (end2, sums2))
+@every_normalization
+def test_what_a_masked_token_holds_reaches_nothing(normalize: str | None) -> None:
+    given, mask = inputs(70), laws.masks(70)["holes"]
+    upstream = [torch.randn_like(x) for x in apart(given)]
+    clean = everything(given | {"key_mask": mask}, upstream, "chunked", normalize=normalize)
+    for name in "kv":
+        given[name] = given[name].masked_fill(~mask.unsqueeze(-1), torch.nan)
+    assert_same(everything(given | {"key_mask": mask}, upstream, "chunked", normalize=normalize), clean)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("at", (2, 16, 31, 64))
-def test_pieces_make_the_whole(at):
-    q, k, v, log_decay, S, z = inputs(70)
-    y, *states = run(q, k, v, log_decay, S, z)
-    parts = []
-    for piece in (slice(0, at), slice(at, 70)):
-        y_piece, S, z = run(*(x[..., piece, :] for x in (q, k, v)), log_decay[..., piece], S, z)
-        parts.append(y_piece)
-    assert_close(torch.cat(parts, -2), y)
-    assert_close([S, z], states)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_permuted_inputs(batch: int) -> None:
+    """A layout of (batch, tokens, heads, channels) gives the same numbers; with one batch element too."""
+    given = inputs(70, ((batch, 1), (batch, 3)))
+    upstream = [torch.randn_like(x) for x in apart(given)]
+    permuted = given | {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("v", "log_decay")}
+    turned = [upstream[0].mT.contiguous().mT, *upstream[1:]]
+    assert_same(everything(permuted, turned, "chunked"), everything(given, upstream, "chunked"))
 
 
-@torch.no_grad()
-def test_the_past_does_not_see_the_future():
-    q, k, v, log_decay, S, z = inputs(100)
-    before = run(q, k, v, log_decay, S, z)[0]
-    k[..., 60:, :], v[..., 60:, :] = 1000, 7
-    assert_close(run(q, k, v, log_decay, S, z)[0][..., :60, :], before[..., :60, :], rtol=0, atol=0)
+@pytest.mark.parametrize("strength", [-1e-3, -20.0, -1000.0])
+@every_normalization
+def test_any_strength_of_decay(strength: float, normalize: str | None) -> None:
+    """In float32 beside float64. The gradients of decays count by themselves: those of strong ones are small."""
+    given = inputs(100)
+    given["log_decay"] = strength * torch.rand_like(given["log_decay"])
+    upstream = [torch.randn_like(x) for x in apart(given)]
+    exact = everything(given, upstream, "reference", normalize=normalize)
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, "chunked", normalize=normalize)
+    for name, x in exact.items():
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
 
 
-def test_inputs_that_broadcast_have_gradients_of_their_shape():
-    q, k, v, log_decay, S, z = inputs(20)
-    small = [q[:1], k[:1], v[:1], log_decay[:1, :, :1], S, z]
-    small = [x.detach().clone().requires_grad_() for x in small]
-    assert_agree(small, "chunked")
-    small[2] = torch.randn(2, 1, 20, DV, dtype=torch.float64, requires_grad=True)
-    assert_agree(small, "chunked")
+@every_normalization
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_low_precision_is_near_float64(normalize: str | None, dtype: torch.dtype, bound: float) -> None:
+    """On the same rounded inputs: outputs, states and all gradients, of values that have a mean."""
+    given = inputs(300, ((1, 1), (1, 4)), d=16, dv=8)
+    given = {name: (x + 3 if name == "v" else x).bfloat16().double() for name, x in given.items()}
+    upstream = [torch.randn_like(x).bfloat16().double() for x in apart(given)]
+    exact = everything(given, upstream, "reference", normalize=normalize)
+    low = {name: x.float() if name in "Sz" else x.to(dtype) for name, x in given.items()}
+    ours = everything(low, upstream, "chunked", normalize=normalize)
+    errors = {name: relative(ours[name], exact[name]) for name in exact}
+    assert max(errors.values()) <= bound, errors
 
 
-def test_derivatives_of_the_second_order():
-    given = inputs(3, lead=())
-    assert torch.autograd.gradgradcheck(lambda *x: tuple(run(*x)), given, fast_mode=True)
+@every_normalization
+def test_derivatives_of_any_order_and_vmap(normalize: str | None) -> None:
+    given = inputs(3, ((2, 1), (2, 2)), d=2, dv=2)
+    given["log_decay"] = -0.1 - torch.rand_like(given["log_decay"])
+
+    def attend(*x: Tensor) -> tuple[Tensor, ...]:
+        return run(dict(zip(given, x, strict=True)), "chunked", normalize=normalize)
+
+    tensors = tuple(x.requires_grad_() for x in given.values())
+    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradgradcheck(attend, tensors, fast_mode=True)
+    together = torch.func.vmap(torch.func.grad(lambda *x: attend(*x)[0].sin().sum(), (0, 1, 2, 5)))(*tensors)
+    assert_close(together, torch.autograd.grad(attend(*tensors)[0].sin().sum(), [tensors[i] for i in (0, 1, 2, 5)]))
 
 
-def test_vmap_and_its_gradients():
-    given = [x.detach() for x in inputs(30)]
-
-    def loss(*x: Tensor) -> Tensor:
-        return sum(y.square().sum() for y in run(*x))
-
-    each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)))(*given)
-    assert_close(each, torch.func.grad(loss, argnums=(0, 1, 2, 3))(*given))
+def test_no_rows() -> None:
+    for lead in (((0, 1), (0, 3)), ((1, 1), (2, 0))):
+        given = inputs(70, lead)
+        found = everything(given, [torch.randn_like(x) for x in apart(given)], "chunked")
+        assert all(found[name].shape == x.shape for name, x in given.items())
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
-def test_half_precision_is_near_to_float64(dtype, bound):
-    given = inputs(300, dtype)
-    with torch.no_grad():
-        given[2] += 1
-    above = [x.to(y.dtype) for x, y in zip(upstream(given), run(*given), strict=True)]
-    exact = [x.detach().double().requires_grad_() for x in given]
-    found = with_gradients(given, "chunked", above)
-    expected = with_gradients(exact, "reference", [x.double() for x in above])
-    for x, y in zip(found, expected, strict=True):
-        assert (x.double() - y).norm() <= bound * y.norm()
+def test_memory_saved_for_the_backward_is_the_inputs_and_a_state_per_block() -> None:
+    given = inputs(4096, ((1, 1), (1, 2)), d=16, dv=16)
+    given = {name: x.clamp(min=-1).requires_grad_() for name, x in given.items()}
+    saved: dict[int, int] = {}
+
+    def count(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        run(given, "chunked")
+    assert sum(saved.values()) <= 1.02 * sum(x.nbytes for x in given.values())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("full", [True, False])
-def test_results_have_the_layout_that_graphs_expect(full):
-    given = inputs(40)
-    if not full:
-        given[2], given[3] = given[2][:1], given[3][:, :1]
-    call = causal_call(*given[:3], LinearState(*given[4:]), given[3], None, None, "identity")
-    backend = next(each for each in SHARED.backends if each.name == "chunked")
-    results = backend.forward(call, True)
-    above = tuple(torch.randn_like(x) for x in results[:3])
-    pairs = list(zip(results, backend.empty(call, True), strict=True))
-    pairs += zip(backend.gradient(call, results[3:], above)[:6], backend.empty_gradient(call)[:6], strict=True)
-    for found, expected in pairs:
-        assert found.shape == expected.shape and found.dtype == expected.dtype
-        # the stride of a single place says nothing
-        places = [i for i, size in enumerate(found.shape) if size > 1]
-        assert [found.stride(i) for i in places] == [expected.stride(i) for i in places]
+def test_it_is_chosen_where_it_computes_less() -> None:
+    q, v, decay = torch.rand(1, 1, 9, 5), torch.rand(1, 3, 9, 2), -torch.rand(1, 3, 9)
 
+    def chosen(q: Tensor, k: Tensor, log_decay: Tensor | None, **options: Any) -> object:
+        mask = options.get("key_mask")
+        return operator_of(causal_call(q, k, v, None, log_decay, mask, options.get("normalize"), "identity"))
 
-def test_only_such_calls_take_it():
-    q, k, v, log_decay, _, _ = inputs(20)
-
-    def operator(q: Tensor, k: Tensor, log_decay: Tensor | None, normalize: str | None = None) -> object:
-        return operator_of(causal_call(q, k, v, None, log_decay, None, normalize, "identity"))
-
-    assert operator(q, k, log_decay) is SHARED
-    every_head = q.expand(-1, HEADS, -1, -1)
-    for call in ((every_head, k, log_decay), (q, k.expand(-1, HEADS, -1, -1), log_decay), (q, k, None)):
-        assert operator(*call) is CAUSAL
-    assert operator(q, k, log_decay, "output") is CAUSAL
-    # here rows of queries share states
-    assert operator_of(causal_call(q, k[:1], v[:1], None, log_decay[:1], None, None, "identity")) is CAUSAL
-    assert "chunked: runs this call" in explain_backend(q, k, v, log_decay=log_decay, normalize=None)
-    assert "triton: needs CUDA tensors" in explain_backend(q, k, v, log_decay=log_decay, normalize=None)
+    assert chosen(q, q, decay) is SHARED
+    assert chosen(q, q, decay, key_mask=torch.ones(9) > 0) is SHARED
+    assert chosen(q, q, decay, key_mask=torch.ones(3, 9) > 0) is CAUSAL
+    assert chosen(q.expand(1, 3, 9, 5), q, decay) is CAUSAL
+    assert chosen(q, q, None) is CAUSAL
+    assert chosen(q, q, decay, normalize="keys") is CAUSAL
+    assert chosen(q, q, decay.unsqueeze(-1).expand(1, 3, 9, 5)) is GATED
+    assert "chunked: runs this call" in explain_backend(q, q, v, log_decay=decay)
+    y, state = causal_linear_attention(q, q, v, log_decay=decay)
+    assert y.shape == v.shape and isinstance(state, LinearState) and state.S.shape == (1, 3, 5, 2)

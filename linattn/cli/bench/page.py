@@ -1,20 +1,14 @@
-"""The report as one HTML file with its pictures in it, which needs no network and no script.
+"""The report of measurements, as a page.
 
-The colours are Okabe and Ito's and a dark red, which the colour-blind can tell apart. Every panel is an SVG of its own,
-and so is the legend: they stand side by side or, on a phone, in a column."""
+Every panel is an SVG of its own, and so is the legend: they stand side by side or, on a phone, in a column."""
 
-import io
-import re
 from collections.abc import Iterable
-from html import escape
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from cycler import cycler
-from jinja2 import Environment
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -22,9 +16,9 @@ from linattn.cli.bench import SOFTMAX, UNIFORM
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import ERROR, Record
 from linattn.cli.bench.report import IN_BYTES, SHARE, Panel, Picture, dropped_lines, pictures, short, tables
+from linattn.cli.page import COLOURS, TEXT, render, svg
 
 Style = dict[str, Any]
-COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255"]
 # beyond the last colour they begin again, with other lines
 STYLES = cycler(color=2 * COLOURS, linestyle=9 * ["-"] + 9 * ["-."], marker=list("os^DvPX*<>hos^DvPX"))
 DOTTED: Style = {"color": "#555555", "linestyle": (0, (1, 1.5)), "linewidth": 1.5}
@@ -32,9 +26,9 @@ DOTTED: Style = {"color": "#555555", "linestyle": (0, (1, 1.5)), "linewidth": 1.
 
 def html(record: Record) -> str:
     style = styles(dict.fromkeys(each.method for each in record.measurements))
-    template = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text("utf-8"))
     drawn = [(picture, draw(picture, style)) for picture in pictures(record)]
-    return template.render(record=record, pictures=drawn, dropped=dropped_lines(record), tables=list(tables(record)))
+    values = {"record": record, "pictures": drawn, "dropped": dropped_lines(record), "tables": list(tables(record))}
+    return render("bench/report.html", **values)
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:
@@ -49,11 +43,11 @@ def styles(methods: Iterable[str]) -> dict[str, Style]:
 
 def draw(picture: Picture, style: dict[str, Style]) -> list[str]:
     """Return an SVG for each panel, and one for the legend."""
-    with matplotlib.rc_context({"font.size": 10, "axes.titlesize": 11, "svg.fonttype": "path"}):
+    with matplotlib.rc_context(TEXT):
         shown: dict[str, Any] = {}
         figures = [*(_draw_panel(panel, style, shown) for panel in picture.panels), Figure(figsize=(1, 1))]
         figures[-1].legend(shown.values(), shown.keys(), loc="center", frameon=False, fontsize=9)
-        return [_svg(each, f"{picture.id}-{place}", picture.title) for place, each in enumerate(figures)]
+        return [svg(each, f"{picture.id}-{place}", picture.title) for place, each in enumerate(figures)]
 
 
 def _draw_panel(panel: Panel, style: dict[str, Style], shown: dict[str, Any]) -> Figure:
@@ -94,13 +88,3 @@ def _label(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.workload, loc="left")
     axes.grid(alpha=0.3, which="major")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _svg(figure: Figure, name: str, label: str) -> str:
-    """Return the SVG. Ids get the picture's name, because a page holds several pictures."""
-    stream, tight = io.StringIO(), None if figure.axes else "tight"
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches=tight)
-    _, tag, svg = stream.getvalue().partition("<svg ")
-    svg = f'{tag}role="img" aria-label="{escape(label)}" {svg}'
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)

@@ -1,6 +1,7 @@
 """Our attention inside the models of transformers: what its AttentionInterface calls, for each layer."""
 
 from collections.abc import Mapping
+from functools import partial
 from math import isclose, sqrt
 from typing import Any, NamedTuple
 
@@ -9,9 +10,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import InnerAttention
+from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
 from linattn.integrations.transformers.cache import CachedKeys
 from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
+
+OWN = "linear_attention"
+"""The name of a submodule that attends in place of the method, with weights of its own."""
 
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
 IGNORED = {
@@ -46,9 +51,11 @@ def attention_forward(
     is_causal: bool | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    gates: AnyGates = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "b n h dv"], None]:
-    """Attend by `method`; the other arguments are transformers' own. There are no weights to return.
+    """Attend by `method`, or by the module's own attention, which may need `gates`. The other arguments are those of
+    transformers. There are no weights to return.
 
     Our methods expect q·k without the factor `scaling` = 1/√d. Any other factor is multiplied into q: some models scale
     q themselves and pass 1, which undoes it."""
@@ -58,22 +65,25 @@ def attention_forward(
     factor = 1.0 if scaling is None else scaling * sqrt(d)
     if not isclose(factor, 1):
         query = query * factor
-    causal = _is_causal(module) if is_causal is None else is_causal
-    method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
+    causal = is_causal_call(module, is_causal)
+    inner = module._modules.get(OWN)
+    if inner is None:
+        method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
-        return attend_per_document(inner, query, keys, value, attention_mask).transpose(1, 2).contiguous(), None
+        return attend_per_document(inner, query, keys, value, attention_mask, gates).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
     key_mask = None if attention_mask is None else attention_mask[:, None, attention_mask.shape[1] - m :]
     if layer is not None:
-        y = (layer.extend if causal else layer.read)(inner, query, keys, value, key_mask)
+        attend = partial(layer.extend, gates=gates) if causal else layer.read
+        y = attend(inner, query, keys, value, key_mask)
     elif causal and n < m:
         # a cache of all keys: the queries are those of the last tokens
         query = torch.cat([query.new_zeros(*query.shape[:2], m - n, d), query], 2)
         y = inner(query, keys, value, key_mask=key_mask)[:, :, m - n :]
     else:
-        y = inner(query, keys, value, key_mask=key_mask)
+        y = inner(query, keys, value, key_mask=key_mask, gates=gates)
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -123,8 +133,10 @@ def _make(kind: Kind) -> None:
         _INNERS[kind] = untrained_attention(kind.method, **sizes).to(device=kind.device, dtype=kind.dtype)
 
 
-def _is_causal(module: nn.Module) -> bool:
-    if isinstance(causal := getattr(module, "is_causal", None), bool):
+def is_causal_call(module: nn.Module, given: bool | None) -> bool:
+    """Tell whether a call is causal: its own argument decides, else the module's attribute."""
+    causal = getattr(module, "is_causal", None) if given is None else given
+    if isinstance(causal, bool):
         return causal
     raise ValueError(f"{type(module).__name__} does not say whether it is causal: linattn's attention needs to know")
 

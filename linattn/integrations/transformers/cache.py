@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from linattn.attention import InnerAttention, map_state
+from linattn.attention.gates import AnyGates
 from linattn.models import TokenModelState
 from linattn.types import KeyMask, Outputs, Queries, Values
 
@@ -83,24 +84,33 @@ class AttentionLayer(StateLayer):
     _layer_type = ATTENTION_LAYER
 
     keys: Any
+    convolution: Tensor | None
+    """The last inputs of a short convolution before the attention, if there is one."""
 
     def reset(self) -> None:
         super().reset()
         self.summed = 0
+        self.convolution: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
         self.seen += key_states.shape[2]
         return CachedKeys(key_states, self), value_states
 
-    def extend(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
+    def extend(
+        self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask, *, gates: AnyGates = None
+    ) -> Outputs:
         self.summed += k.shape[2]
         if self.summed != self.seen:
             raise ValueError(
                 f"{self.seen} tokens came into the cache, but {self.summed} into its state: a model that attends twice "
                 "to the same keys, or elsewhere, needs use_cache=False"
             )
-        y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask)
+        y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask, gates=gates)
         return y
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        self.convolution = map_state(function, self.convolution)
 
     def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
         """Attend to an encoder's keys and values, which come once and are summarized."""

@@ -4,7 +4,8 @@ transformers has registries for the functions. Three of its own functions are wr
 only: names of mixtures are registered at their first use, models that never call the registry are refused, and caches
 hold our states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn, TypeGuard
 
@@ -60,20 +61,27 @@ def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
     implementation = model.config._attn_implementation
     if not is_ours(implementation):
         raise ValueError(f"the attention of this {type(model).__name__} is {implementation!r}, not one of {PREFIX}…")
-    function = AttentionInterface._global_mapping[implementation]
-
-    def counted(module: nn.Module, *args: Any, **options: Any) -> Any:
-        found.append(names.get(module, type(module).__name__))
-        return function(module, *args, **options)
-
-    AttentionInterface.register(implementation, counted)
-    try:
+    with watched(implementation, lambda module, *_, **__: found.append(names.get(module, type(module).__name__))):
         model(**inputs)
-    finally:
-        AttentionInterface.register(implementation, function)
     if not found:
         raise ValueError(f"{type(model).__name__} ignores attn_implementation: its attention is its own")
     return found
+
+
+@contextmanager
+def watched(implementation: str, see: Callable[..., None]) -> Iterator[None]:
+    """Call `see` with the arguments of each call of the attention function that is registered as `implementation`."""
+    function = AttentionInterface._global_mapping[implementation]
+
+    def seen(module: nn.Module, *args: Any, **options: Any) -> Any:
+        see(module, *args, **options)
+        return function(module, *args, **options)
+
+    AttentionInterface.register(implementation, seen)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(implementation, function)
 
 
 def install() -> None:

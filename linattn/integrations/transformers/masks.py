@@ -1,14 +1,16 @@
 """The masks of transformers' models for our attention: present keys, or documents that share a row."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
+from linattn.attention.gates import AnyGates
+from linattn.attention.states import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
@@ -58,14 +60,25 @@ def attention_mask(
     return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))
 
 
-def attend_per_document(
-    inner: InnerAttention,
-    q: Float[Tensor, "b h n d"],
-    k: Float[Tensor, "b hk n d"],
-    v: Float[Tensor, "b hk n dv"],
-    documents: Int[Tensor, "b n"],
-) -> Float[Tensor, "b h n dv"]:
-    """Attend within each document, in a padded row of its own. Equal numbers that follow each other are a document."""
+class DocumentRows(NamedTuple):
+    """The documents of packed rows, each in a padded row of its own. Equal numbers that follow each other are one."""
+
+    row: Int[Tensor, " tokens"]
+    column: Int[Tensor, " tokens"]
+    present: Bool[Tensor, "rows columns"]
+    shape: tuple[int, int]
+
+    def split(self, x: Shaped[Tensor, "b n *rest"]) -> Shaped[Tensor, "rows columns *rest"]:
+        """Move each document into its row, and fill up with zeros."""
+        x = x.flatten(0, 1)
+        return x.new_zeros(*self.present.shape, *x.shape[1:]).index_put((self.row, self.column), x)
+
+    def join(self, y: Shaped[Tensor, "rows columns *rest"]) -> Shaped[Tensor, "b n *rest"]:
+        """Move the tokens back to their places."""
+        return y[self.row, self.column].unflatten(0, self.shape)
+
+
+def document_rows(documents: Int[Tensor, "b n"]) -> DocumentRows:
     b, n = documents.shape
     place = torch.arange(n, device=documents.device)
     is_first = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
@@ -73,14 +86,23 @@ def attend_per_document(
     row = is_first.flatten().cumsum(0) - 1
     column = (place - torch.where(is_first, place, 0).cummax(-1).values).flatten()
     size = (int(row[-1]) + 1, int(column.max()) + 1)
+    present = torch.zeros(size, dtype=torch.bool, device=row.device).index_put((row, column), row >= 0)
+    return DocumentRows(row, column, present, (b, n))
 
-    def to_rows(x: Tensor) -> Tensor:
-        tokens = x.transpose(1, 2).flatten(0, 1)
-        return tokens.new_zeros(*size, *tokens.shape[1:]).index_put((row, column), tokens).transpose(1, 2)
 
-    key_mask = torch.zeros(size, dtype=torch.bool, device=q.device).index_put((row, column), row >= 0)
-    y = inner(to_rows(q), to_rows(k), to_rows(v), key_mask=key_mask.unsqueeze(1))
-    return y.transpose(1, 2)[row, column].unflatten(0, (b, n)).transpose(1, 2)
+def attend_per_document(
+    inner: InnerAttention,
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b hk n d"],
+    v: Float[Tensor, "b hk n dv"],
+    documents: Int[Tensor, "b n"],
+    gates: AnyGates = None,
+) -> Float[Tensor, "b h n dv"]:
+    """Attend within each document."""
+    rows = document_rows(documents)
+    q, k, v, gates = map_state(lambda x: rows.split(x.transpose(1, 2)).transpose(1, 2), (q, k, v, gates))
+    y = inner(q, k, v, key_mask=rows.present.unsqueeze(1), gates=gates)
+    return rows.join(y.transpose(1, 2)).transpose(1, 2)
 
 
 def _present(mask: Bool[Tensor, "b m"] | None, length: int) -> Bool[Tensor, "b m"] | None:

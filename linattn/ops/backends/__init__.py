@@ -18,37 +18,20 @@ from linattn.ops.backends import (
 from linattn.ops.backends.base import CausalCall, ReadCall, SumCall
 from linattn.ops.backends.operator import Backend, Operator
 
-_CHUNKED = Backend("chunked", None, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2, loops=True)
 
-CAUSAL = Operator(
-    "causal",
-    CausalCall,
-    outputs=3,
-    backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, _CHUNKED, loopless.BACKEND, reference.CAUSAL),
-)
-_GATED = Backend("chunked", None, gated.forward, gated_gradient.gradient, chunked.empty, saved=2, loops=True)
-GATED = Operator(
-    "gated",
-    CausalCall,
-    outputs=3,
-    backends=(triton.GATED, recurrent.BACKEND, dense.BACKEND, _GATED, loopless.BACKEND, reference.GATED),
-)
-_SHARED = Backend(
-    "chunked",
-    None,
-    shared.forward,
-    shared_gradient.gradient,
-    shared.empty,
-    shared_gradient.empty_gradient,
-    saved=1,
-    loops=True,
-)
-SHARED = Operator(
-    "shared",
-    CausalCall,
-    outputs=3,
-    backends=(triton.CAUSAL, recurrent.BACKEND, dense.BACKEND, _SHARED, loopless.BACKEND, reference.CAUSAL),
-)
+def _causal(name: str, kernels: Backend, chunks: Backend, definition: Backend) -> Operator:
+    backends = (kernels, recurrent.BACKEND, dense.BACKEND, chunks, loopless.BACKEND, definition)
+    return Operator(name, CausalCall, 3, backends)
+
+
+_CHUNKED = Backend("chunked", None, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2, loops=True)
+_GATED = _CHUNKED._replace(forward=gated.forward, gradient=gated_gradient.gradient)
+_SHARED = Backend("chunked", None, shared.forward, shared_gradient.gradient, shared.empty, saved=1, loops=True)
+
+# one function, and another way to make the chunks where decays are per channel, and where heads share queries and keys
+CAUSAL = _causal("causal", triton.CAUSAL, _CHUNKED, reference.CAUSAL)
+GATED = _causal("gated", triton.GATED, _GATED, reference.GATED)
+SHARED = _causal("shared", triton.CAUSAL, _SHARED, reference.CAUSAL)
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, sums.SUM_KEYS, reference.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, sums.READ, reference.READ))
 

@@ -52,7 +52,7 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if save:
         _, length, chunk = sizes(call)
         blocks = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
-    y = empty_like(call.v, (*call.q.shape[:-1], dv))
+    y = empty_like(call.v, (*call.lead, n, dv))
     saved = ((blocks, math.prod(lead), *shape) for shape in ((f, dv), (1, f)))
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, *saved))
 
@@ -60,7 +60,7 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
 def sizes(call: CausalCall) -> tuple[int, int, int]:
     """Return (rows of the first dimension per block, tokens per block, tokens per chunk). A chunk is half the shorter
     side of a state, as a power of two from 16 to 64."""
-    (rows, *others, n, _), chunk = call.q.shape, SHORTEST
+    (rows, *others), n, chunk = call.lead, call.q.shape[-2], SHORTEST
     while chunk < min(LONGEST, min(call.S.shape[-2:]) / 2):
         chunk *= 2
     chunk, heads, block = min(chunk, max(1, n)), max(1, math.prod(others)), BLOCK // max(1, *call.S.shape[-2:])
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
 def cut(call: CausalCall) -> list[tuple[slice, list[Tile]]]:
     """Cut the first dimension, unless its queries share a state, and the tokens into blocks that fit the cache. What is
     left of the tokens is a chunk of its own length. Return the states and the blocks of each part."""
-    (rows, *others), n, (step, length, chunk) = call.z.shape[:-1], call.q.shape[-2], sizes(call)
+    (rows, *others), n, (step, length, chunk) = call.S.shape[:-2], call.q.shape[-2], sizes(call)
     end, states, lead = n // chunk * chunk, math.prod(others), len(others) + 1
     cuts = [(start, min(length, end - start) // chunk, chunk, lead) for start in range(0, end, length)]
     cuts += [(end, 1, n - end, lead)] if end < n else []
@@ -109,9 +109,9 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
     """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
     (*b n f), the state as (b f dv) and (b 1 f): leading dimensions whose queries share a state stand beside the
     tokens."""
-    lead, beside = call.z.shape[:-1], [call.q, *outputs]
+    lead, beside = call.z.shape[:-1], [call.q.expand(*call.lead, -1, -1), *outputs]
     for i, size in enumerate(lead):
-        if size != call.q.shape[i]:
+        if size != call.lead[i]:
             beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
     per_key = (x if x is None or x.ndim == k.ndim else x.unsqueeze(-1) for x in (call.log_decay, call.key_mask))
@@ -157,20 +157,23 @@ def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
         asking = q.unflatten(1, (-1, tile.chunk))
         asking.masked_fill_(missing.unsqueeze(1) & ~asking.sum(-1, keepdim=True).isfinite(), 0)
     if call.log_decay is not None:
-        decay = _decay_weights(tile.flat(tile.chunks(call.log_decay).to(k.dtype)).squeeze(-1), tile)
+        decay = decay_weights(tile.flat(tile.chunks(call.log_decay).to(k.dtype)).squeeze(-1), tile)
     return Block(q, k, v, missing, decay, call.normalize, phi.nonnegative, tile, work)
 
 
-def _decay_weights(log_decay: Tensor, tile: Tile) -> Decay:
+def decay_weights(log_decay: Tensor, tile: Tile) -> Decay:
     """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    fresh = log_decay == -torch.inf
-    total, count = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1), fresh.cumsum(-1)
-    same = (count.unsqueeze(-1) == count.unsqueeze(-2)).tril()
-    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~same, -torch.inf)
-    since = total.masked_fill(count > 0, -torch.inf)
-    until = (total[..., -1:] - total).masked_fill(count[..., -1:] != count, -torch.inf)
-    inside, since, until = (x.to(log_decay.dtype).exp() for x in (inside, since, until))
+    fresh, dtype = log_decay == -torch.inf, log_decay.dtype
+    # on a CPU torch's exp2 takes a fifth of the time of exp
+    total = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1).mul_(math.log2(math.e))
+    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype).exp2_().tril_()
+    since, until = (x.to(dtype).exp2() for x in (total, total[..., -1:] - total))
+    if log_decay.device.type != "cpu" or fresh.any():
+        count = fresh.cumsum(-1)
+        inside.mul_(count.unsqueeze(-1) == count.unsqueeze(-2))
+        since.mul_(count == 0)
+        until.mul_(count[..., -1:] == count)
     over = since[..., -1:, None].unflatten(0, (tile.number, -1))
     return Decay(inside.unsqueeze(1), since[:, None, :, None], until[:, None, :, None], over)
 

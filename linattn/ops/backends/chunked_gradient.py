@@ -37,7 +37,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None and dz is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
         S_saved, z_saved = forward(call, save=True)[3:]
-    dq, phi, work = empty_like(call.q, call.q.shape), ELEMENTWISE[call.feature_map], Workspace(call.S)
+    dq = empty_like(call.q, (*call.lead, *call.q.shape[-2:]))
+    phi, work = ELEMENTWISE[call.feature_map], Workspace(call.S)
     given, (dq_view, dy) = arrange(call, dq, dy)
     dk, dv = (empty_like(x, x.shape) for x in (given.k, given.v))
     dlog_decay = None if given.log_decay is None else call.S.new_empty(given.log_decay.shape)
@@ -57,6 +58,7 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
             dS[rows], dz[rows] = dS_ends[:b], dz_ends[:b]
     if dlog_decay is not None and call.log_decay is not None:
         dlog_decay = decay_gradient(dlog_decay.squeeze(-1), call.log_decay)
+    dq = summed(dq, call.q)
     return dq, summed(dk, call.k), summed(dv, call.v), dS.view_as(call.S), dz.view_as(call.z), dlog_decay, None
 
 
@@ -102,10 +104,13 @@ def _of_queries(block: Block, S_in: Tensor, z_in: Tensor, dN: Tensor) -> _Querie
 
 
 def _crossing(AG: Tensor, Q: Tensor, block: Block) -> Tensor:
-    """Return the gradient of each token's decay through the queries of its chunk, (cb C 1): Σ A_ij G_ij over the pairs
-    that cross it, i ≥ t > j, and Σ Q_i over i ≥ t for the state before the chunk. A difference of sums over all pairs
-    would leave their rounding where decays are strong."""
-    pairs, Q = (x.unflatten(1, (-1, block.tile.chunk)).sum(1) for x in (AG, Q.sum(-1, keepdim=True)))
+    """Return the gradient of each token's decay through the queries of its chunk, (cb C 1)."""
+    return sum_crossing(*(x.unflatten(1, (-1, block.tile.chunk)).sum(1) for x in (AG, Q.sum(-1, keepdim=True))))
+
+
+def sum_crossing(pairs: Tensor, Q: Tensor) -> Tensor:
+    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, and Q_i (cb C 1) over i ≥ t, for the state before the
+    chunk. A difference of sums over all pairs would leave their rounding where decays are strong."""
     before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1)
 

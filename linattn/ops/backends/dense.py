@@ -23,7 +23,7 @@ def unsupported(call: CausalCall) -> str | None:
     if torch.compiler.is_compiling():
         return "saves the time between operations, which a graph does not need"
     n = call.q.shape[-2]
-    if n > LONGEST or call.q.shape[:-1].numel() * n > LARGEST:
+    if n > LONGEST or max(call.q.shape[:-2].numel(), call.S.shape[:-2].numel()) * n * n > LARGEST:
         return f"builds the matrix of similarities, up to {LONGEST} tokens and {LARGEST:,} numbers in all"
     if call.log_decay is not None or call.normalize == "keys":
         return 'has no decay and no normalize="keys"'

@@ -153,7 +153,7 @@ def over_keys(g: Tensor, k: Tensor) -> Tensor:
 
 
 class Level(NamedTuple):
-    """What meets at the borders of blocks of one size: queries (m sg f), keys (m s f), and w of both blocks (m 2 f)."""
+    """Queries (m sg f) and keys (m s f) that meet at the borders of blocks of a size; w of both blocks (m 2 f)."""
 
     q: Tensor
     k: Tensor

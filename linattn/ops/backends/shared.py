@@ -1,185 +1,169 @@
-"""Heads that share queries and keys, and differ in values and decays, as in Mamba-2's scan: Dao and Gu,
-https://arxiv.org/abs/2405.21060, section 6. Chunks of tokens and a running state between them, as in chunked.py, but
-q and k are read once for all heads, and the decays go to the values and outputs:
+"""Heads that share queries and keys, each with values and a decay of its own, as in Mamba-2. Dao and Gu,
+https://arxiv.org/abs/2405.21060, section 6.
 
-    A_h = q kᵀ ∘ D_h        y_h = A_h v_h + r_h ∘ (q S_h)        S_h ← a_h S_h + kᵀ (w_h ∘ v_h)
+What queries and keys are to one another is computed once for all heads h; decays belong to values and outputs:
 
-The products with k and with the states take the values of all heads side by side. The key sums z_h are the states of
-one more value per head, which is 1. Shapes: a block has c chunks, of C tokens, of one row of h heads; the states of a
-chunk are (f, h dv + h)."""
+    A_h = q kᵀ ∘ D_h        y_h = A_h v_h + r_h q S_h        S_h ← a_h S_h + kᵀ (w_h v_h)
 
-import math
-from collections.abc import Iterator
-from itertools import product
+D, r, w and a are those of chunked.py. A value has a 1 more, [v, 1], which makes [S, z] one state, with the heads beside
+one another, and [numerator, denominator] one output. Shapes: a block has B = c b chunks of C tokens and H heads; e is
+the width of [v, 1]."""
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.base import CausalCall
-from linattn.ops.backends.chunked import LONGEST, SHORTEST
+from linattn.ops.backends.base import CausalCall, infinite_if_none
+from linattn.ops.backends.chunked import Tile, cut, decay_weights, scan, sizes
 from linattn.ops.backends.workspace import Workspace, empty_like
-
-# numbers of a block's states: four megabytes in float32
-BLOCK = 2**20
+from linattn.ops.elementwise import ELEMENTWISE
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last states, and the states that enter each block, (i rows f h·dv+h), if `save`."""
-    results, work = empty(call, save), Workspace(call.S)
-    y, S_end, z_end, saved = results
-    for row in rows(call, y, S_end, z_end):
-        S = torch.cat([row.S.movedim(0, 1).flatten(1), row.z.mT], 1)
-        for i, place in enumerate(cut(call)):
+    """Return outputs, the last state, and the states that enter each block, (i b f He), if `save`."""
+    y, S_end, z_end, saved = empty(call, save)
+    given, work = arrange(call), Workspace(call.S)
+    y_view, ends = beside_tokens(y, call), given.S.flatten(0, -3).clone()
+    for rows, tiles in cut(given):
+        S = ends[rows]
+        for i, tile in enumerate(tiles):
             if save:
-                saved[i, row.number] = S
-            block = Block(row, place, work)
-            ends = block.states(S)
-            block.outputs(ends[:-1], place.chunks(row.outputs[0]))
-            S = ends[-1].clone()
-        heads = row.z.shape[0]
-        row.outputs[1].copy_(S[:, :-heads].unflatten(1, (heads, -1)).movedim(1, 0))
-        row.outputs[2].copy_(S[:, -heads:].mT)
-    return results
+                saved[i, rows] = S
+            block, b = Block(given, tile, work), len(S)
+            S_ends = block.states(S)
+            part = block.outputs(block.read(S_ends[:-b]))
+            part, d = part[..., :-1], denominators(part, call)
+            tile.write(y_view, part if d is None else part.div_(d))
+            S = S_ends[-b:]
+        ends[rows] = S
+    separate(ends, call, S_end, z_end)
+    return y, S_end, z_end, saved
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return results without numbers. The outputs of a token's heads stand side by side, as its values mostly do."""
-    (*lead, heads, f, dv), n, (length, chunk) = call.S.shape, call.q.shape[-2], sizes(call)
-    y = empty_like(call.v, (*lead, n, heads, dv)).transpose(-2, -3)
-    places = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk) if save else 0
-    saved = call.S.new_empty(places, call.S[..., 0, 0, 0].numel(), f, heads * dv + heads)
-    return y, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), saved
+    """Return results without numbers, of a symbolic length too."""
+    given, n, blocks = arrange(call), call.q.shape[-2], 0
+    if save:
+        _, length, chunk = sizes(given)
+        blocks = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
+    y = empty_like(call.v, (*call.S.shape[:-2], n, call.v.shape[-1]))
+    S = given.S.flatten(0, -3)
+    return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, (blocks, *S.shape)))
 
 
-def sizes(call: CausalCall) -> tuple[int, int]:
-    """Return (tokens per block, tokens per chunk). A chunk is half the shorter side of a state, as in chunked.py."""
-    (*_, heads, f, dv), chunk = call.S.shape, SHORTEST
-    while chunk < min(LONGEST, min(f, dv) / 2):
-        chunk *= 2
-    return max(1, BLOCK // max(1, heads * f * dv)) * chunk, chunk
+def denominators(part: Tensor, call: CausalCall) -> Tensor | None:
+    """The last column of outputs, if they are divided by it."""
+    nonnegative = ELEMENTWISE[call.feature_map].nonnegative
+    return infinite_if_none(part[..., -1:], nonnegative=nonnegative) if call.normalize else None
 
 
-class Place(NamedTuple):
-    """Some chunks of the tokens of a row."""
-
-    start: int
-    number: int
-    length: int
-
-    def chunks(self, x: Tensor) -> Tensor:
-        """View (n …) as (c C …)."""
-        return x.narrow(0, self.start, self.number * self.length).unflatten(0, (self.number, self.length))
+def beside_tokens(x: Tensor, call: CausalCall) -> Tensor:
+    """View (*lead n d) as (*b *H n d): the dimensions of heads that share queries stand beside the tokens."""
+    for i, size in enumerate(call.S.shape[:-2]):
+        if size != call.q.shape[i]:
+            x = x.unsqueeze(i).movedim(i + 1, -3)
+    return x
 
 
-def cut(call: CausalCall) -> list[Place]:
-    """Cut the tokens into blocks of full chunks; what is left is a chunk of its own length."""
-    n, (step, chunk) = call.q.shape[-2], sizes(call)
-    end = n // chunk * chunk
-    places = [Place(start, min(step, end - start) // chunk, chunk) for start in range(0, end, step)]
-    return [*places, Place(end, 1, n - end)] if end < n else places
+def as_heads(x: Tensor, call: CausalCall) -> Tensor:
+    """View states (*lead f e) as (*b f *H e)."""
+    return beside_tokens(x, call).movedim(-2, x.ndim - 2)
 
 
-class Row(NamedTuple):
-    """One row: q and k (n f), v (n h dv), decays (n h), S (h f dv) and z (h f), and parts of the results."""
-
-    number: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    S: Tensor
-    z: Tensor
-    outputs: tuple[Tensor, ...]
-
-
-def rows(call: CausalCall, y: Tensor, *others: Tensor) -> Iterator[Row]:
-    """Cut a call into rows. Of the results, y (*b h n dv) becomes (n h dv), the others stay (…)."""
-    lead, (heads, f, dv), n = call.S.shape[:-3], call.S.shape[-3:], call.q.shape[-2]
+def arrange(call: CausalCall) -> CausalCall:
+    """View q and k as (*b n f), v as (*b *H n dv), decays as (*b *H n 1) and the mask as (*b n 1); return the state as
+    (*b f He)."""
+    lead, S = call.S.shape[:-2], torch.cat([call.S, call.z.unsqueeze(-1)], -1)
     assert call.log_decay is not None
-    sides = (
-        call.q.expand(*lead, 1, n, f).squeeze(-3),
-        call.k.expand(*lead, 1, n, f).squeeze(-3),
-        call.v.expand(*lead, heads, n, dv).transpose(-2, -3),
-        call.log_decay.expand(*lead, heads, n).mT,
-        call.S,
-        call.z,
-        y.transpose(-2, -3),
-        *others,
-    )
-    # an index per leading dimension keeps views, where flattening might copy
-    for number, index in enumerate(product(*map(range, lead))):
-        q, k, v, log_decay, S, z, *outputs = (x[index] for x in sides)
-        yield Row(number, q, k, v, log_decay, S, z, tuple(outputs))
+    v, log_decay = (beside_tokens(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
+    S, b = as_heads(S, call).flatten(len(lead) + 1), call.q.shape[:-2]
+    mask = None if call.key_mask is None else call.key_mask.unsqueeze(-1).expand(*b, -1, -1)
+    return CausalCall(call.q, call.k.expand(*b, -1, -1), v, S, call.z, log_decay, mask, *call[7:])
+
+
+def separate(ends: Tensor, call: CausalCall, S: Tensor, z: Tensor) -> None:
+    """Write states (b f He) to where they belong in S and z."""
+    both = S.new_empty(*z.shape, S.shape[-1] + 1)
+    heads = as_heads(both, call)
+    heads.copy_(ends.view(heads.shape))
+    S.copy_(both[..., :-1])
+    z.copy_(both[..., -1])
+
+
+class Weights(NamedTuple):
+    """Decays of a block: inside is D (B H C C), since r and until w are (B H C 1), over is a (c b 1 He)."""
+
+    inside: Tensor
+    since: Tensor
+    until: Tensor
+    over: Tensor
 
 
 class Block:
-    """One block of a row in the accumulation dtype: q and k (c C f), v (c C h dv), what decays inside of chunks D
-    (c h C C), since they began r and until they end w (c C h), and over them a (c h), and G = tril(q kᵀ) (c C C)."""
+    """Features (B C f), values (B H C e) and weights of one block in the accumulation dtype, and A."""
 
-    def __init__(self, row: Row, place: Place, work: Workspace):
-        dtype = row.S.dtype
-        self.q, self.k, self.v = (place.chunks(x).to(dtype) for x in (row.q, row.k, row.v))
-        self.work, self.heads = work, self.v.shape[2]
-        self._decay(place.chunks(row.log_decay))
-        self.G = torch.bmm(self.q, self.k.mT).tril_()
-        # beside its values, a one per head for the key sums
-        c, C, h, dv = self.v.shape
-        written = work("written", (c, C, h * dv + h))
-        torch.mul(self.v, self.w.unsqueeze(-1), out=written[..., :-h].unflatten(-1, (h, dv)))
-        written[..., -h:] = self.w
-        self.written = written
+    def __init__(self, call: CausalCall, tile: Tile, work: Workspace):
+        phi = ELEMENTWISE[call.feature_map]
+        self.tile, self.work, self.missing = tile, work, None
+        self.q, self.k = (
+            tile.flat(work.features(name, tile.chunks(x), phi)) for name, x in (("q", call.q), ("k", call.k))
+        )
+        self.v = self.values("v", call.v, 1)
+        if call.key_mask is not None:
+            self.missing = ~tile.flat(tile.chunks(call.key_mask))
+            self.k.masked_fill_(self.missing, 0)
+            self.v.masked_fill_(self.missing.unsqueeze(1), 0)
+            # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
+            self.q.masked_fill_(self.missing & ~self.q.sum(-1, keepdim=True).isfinite(), 0)
+        assert call.log_decay is not None
+        self.weights = self._weights(tile.chunks(call.log_decay).to(self.q.dtype))
+        self.products = torch.bmm(self.q, self.k.mT, out=work("products"))
+        # what a query must not see is overwritten, not multiplied by zero: it may be infinite
+        self.A = torch.mul(self.products.unsqueeze(1), self.weights.inside, out=work("A")).tril_()
 
-    def _decay(self, log_decay: Tensor) -> None:
-        """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
-        dtype, exact = self.v.dtype, torch.float32 if log_decay.device.type == "mps" else torch.float64
-        fresh = log_decay == -torch.inf
-        some = bool(fresh.any())
-        total = (log_decay.masked_fill(fresh, 0) if some else log_decay).to(exact).cumsum(1)
-        until, since, per_head = total[:, -1:] - total, total, total.mT.contiguous()
-        c, h, C = per_head.shape
-        D = torch.sub(per_head.unsqueeze(-1), per_head.unsqueeze(-2), out=self.work("D", (c, h, C, C)))
-        # an exponential takes three times as long where its result is no normal number; G is zero where D is of no use
-        self.D = D.clamp_(math.log(torch.finfo(dtype).tiny), 0).exp_()
-        if some:
-            count = fresh.cumsum(1)
-            since = total.masked_fill(count > 0, -torch.inf)
-            until = until.masked_fill(count[:, -1:] != count, -torch.inf)
-            count = count.mT
-            self.D.masked_fill_(count.unsqueeze(-1) != count.unsqueeze(-2), 0)
-        self.r, self.w = since.to(dtype).exp(), until.to(dtype).exp()
-        self.a = self.r[:, -1]
+    def values(self, name: str, x: Tensor, last: int) -> Tensor:
+        """Return values (B H C e), the last of which is 1, or outputs' gradients, the last of which is 0."""
+        x = self.tile.chunks(x)
+        found = self.work(name, (*x.shape[:-1], x.shape[-1] + 1))
+        found[..., :-1].copy_(x)
+        found[..., -1] = last
+        return found.view(len(self.q), -1, *found.shape[-2:])
 
-    def over(self) -> Tensor:
-        """a for each number of a state's rows, (c 1 h·dv+h)."""
-        return torch.cat([self.a.repeat_interleave(self.v.shape[-1], 1), self.a], 1).unsqueeze(1)
+    def _weights(self, log_decay: Tensor) -> Weights:
+        """Compute the weights from decays (c *b *H C 1)."""
+        rows = len(self.q), -1
+        inside, since, until, over = decay_weights(log_decay.flatten(0, -3).squeeze(-1), self.tile)
+        assert inside is not None and since is not None and until is not None and over is not None
+        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in (inside, since, until))
+        over = over.view(self.tile.number, -1, 1, self.v.shape[1], 1).expand(*[-1] * 4, self.v.shape[-1]).flatten(-2)
+        return Weights(inside, since, until, over)
+
+    def by_token(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Multiply (B H C e) by (B H C 1) and return it as (B C He)."""
+        count, heads, C, e = x.shape
+        found = self.work(name, (count, C, heads, e))
+        torch.mul(x.transpose(1, 2), weight.transpose(1, 2), out=found)
+        return found.flatten(2)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """View (B C He) as (B H C e)."""
+        return x.unflatten(2, (self.v.shape[1], -1)).transpose(1, 2)
 
     def states(self, S: Tensor) -> Tensor:
-        """Return the states at the c + 1 ends of all chunks, from that before the first."""
-        ends = self.work("S", (len(self.k) + 1, *S.shape))
-        ends[0] = S
-        torch.bmm(self.k.mT, self.written, out=ends[1:])
-        for done, following, a in zip(ends, ends[1:], self.over(), strict=False):
-            following.addcmul_(done, a)
+        """Return the states at the c + 1 ends of all chunks, (cb+b f He), from those that enter."""
+        ends = self.work("S", (len(self.q) + len(S), *S.shape[1:]))
+        ends[: len(S)] = S
+        self.written = self.by_token(self.v, self.weights.until, "written")
+        ends[len(S) :].baddbmm_(self.k.mT, self.written, beta=0)
+        scan(ends, self.tile, self.weights.over)
         return ends
 
-    def asked(self, S_in: Tensor) -> Tensor:
-        """r ∘ (q S) for all heads, (c C h dv), given the states that enter each chunk."""
-        asked = torch.bmm(self.q, S_in[..., : -self.heads], out=self.work("asked")).view_as(self.v)
-        return asked.mul_(self.r.unsqueeze(-1))
+    def read(self, S_in: Tensor) -> Tensor:
+        """q S, (B H C e)"""
+        return self.by_head(torch.bmm(self.q, S_in, out=self.work("read")))
 
-    def similarities(self, name: str = "A") -> Tensor:
-        """A, (c h C C)"""
-        return torch.mul(self.D, self.G.unsqueeze(1), out=self.work(name, self.D.shape))
-
-    def per_head(self, x: Tensor, name: str) -> Tensor:
-        """Copy (c C h dv) to (ch C dv)."""
-        c, C, h, dv = x.shape
-        return self.work(name, (c, h, C, dv)).copy_(x.transpose(1, 2)).flatten(0, 1)
-
-    def outputs(self, S_in: Tensor, y: Tensor) -> None:
-        """Write y, (c C h dv)."""
-        v = self.per_head(self.v, "v")
-        inside = torch.bmm(self.similarities().flatten(0, 1), v, out=self.work("y"))
-        asked, inside = self.asked(S_in), inside.unflatten(0, (len(self.k), -1)).transpose(1, 2)
-        torch.add(asked, inside, out=y) if y.dtype == asked.dtype else y.copy_(asked.add_(inside))
+    def outputs(self, read: Tensor) -> Tensor:
+        """(B H C e)"""
+        y = torch.bmm(self.A.flatten(0, 1), self.v.flatten(0, 1), out=self.work("y"))
+        return y.view_as(self.v).addcmul_(read, self.weights.since)

@@ -13,6 +13,7 @@ MODELS = {
     "softmax": {"attention": "softmax", "rotary": None, "positions": "learned", "max_length": 80},
     "favor": {"attention": "favor", "convolution": 4, "norm": "layer", "feed_forward": "gelu"},
     "retention": {"attention": "retention", "head_norm": True, "gate": True},
+    "gated_delta": {"attention": "gated_delta", "convolution": 3, "convolution_on": "projections", "head_norm": True},
     "layers": {"attention": ("convolution:3", "local+hedgehog"), "tie_embeddings": False},
 }
 

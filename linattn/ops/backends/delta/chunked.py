@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.delta.call import DeltaCall
+from linattn.ops.backends.delta.halves import inverse
+from linattn.ops.backends.delta.inside import NoDecay, PerChannel, PerHead
 from linattn.ops.backends.delta.places import Place, arrange, cut, number_of_segments
-from linattn.ops.backends.halves import decays, inverse, similarities
 from linattn.ops.backends.workspace import Workspace, empty_like
 
 
@@ -65,32 +66,22 @@ class Segment:
         keys.neg_()
         self.less = self.load(given.beta, "less").neg_()
         self.written = torch.mul(keys, self.less, out=work("written"))
-        self.decays = None if given.log_decay is None else decays(self.load(given.log_decay, "log_decay"))
-        asking_in, self.k_out = self.asking, self.written
-        if self.decays is not None:
-            asking_in = torch.mul(self.asking, self.decays.since.unsqueeze(1), out=work("asking_in"))
-            self.k_out = torch.mul(self.written, self.decays.until, out=work("k_out"))
+        self.inside = self._inside(given.log_decay)
+        asking_in, self.k_out = self.inside.asking_in, self.inside.written_out
         self.q_in, self.k_in = asking_in[:, :-1].flatten(1, 2), asking_in[:, -1]
-        self.products = self._products()
-        self.P, self.M = self.products[:, :-1].flatten(1, 2), inverse(self.products[:, -1], work("M"))
+        self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
+        self.M = inverse(A, work("M"))
+
+    def _inside(self, log_decay: Tensor | None) -> NoDecay | PerHead | PerChannel:
+        if log_decay is None:
+            return NoDecay(self.asking, self.written, self.work)
+        kind = PerHead if log_decay.shape[-1] == 1 else PerChannel
+        return kind(self.asking, self.written, self.load(log_decay, "log_decay"), self.work)
 
     def load(self, x: Tensor, name: str) -> Tensor:
         """Copy the chunks of (*b n d) as (B C d)."""
         x = self.place.cut(x)
         return self.work(name, x.shape).copy_(x).flatten(0, -3)
-
-    def _products(self) -> Tensor:
-        """P and A, (B g+1 C C), the latter with a diagonal that no one reads."""
-        if self.decays is not None and self.decays.levels:
-            products = similarities(self.asking, self.written, self.decays.levels)
-            products.diagonal(dim1=-2, dim2=-1).copy_((self.asking * self.written.unsqueeze(1)).sum(-1))
-            return products
-        products = torch.bmm(self.asking.flatten(1, 2), self.written.mT, out=self.work("products"))
-        return self.weigh(products.unflatten(1, self.asking.shape[1:3]))
-
-    def weigh(self, products: Tensor) -> Tensor:
-        """Multiply by what decays between two tokens, in place."""
-        return products.tril_() if self.decays is None else products.mul_(self.decays.between)
 
     def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """Return E (B C dv) and the states at the ends of all chunks, (c+1 b d dv), given V, which is overwritten."""
@@ -120,7 +111,7 @@ class Segment:
 
     def over(self) -> Sequence[Tensor | None]:
         """Return what decays over each chunk."""
-        return [None] * self.place.number if self.decays is None else self.place.chunks(self.decays.over)
+        return [None] * self.place.number if self.inside.over is None else self.place.chunks(self.inside.over)
 
 
 def add(total: Tensor, S: Tensor, decay: Tensor | None) -> Tensor:

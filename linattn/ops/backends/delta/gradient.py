@@ -13,7 +13,6 @@ from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
 from linattn.ops.backends.delta.chunked import Segment, add, forward
 from linattn.ops.backends.delta.places import arrange, cut
-from linattn.ops.backends.halves import similarities_gradient, sum_since, sum_until
 from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.workspace import Workspace, empty_like
 
@@ -53,15 +52,13 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tup
     X, dS_ends = _of_states(s, upstream[:, :-1].flatten(1, 2), dS)
     upstream[:, -1] = X
     rows, leaving = upstream.flatten(1, 2), dS_ends[1:].flatten(0, 1)
-    dproducts = torch.bmm(rows, E.mT, out=work("dproducts")).view(s.products.shape)
+    dproducts = torch.bmm(rows, E.mT, out=work("dproducts")).unflatten(1, s.asking.shape[1:3])
     # no token asks itself what the state says at its key
     dproducts[:, -1].diagonal(dim1=-2, dim2=-1).zero_()
     dasking = torch.bmm(rows, S_in.mT, out=work("dasking")).view(s.asking.shape)
     dwritten = torch.bmm(E, leaving.mT, out=work("dwritten"))
-    dlog_decay = None if s.decays is None else _of_decays(s, (S_in * leaving).sum(-1, keepdim=True), dasking, dwritten)
-    through_products = _of_products(s, dproducts, dasking, dwritten)
-    if dlog_decay is not None and through_products is not None:
-        dlog_decay += through_products
+    dover = torch.mul(S_in, leaving, out=work("scratch")).sum(-1, keepdim=True)
+    dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
     dk = dasking[:, -1].addcmul_(s.less, dwritten).neg_()
     dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True).neg_()
     return dasking[:, :-1], dk, X, dbeta, dlog_decay, dS_ends[0]
@@ -78,36 +75,3 @@ def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
         torch.bmm(M.mT, de.baddbmm_(k_out, after), out=x)
         add(before, after, a).baddbmm_(k_in.mT, x)
     return X, dS_ends
-
-
-def _of_decays(s: Segment, over: Tensor, dasking: Tensor, dwritten: Tensor) -> Tensor:
-    """Turn the gradients of [Q⁺, K⁺] and K⁻ into those of queries and keys, in place, and return that of decays through
-    these and the states."""
-    assert s.decays is not None
-    dasking.mul_(s.decays.since.unsqueeze(1))
-    dwritten.mul_(s.decays.until)
-    asked = torch.mul(s.asking, dasking, out=s.work("scratch")).sum(1)
-    written = torch.mul(s.written, dwritten, out=s.work("scratch"))
-    if s.decays.between is not None:
-        asked, written, over = (x.sum(-1, keepdim=True) for x in (asked, written, over.mT))
-    return sum_since(asked) + sum_until(written) + (s.decays.over * over).mT
-
-
-def _of_products(s: Segment, dproducts: Tensor, dasking: Tensor, dwritten: Tensor) -> Tensor | None:
-    """Add gradients of queries and keys, and of keys times β, through P and A; return those of decays."""
-    if s.decays is not None and s.decays.between is None:
-        dx, dw, dlog_decay = similarities_gradient(dproducts, s.asking, s.written, s.decays.levels)
-        same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dasking.add_(dx).addcmul_(same, s.written.unsqueeze(1))
-        dwritten.add_(dw).add_((same * s.asking).sum(1))
-        return dlog_decay
-    dlog_decay = None if s.decays is None else _crossing((dproducts * s.products).sum(1))
-    G = s.weigh(dproducts).flatten(1, 2)
-    dasking.flatten(1, 2).baddbmm_(G, s.written)
-    dwritten.baddbmm_(G.mT, s.asking.flatten(1, 2))
-    return dlog_decay
-
-
-def _crossing(pairs: Tensor) -> Tensor:
-    """Sum over the pairs that cross each token, i ≥ t > j: the gradients of decays, (B C 1)."""
-    return (pairs @ pairs.new_ones(pairs.shape[-2:]).triu(1)).tril().sum(1).unsqueeze(-1)

@@ -1,5 +1,5 @@
-"""Where the chunked form of the delta rule cuts its tensors: rows of the first dimension, and segments of tokens whose
-keys fit the cache, of chunks that are one matrix product each."""
+"""Cuts of the delta rule's tensors for its chunked form: rows of the first dimension, and segments of tokens whose keys
+fit the cache, of chunks that are one matrix product each."""
 
 import math
 from collections.abc import Sequence

@@ -22,9 +22,9 @@ from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, o
 
 def _readable(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
     """Return the call, whose rows are those of the queries, and its state."""
-    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = given
+    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = given
     tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
-    call = Call(q.shape[:-2], tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
+    call = Call(given.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
     return call, S.contiguous(), z.contiguous()
 
 
@@ -52,7 +52,7 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = empty_like_tokens(readable(call.q, call.q.shape[:-2]), call.v.shape[-1])
+    y = empty_like_tokens(readable(call.q, call.lead), call.v.shape[-1])
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 
@@ -119,7 +119,7 @@ def _key_gradients(
 
 
 def empty_gradient(call: CausalCall) -> Tensors:
-    lead = call.q.shape[:-2]
+    lead = call.lead
     dlog_decay = None if call.log_decay is None else call.log_decay.new_empty(call.log_decay.shape)
     tokens = (gradient_shape(x, lead) for x in (call.q, call.k, call.v))
     return *tokens, call.S.new_empty(call.S.shape), call.z.new_empty(call.z.shape), dlog_decay, None

@@ -48,11 +48,13 @@ class States(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; opaque."""
+    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; and `parts`, the
+    number of programs that share the channels of a row. Opaque."""
 
     n: int
     length: int
     splits: int
+    parts: int
     size1: int
     size2: int
 

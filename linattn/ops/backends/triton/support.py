@@ -23,7 +23,7 @@ def unsupported(call: CausalCall) -> str | None:
         return reason
     if call.normalize == "keys":
         return 'has no causal normalize="keys"'
-    return too_many_turns(call.q.shape[:-2], call.S.shape[:-2])
+    return too_many_turns(call.lead, call.S.shape[:-2])
 
 
 def sums_unsupported(call: SumCall) -> str | None:

@@ -1,0 +1,70 @@
+"""Pictures of what the methods reached in the end: by the size of their state, and by the place in the sequence."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.learning.curves import plt, prepare, styles
+from examples.learning.task import Task
+from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
+
+Run = dict[str, Any]
+
+
+def draw_states(tasks: Sequence[Task], sizes: Mapping[tuple[str, str], int], runs: Sequence[Run], path: Path) -> None:
+    """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method."""
+    figure, panels = _panels(tasks, "numbers of state per sequence")
+    style = styles(dict.fromkeys(_method(name) for task in tasks for name in task.methods))
+    for task, axes in zip(tasks, panels, strict=True):
+        for method in style:
+            shown = sorted(
+                (sizes[task.name, run["method"]], 100 * run["accuracy"])
+                for run in runs
+                if run["task"] == task.name and _method(run["method"]) == method and run["seed"] == 0
+            )
+            if shown:
+                axes.plot(*zip(*shown, strict=True), linewidth=1, label=method, **style[method])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f}")
+    _save(figure, panels, path)
+
+
+def draw_places(tasks: Sequence[Task], runs: Sequence[Run], path: Path) -> None:
+    """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line."""
+    figure, panels = _panels(tasks, "place in the sequence")
+    ends = range(BLOCK, LENGTH + 1, BLOCK)
+    for task, axes in zip(tasks, panels, strict=True):
+        axes.axvline(TRAIN_LENGTH, color="#bbbbbb", linewidth=6, zorder=0)
+        for method, style in styles(task.methods).items():
+            for run in runs:
+                if (run["task"], run["method"], run["seed"]) == (task.name, method, 0):
+                    last = run["curve"][-1]
+                    axes.plot(ends, [100 * last[f"accuracy_{end}"] for end in ends], label=method, **style)
+        axes.set_xticks(range(0, LENGTH + 1, 2 * BLOCK))
+    _save(figure, panels, path)
+
+
+def _method(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _panels(tasks: Sequence[Task], below: str) -> tuple[Any, Any]:
+    prepare()
+    figure, (panels,) = plt.subplots(
+        1, len(tasks), figsize=(4 * len(tasks) + 2, 4.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for task, axes in zip(tasks, panels, strict=True):
+        axes.set_title(task.title, fontsize=11, loc="left")
+        axes.set(xlabel=below, ylim=(-2, 102))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("accuracy, % (seed 0)")
+    return figure, panels
+
+
+def _save(figure: Any, panels: Any, path: Path) -> None:
+    """Save with one legend of all panels, at the right."""
+    shown = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside center right", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,190 @@
+"""Runs conversions and their controls, and adds a line of JSON for each to a file; what the file has is not run again.
+
+python -m examples.linearize.run --task byte_lm --row linear_20 --seed 0 --folder teachers --out linearize.jsonl"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from examples.learning.run import append, read
+from examples.linearize import byte_lm, encoder, recall
+from examples.linearize.task import Data, Task
+from examples.linearize.training import fit, teacher
+from linattn.integrations.transformers.linearize import (
+    Budget,
+    Progress,
+    choose_layers,
+    convert,
+    fine_tune,
+    make_teacher,
+    plan,
+    restore_layers,
+    transfer,
+)
+from linattn.integrations.transformers.linearize.controls import CONTROLS, controlled
+from linattn.integrations.transformers.linearize.scores import scores
+
+TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder)}
+FIRST_STAGE = 0.25
+"""The share of a conversion's steps that train the layers alone."""
+Line = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A conversion with `share` of the teacher's steps. `kept` layers stay softmax, and are chosen after the first
+    stage. Linear attention has a `window` of softmax beside it, of the task's size. A control trains without a teacher
+    for as many processor seconds as the row `as_long_as` took."""
+
+    method: str = "taylor2"
+    share: float = 0.0
+    kept: int = 0
+    window: bool = True
+    decay: bool = True
+    as_long_as: str | None = None
+
+
+ROWS: dict[str, Row] = {
+    "linear_20": Row(share=0.2),
+    "linear_50": Row(share=0.5),
+    "linear_80": Row(share=0.8),
+    "kept_20": Row(share=0.2, kept=1),
+    "plain_20": Row(share=0.2, window=False),
+    "plain_50": Row(share=0.5, window=False),
+    "plain_80": Row(share=0.8, window=False),
+    "undecayed_50": Row(share=0.5, decay=False),
+    "delta_20": Row(method="gated_delta", share=0.2),
+    "delta_50": Row(method="gated_delta", share=0.5),
+    "window_20": Row(method="local", share=0.2),
+    "window_50": Row(method="local", share=0.5),
+    "teacher_20": Row(method="softmax", as_long_as="linear_20"),
+    "teacher_50": Row(method="softmax", as_long_as="linear_50"),
+    "scratch_20": Row(as_long_as="linear_20"),
+    "scratch_50": Row(as_long_as="linear_50"),
+}
+
+
+def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str, Any]], say: Line) -> dict[str, Any]:
+    """Run a row of a task, and return all there is to say about it."""
+    row, trained = ROWS[name], teacher(task, seed, folder, say)
+    torch.manual_seed(seed)
+    data = task.data(seed + 100)
+    record = {"task": task.name, "row": name, "seed": seed, "teacher_seconds": trained.config.training_seconds}
+    if row.as_long_as is None:
+        return record | _converted(task, row, trained, data, say)
+    seconds = next((run["seconds"] for run in runs if _key(run) == (task.name, row.as_long_as, seed)), None)
+    if seconds is None:
+        raise SystemExit(f"{name} takes as long as {row.as_long_as}, which must be run first")
+    model, frozen = trained, make_teacher(trained)
+    if row.method != "softmax":
+        model = task.model()
+        convert(model, plan(model, data.batch(), method=row.method), [data.batch() for _ in range(4)])
+    taken, steps = fit(model, data, task, seconds=seconds, report=say)
+    return record | {"seconds": round(taken, 1), "steps": steps, "scores": _scores(model, frozen, data)}
+
+
+def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Line) -> dict[str, Any]:
+    steps = round(row.share * task.steps)
+    first = round(FIRST_STAGE * steps)
+    clock = Clock()
+    with clock:
+        window = task.window if row.window else 0
+        planned = plan(model, data.batch(), method=row.method, window=window, decay=row.decay)
+        conversion = convert(model, planned, [data.batch() for _ in range(4)])
+    frozen = conversion.teacher
+    record: dict[str, Any] = {"steps": steps, "new_weights": planned.new_weights}
+    record["state_numbers"] = sum(layer.state_numbers for layer in planned.layers)
+    record["swapped"] = _scores(model, frozen, data)
+    with clock:
+        transfer(model, frozen, _batches(data, first), _budget("transfer", first, say))
+        if row.kept:
+            chosen = choose_layers(model, frozen, data.held_out()[:2], row.kept)
+            restore_layers(model, frozen, chosen.kept)
+            record |= {"kept": chosen.kept, "restored": chosen.restored}
+    record["transferred"] = _scores(model, frozen, data)
+    with clock:
+        fine_tune(model, frozen, _batches(data, steps - first), _budget("fine-tune", steps - first, say))
+    controls = {}
+    for name, control in CONTROLS.items():
+        with controlled(model, control):
+            controls[name] = _scores(model, frozen, data)
+    return record | {
+        "seconds": round(clock.seconds, 1),
+        "scores": _scores(model, frozen, data),
+        "teacher": _scores(frozen, frozen, data),
+        "controls": controls,
+    }
+
+
+class Clock:
+    """Sums the processor seconds of the blocks that it is around."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.seconds -= time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.process_time()
+
+
+def _batches(data: Data, count: int) -> list[dict[str, torch.Tensor]]:
+    return [data.batch() for _ in range(count)]
+
+
+def _budget(stage: str, steps: int, say: Line) -> Budget:
+    def report(progress: Progress) -> None:
+        if not progress.step % 20 or progress.step == steps:
+            say(f"{stage} step {progress.step} of {steps}: loss {progress.loss:.4f}")
+
+    return Budget(steps=steps, report=report)
+
+
+def _scores(model: PreTrainedModel, frozen: PreTrainedModel, data: Data) -> dict[str, Any]:
+    found = scores(model, frozen, data.held_out())._asdict()
+    return {name: round(value, 5) for name, value in found.items() if isinstance(value, float)}
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, int]:
+    return record["task"], record["row"], record["seed"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    for seed in options.seed:
+        for row in options.row:
+            runs = read(options.out)
+            if (options.task, row, seed) in map(_key, runs):
+                continue
+            label = f"{options.task} {row} seed {seed}:"
+            record = run(
+                TASKS[options.task],
+                row,
+                seed,
+                options.folder,
+                runs,
+                lambda line, label=label: print(label, line, flush=True),
+            )
+            append(options.out, record)
+            print(label, record["scores"], flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--row", nargs="+", choices=ROWS, required=True, help="a control comes after its row")
+    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for teachers, which are trained once")
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

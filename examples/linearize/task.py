@@ -1,0 +1,71 @@
+"""What a task is to the runner: a stock model of transformers, data in its own format, and how long it trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+IGNORED = -100
+"""The label where nothing is predicted."""
+
+# sequences that are evaluated at once
+CHUNK = 32
+
+Batch = dict[str, Tensor]
+
+
+class Data(Protocol):
+    """Batches to train on, which include `labels`, and held-out ones."""
+
+    def batch(self) -> Batch: ...
+
+    def held_out(self) -> list[Batch]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str
+    steps: int
+    """Updates of the teacher's weights; conversions get a share of them."""
+    lr: float
+    weight_decay: float = 0.1
+    window: int
+    """Tokens that local heads see, too few to solve the task."""
+    metric: str
+    """The figure of `measure` that the tables show."""
+    model: Callable[[], PreTrainedModel]
+    data: Callable[[int], Data]
+    """The data of a seed."""
+
+
+def chunks(batch: Batch) -> list[Batch]:
+    """Split a large batch into several to evaluate one after the other."""
+    pieces = {name: tensor.split(CHUNK) for name, tensor in batch.items()}
+    return [dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True)]
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
+    """Return loss, bits and accuracy over all labels. A language model's logits predict the next token's label."""
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    for batch in batches:
+        logits, labels = predictions(model, batch)
+        loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        right += int((logits.argmax(-1) == labels).sum())
+        count += len(labels)
+    model.train()
+    return {"loss": loss / count, "bits": loss / count / 0.6931471805599453, "accuracy": right / count}
+
+
+def predictions(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the logits (places, classes) where something is predicted, and the labels there."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits, labels = model(**inputs).logits, batch["labels"]
+    if logits.dim() == 3:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    asked = labels != IGNORED
+    return logits[asked], labels[asked]

@@ -1,0 +1,97 @@
+"""Projections of queries and keys to fewer channels that keep softmax's logits best, without a gradient.
+
+C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant added to all keys changes
+no softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_q^−½ U √Σ and P_k = C_k^−½ V √Σ give the
+logits of rank r that are nearest to the model's own in the mean over its queries and keys (Eckart and Young, 1936)."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linattn.integrations.transformers.linearize.observe import Attended, Batch, observe
+from linattn.integrations.transformers.linearize.parts import LinearizedAttention
+
+# directions with a smaller share of the largest moment are rounding errors
+SMALLEST = 1e-10
+
+
+class Moments(NamedTuple):
+    """Sums over tokens: of q qᵀ over the queries of each key head, of k kᵀ and of k, and the number of keys."""
+
+    queries: Float[Tensor, "hk d d"]
+    keys: Float[Tensor, "hk d d"]
+    key_sum: Float[Tensor, "hk d"]
+    num_queries: int
+    num_keys: int
+
+    def per_token(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return C_q, the moment of centred keys C_k, and the mean key."""
+        mean = self.key_sum / self.num_keys
+        centred = self.keys / self.num_keys - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return self.queries / self.num_queries, centred, mean
+
+
+def project_closest(
+    teacher: PreTrainedModel, layers: Mapping[str, LinearizedAttention], batches: Iterable[Batch]
+) -> None:
+    """Set the projections of the layers, by their names, from the teacher's queries and keys on some batches."""
+    sums: dict[str, Moments] = {}
+
+    def note(call: Attended) -> None:
+        if call.name in layers:
+            found = _moments(call)
+            if (before := sums.get(call.name)) is not None:
+                found = Moments(*(a + b for a, b in zip(before, found, strict=True)))
+            sums[call.name] = found
+
+    for batch in batches:
+        observe(teacher, batch, note)
+    if missing := sorted(set(layers) - set(sums)):
+        raise ValueError(f"key_dim needs batches that run {', '.join(missing)}, but there were none")
+    for name, own in layers.items():
+        _set_projections(own, sums[name])
+
+
+def closest_projections(
+    queries: Float[Tensor, "*b d d"], keys: Float[Tensor, "*b d d"], channels: int
+) -> tuple[Float[Tensor, "*b d r"], Float[Tensor, "*b d r"]]:
+    """Return P_q and P_k for the second moments of queries and of centred keys."""
+    (root_q, inverse_q), (root_k, inverse_k) = _roots(queries), _roots(keys)
+    u, sizes, v = torch.linalg.svd(root_q @ root_k)
+    scale = sizes[..., None, :channels].sqrt()
+    return inverse_q @ u[..., :channels] * scale, inverse_k @ v.mT[..., :channels] * scale
+
+
+def _roots(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Return C^½ and C^−½ on the directions that C has."""
+    values, vectors = torch.linalg.eigh(c)
+    seen = values > SMALLEST * values.amax(-1, keepdim=True)
+    root = values.clamp(min=0).sqrt()
+    inverse = torch.where(seen, 1 / root.masked_fill(~seen, 1), 0)
+    return (vectors * torch.where(seen, root, 0).unsqueeze(-2)) @ vectors.mT, (
+        vectors * inverse.unsqueeze(-2)
+    ) @ vectors.mT
+
+
+def _moments(call: Attended) -> Moments:
+    q, k = call.present(call.q).double(), call.present(call.k).double()
+    q = q.unflatten(0, (k.shape[0], -1)).flatten(1, 2)
+    return Moments(q.mT @ q, k.mT @ k, k.sum(1), q.shape[1], k.shape[1])
+
+
+@torch.no_grad()
+def _set_projections(own: LinearizedAttention, moments: Moments) -> None:
+    assert own.query_map is not None and own.key_map is not None
+    queries, keys, mean = moments.per_token()
+    d, r = own.query_map.weight.shape[1:]
+    p_q, p_k = closest_projections(queries, keys, r)
+    # attention divides the products of r channels by √r, where the model divides those of d by √d
+    p_q, p_k = (p * (r / d) ** 0.25 for p in (p_q, p_k))
+    own.query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
+    own.query_map.bias.zero_()
+    own.key_map.weight.copy_(p_k)
+    own.key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)

@@ -1,0 +1,75 @@
+"""The conversion of a stock model in place, and its undoing."""
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from linattn.integrations.transformers.linearize.closed_form import project_closest
+from linattn.integrations.transformers.linearize.folder import check_stock, describe
+from linattn.integrations.transformers.linearize.observe import SOFTMAX, Batch
+from linattn.integrations.transformers.linearize.parts import (
+    LinearizedAttention,
+    attach,
+    detach,
+    linearized_layers,
+    own_attention,
+)
+from linattn.integrations.transformers.linearize.plan import Plan
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A linearized `model`, and the `teacher`, which is a frozen copy of it as it was, with the attention function that
+    it used then."""
+
+    model: PreTrainedModel
+    teacher: PreTrainedModel
+    plan: Plan
+    attention: str
+
+    def undo(self) -> None:
+        """Make the model what it was before, bit by bit, whatever was trained since."""
+        restore_layers(self.model, self.teacher, [layer.index for layer in self.plan.layers])
+        self.model.load_state_dict(self.teacher.state_dict())
+        self.model.set_attn_implementation(self.attention)
+
+
+def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
+    """Replace attention in place as the plan says, and return what undoes it. Weights that the model had stay.
+
+    The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`. The model then
+    saves, loads, generates and trains as before; `load_linearized` says how to load it."""
+    if linearized_layers(model):
+        raise ValueError("the model is linearized already: undo that before it is converted again")
+    check_stock(model)
+    names = {name for name, _ in model.named_modules()}
+    if missing := [layer.name for layer in plan.layers if layer.name not in names]:
+        raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
+    attention, teacher = model.config._attn_implementation, make_teacher(model)
+    owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
+    project_closest(teacher, {name: own for name, own in owns.items() if own.key_map is not None}, batches)
+    for name, own in owns.items():
+        module = model.get_submodule(name)
+        like = next(module.parameters())
+        attach(module, own.to(device=like.device, dtype=like.dtype))
+    describe(model)
+    model.set_attn_implementation(SOFTMAX)
+    return Conversion(model, teacher, plan, attention)
+
+
+def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a frozen copy of a stock model, in evaluation. Its softmax attention is ours, to have the same masks."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    teacher.set_attn_implementation(SOFTMAX)
+    return teacher
+
+
+def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
+    """Give the layers with these indices their softmax attention back, with the teacher's weights."""
+    for name, module in linearized_layers(model).items():
+        if own_attention(module).spec.index in layers:
+            detach(module)
+            module.load_state_dict(teacher.get_submodule(name).state_dict())
+    describe(model)

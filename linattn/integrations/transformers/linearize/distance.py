@@ -1,0 +1,116 @@
+"""The distance of a linearized model to its teacher: in the outputs, and layer by layer."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
+from linattn.integrations.transformers.linearize.parts import LinearizedAttention, linearized_layers, own_attention
+
+IGNORED = -100
+"""The label of a token that nothing is asked about, in transformers' models."""
+
+
+def relative_error(
+    y: Float[Tensor, "*b d"], target: Float[Tensor, "*b d"], present: Bool[Tensor, "*b"] | None = None
+) -> Float[Tensor, ""]:
+    """Return the mean square of y − target as a share of the target's variance over tokens."""
+    if present is not None:
+        y, target = y[present], target[present]
+    target = target.flatten(0, -2)
+    spread = (target - target.mean(0)).square().mean()
+    # a single token has no variance
+    return (y.flatten(0, -2) - target).square().mean() / torch.where(spread == 0, 1, spread)
+
+
+def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Batch) -> Float[Tensor, ""]:
+    """Return the mean KL divergence from the teacher's output, in nats per prediction that a label asks for, or per
+    present token without labels; for a model without logits, the relative error of its hidden states."""
+    if "logits" not in target:
+        mask = _present_tokens(batch, target.last_hidden_state)
+        return relative_error(output.last_hidden_state, target.last_hidden_state, mask)
+    found, expected = (F.log_softmax(x.logits.float(), -1) for x in (output, target))
+    distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
+    mask = _predictions(model, batch, target.logits)
+    return (distance if mask is None else distance[mask]).mean()
+
+
+def predicts_next(model: PreTrainedModel) -> bool:
+    """Tell whether the output at a token is about the next one, as a decoder's is."""
+    return model.can_generate() and not model.config.is_encoder_decoder
+
+
+def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
+    """Return the mean of `output_distance` over the batches."""
+    with evaluating(model), evaluating(teacher):
+        found = [output_distance(model, run(model, batch), run(teacher, batch), batch).item() for batch in batches]
+    return math.fsum(found) / len(found)
+
+
+def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
+    """Return the relative error of each linearized layer by its index, given the teacher's own input of that layer."""
+    sums: dict[int, float] = {}
+    with evaluating(model):
+        for batch in batches:
+            for index, error in matched_layers(model, teacher, batch).items():
+                sums[index] = sums.get(index, 0.0) + error.item() / len(batches)
+    return sums
+
+
+def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, ""]]:
+    """Run the teacher once, give each linearized layer the input of its own, and return the relative errors of their
+    outputs. Gradients flow into the layers where they are on."""
+    errors: dict[int, Tensor] = {}
+    gradients = torch.is_grad_enabled()
+
+    def compare(layer: nn.Module, own: LinearizedAttention) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            with torch.set_grad_enabled(gradients):
+                y, target = layer(*args, **options)[0], output[0]
+                mask = own.named(args, options).get("attention_mask")
+                # the mask of cross-attention is that of the other sequence
+                is_of_tokens = isinstance(mask, Tensor) and mask.dtype == torch.bool and own.spec.dim > 0
+                errors[own.spec.index] = relative_error(y, target, mask if is_of_tokens else None)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in linearized_layers(model).items():
+            hook = compare(layer, own_attention(layer))
+            stack.callback(teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove)
+        stack.enter_context(evaluating(teacher))
+        run(teacher, batch)
+    return errors
+
+
+@contextmanager
+def exchanged(model: nn.Module, teacher: nn.Module, name: str) -> Iterator[None]:
+    """Use the teacher's module of this name in the model for a while."""
+    own = model.get_submodule(name)
+    model.set_submodule(name, teacher.get_submodule(name))
+    try:
+        yield
+    finally:
+        model.set_submodule(name, own)
+
+
+def _predictions(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
+    """Return where the logits are about a label that counts, None for everywhere."""
+    labels = batch.get("labels")
+    if labels is None or logits.ndim < 3:
+        return _present_tokens(batch, logits)
+    counted = labels != IGNORED
+    return F.pad(counted[:, 1:], (0, 1)) if predicts_next(model) else counted
+
+
+def _present_tokens(batch: Batch, outputs: Tensor) -> Tensor | None:
+    """Return the mask of the tokens that the outputs are of, if they are of tokens and not of rows."""
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+    return None if mask is None or outputs.ndim < 3 or mask.shape != outputs.shape[:2] else mask.bool()

@@ -1,0 +1,108 @@
+"""The attention of a stock model as it runs: which modules attend, and with which queries and keys."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.integrations.transformers.attention import is_causal_call
+from linattn.integrations.transformers.cache import CachedKeys
+from linattn.integrations.transformers.hooks import PREFIX, watched
+
+SOFTMAX = PREFIX + "softmax"
+
+Batch = Mapping[str, Any]
+"""The arguments of one call of a model: input_ids, attention_mask, labels, pixel_values and so on."""
+
+
+class Attended(NamedTuple):
+    """One call of the attention function by the module `name`, whose logits are `scaling` · q·k."""
+
+    name: str
+    q: Float[Tensor, "b h n d"]
+    k: Float[Tensor, "b hk m d"]
+    v: Float[Tensor, "b hk m dv"]
+    mask: Tensor | None
+    scaling: float
+    causal: bool
+    sliding_window: int | None
+
+    def present(self, x: Float[Tensor, "b hx m d"]) -> Float[Tensor, "hx tokens d"]:
+        """Return the present tokens of q or k, those of all rows behind each other."""
+        tokens = x.transpose(0, 1).flatten(1, 2)
+        if not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool or self.mask.shape[1] != x.shape[2]:
+            return tokens
+        return tokens[:, self.mask.flatten()]
+
+
+@contextmanager
+def through_softmax(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model's attention through our softmax, which refuses by name what none of our methods can replace."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(SOFTMAX)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run without dropout and without gradients, and return to training if the model was in it."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], None]) -> None:
+    """Run the model on a batch and call `note` at each attention. The model's attention must be ours."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def see(module: nn.Module, q: Tensor, k: Any, v: Tensor, mask: Tensor | None = None, **options: Any) -> None:
+        scaling, causal = options.get("scaling"), is_causal_call(module, options.get("is_causal"))
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        keys = k.new if isinstance(k, CachedKeys) else k
+        note(Attended(names[module], q, keys, v, mask, scaling, causal, options.get("sliding_window")))
+
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        stack.enter_context(watched(model.config._attn_implementation, see))
+        model(**batch)
+
+
+def input_sizes(model: PreTrainedModel, batch: Batch) -> dict[str, int | None]:
+    """Return the number of channels of the input of each module that may attend, None for cross-attention."""
+    sizes: dict[str, int | None] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            x = options["hidden_states"] if "hidden_states" in options else args[0]
+            other = options.get("key_value_states", options.get("encoder_hidden_states"))
+            sizes[name] = x.shape[-1] if other is None else None
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if hasattr(module, "is_causal"):
+                handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
+                stack.callback(handle.remove)
+        stack.enter_context(evaluating(model))
+        model(**batch)
+    return sizes
+
+
+def run(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
+    """Call the model without a cache, which would make it attend as in generation."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options["use_cache"] = False
+    return model(**{**batch, **options})

@@ -1,0 +1,166 @@
+"""The plan of a conversion: which layers of a stock model become linear, what they are built from, what it costs."""
+
+import inspect
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linattn.attention.states import map_state
+from linattn.integrations.transformers.linearize.observe import Attended, Batch, input_sizes, observe, through_softmax
+from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
+
+TAYLOR_CHANNELS = 16
+"""Channels that second-order Taylor features are made of unless others are asked for: 153 features, not thousands."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One attention module, the `index`-th that the model runs. `spec` says what replaces it; None means that it stays,
+    for the `reason`. `state_numbers` is the size of its state per sequence, where the cache of keys and values has
+    `cache_numbers` per token."""
+
+    index: int
+    name: str
+    spec: LayerSpec | None
+    reason: str | None
+    new_weights: int
+    state_numbers: int
+    cache_numbers: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `convert` does, layer by layer, by the attention named `method`."""
+
+    method: str
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def replaced(self) -> tuple[LayerPlan, ...]:
+        return tuple(layer for layer in self.layers if layer.spec is not None)
+
+    @property
+    def new_weights(self) -> int:
+        return sum(layer.new_weights for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, as JSON has them."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':>5}  {'becomes':<20}{'new weights':>12}{'state':>9}  cache per token"]
+        for layer in self.layers:
+            becomes = self.method if layer.spec else "stays"
+            line = f"{layer.index:>5}  {becomes:<20}{layer.new_weights:>12,}{layer.state_numbers:>9,}  "
+            lines.append(f"{line}{layer.cache_numbers:>7,}  {layer.name}{f': {layer.reason}' if layer.reason else ''}")
+        return "\n".join(lines)
+
+
+def plan(
+    model: PreTrainedModel,
+    batch: Batch | None = None,
+    *,
+    method: str = "taylor2",
+    keep: Collection[int] = (),
+    window: int = 16,
+    key_dim: int | None = None,
+    convolution: int = 4,
+    decay: bool = True,
+) -> Plan:
+    """Run the model on a `batch` (None: its own dummy inputs) and plan to replace each attention that runs, but for
+    those whose indices are in `keep`, by `method`, a name as in `named_attention`.
+
+    Local heads see `window` tokens; a method without any gets a window of softmax beside it (0: none). `key_dim` is the
+    number of channels that queries and keys are projected to (None: 16 for "taylor2", else all), `convolution` is the
+    width of the short convolution before causal attention (0: none), and `decay` gives causal linear heads one per head
+    and token. Cross-attention gets none of these but the projection.
+
+    Raises ValueError, by name, for what no method of ours can replace, and where no layer would change."""
+    if linearized_layers(model):
+        raise ValueError(
+            "the model is linearized already: undo that first, or plan with the model that it was made from"
+        )
+    calls: dict[str, Attended] = {}
+    batch = model.dummy_inputs if batch is None else batch
+    with through_softmax(model):
+        observe(model, batch, lambda call: calls.setdefault(call.name, call))
+        sizes = input_sizes(model, batch)
+    if unknown := sorted(set(keep) - set(range(len(calls)))):
+        raise ValueError(f"keep has {unknown}, but the model's layers are 0 to {len(calls) - 1}")
+    layers = []
+    for index, (name, call) in enumerate(calls.items()):
+        spec = _spec(call, index, sizes[name], method=method, window=window, key_dim=key_dim)
+        if call.causal and sizes[name] is not None:
+            spec = replace(spec, convolution=convolution, decay=decay)
+        kept = "kept" if index in keep else _obstacle(model, call)
+        layers.append(_layer(call, spec, kept))
+    made = Plan(method, tuple(layers))
+    if not made.replaced:
+        reasons = "; ".join(sorted({str(layer.reason) for layer in layers})) or "no attention ran"
+        raise ValueError(f"{type(model).__name__} has no layer that linattn could replace: {reasons}")
+    return made
+
+
+def _spec(call: Attended, index: int, dim: int | None, *, method: str, window: int, key_dim: int | None) -> LayerSpec:
+    d = call.q.shape[-1]
+    if key_dim is None and "taylor2" in method and d > TAYLOR_CHANNELS:
+        key_dim = TAYLOR_CHANNELS
+    return LayerSpec(
+        index=index,
+        method=method,
+        window=window,
+        key_dim=None if key_dim == d else key_dim,
+        convolution=0,
+        decay=False,
+        num_heads=call.q.shape[1],
+        num_key_heads=call.k.shape[1],
+        head_dim=d,
+        dim=dim or 0,
+        causal=call.causal,
+    )
+
+
+def _obstacle(model: PreTrainedModel, call: Attended) -> str | None:
+    """Return why the layer cannot or need not be replaced."""
+    if call.sliding_window is not None:
+        return f"linear already, with its sliding window of {call.sliding_window}"
+    module = model.get_submodule(call.name)
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        return f"{type(module).__name__} hands nothing more to its attention than it knows, so no gates"
+    return None
+
+
+def _layer(call: Attended, spec: LayerSpec, reason: str | None) -> LayerPlan:
+    cached = call.k.shape[1] * (call.k.shape[-1] + call.v.shape[-1])
+    if reason is None:
+        try:
+            own = LinearizedAttention(spec)
+        except ValueError as error:
+            reason = str(error)
+        else:
+            weights = sum(weight.numel() for weight in own.parameters())
+            return LayerPlan(spec.index, call.name, spec, None, weights, _state_numbers(own, call.v.shape[-1]), cached)
+    return LayerPlan(spec.index, call.name, None, reason, 0, 0, cached)
+
+
+def _state_numbers(own: LinearizedAttention, value_dim: int) -> int:
+    """Count the numbers of the state after a window of tokens, from when on no state but softmax's grows."""
+    numbers, spec = 0, own.spec
+
+    def count(x: Tensor) -> Tensor:
+        nonlocal numbers
+        numbers += x.numel()
+        return x
+
+    n, hk = max(spec.window, 1), spec.num_key_heads
+    q, k = torch.zeros(1, spec.num_heads, n, spec.head_dim), torch.zeros(1, hk, n, spec.head_dim)
+    v = torch.zeros(1, hk, n, value_dim)
+    with torch.no_grad():
+        _, gates = own.prepare(torch.zeros(1, n, spec.dim), None, None)
+        map_state(count, own.extend(q, k, v, gates=gates)[1] if spec.causal else own.summarize(k, v))
+    return numbers + max(spec.convolution - 1, 0) * spec.dim

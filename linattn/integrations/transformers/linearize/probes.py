@@ -1,0 +1,131 @@
+"""Probes of a linearized language model on its own: the text that it generates, what it recalls from far back, and the
+cost of a token beside the cache of keys and values."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from linattn.integrations.transformers.linearize.observe import evaluating, run
+
+NEEDLE = 32
+"""Tokens of a passage that comes twice, whose second half must be recalled the second time."""
+
+
+class Generated(NamedTuple):
+    """The agreement of greedy texts with the teacher's: the share of equal tokens, place by place, and the mean number
+    of tokens before the first that differs, of `tokens`."""
+
+    agreement: float
+    equal: float
+    tokens: int
+
+
+def generated(model: PreTrainedModel, teacher: PreTrainedModel, prompts: Tensor, *, tokens: int) -> Generated:
+    """Continue the prompts (rows, n) greedily with both models."""
+    texts = []
+    for each in (model, teacher):
+        with evaluating(each):
+            text = each.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        texts.append(text[:, prompts.shape[1] :])
+    same = texts[0] == texts[1]
+    return Generated(float(same.double().mean()), float(same.cumprod(1).sum(1).double().mean()), tokens)
+
+
+def needles(text: Tensor, length: int, *, rows: int, known: bool, seed: int = 0) -> Tensor:
+    """Return rows of `length` tokens from a long text. A passage from elsewhere in it ends each row; with `known`, it
+    begins the row, too."""
+    random = torch.Generator().manual_seed(seed)
+    if length < 2 * NEEDLE or len(text) < length + NEEDLE:
+        raise ValueError(
+            f"a row must have at least {2 * NEEDLE} tokens and fit into the text with a passage of {NEEDLE}, but has "
+            f"{length} and the text {len(text)}"
+        )
+    made = []
+    for _ in range(rows):
+        start, other = (int(torch.randint(len(text) - n + 1, (), generator=random)) for n in (length, NEEDLE))
+        row, passage = text[start : start + length].clone(), text[other : other + NEEDLE]
+        row[-NEEDLE:] = passage
+        if known:
+            row[:NEEDLE] = passage
+        made.append(row)
+    return torch.stack(made)
+
+
+def recalled(model: PreTrainedModel, rows: Tensor) -> float:
+    """Return the share of the last half passage of each row that the model predicts, given the true tokens before."""
+    half = NEEDLE // 2
+    with evaluating(model):
+        found = [
+            run(model, {"input_ids": row[None]}).logits[0, -half - 1 : -1].argmax(-1) == row[-half:] for row in rows
+        ]
+    return float(torch.stack(found).double().mean())
+
+
+class Cost(NamedTuple):
+    """A token after `tokens` others: the median seconds that it takes, and the bytes of the cache then."""
+
+    tokens: int
+    seconds: float
+    bytes: int
+
+
+def costs(models: Sequence[PreTrainedModel], tokens: int, *, repeats: int = 16, piece: int = 512) -> list[Cost]:
+    """Read `tokens` random tokens with each model, in pieces, and time single tokens after them, taking turns."""
+    random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
+    ids = torch.randint(vocabulary, (1, tokens), generator=random).to(models[0].device)
+    caches, seconds = [], [[] for _ in models]
+    for model in models:
+        caches.append(DynamicCache(config=model.config))
+        for part in ids.split(piece, 1):
+            _step(model, part, caches[-1])
+    # of the cache after `tokens` tokens, not of those that are timed
+    sizes = [cache_bytes(cache) for cache in caches]
+    for _ in range(repeats):
+        for model, cache, times in zip(models, caches, seconds, strict=True):
+            times.append(_step(model, ids[:, -1:], cache))
+    return [Cost(tokens, statistics.median(times), size) for times, size in zip(seconds, sizes, strict=True)]
+
+
+def _step(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:
+    """Return the seconds that the tokens take."""
+    with evaluating(model):
+        started = time.perf_counter()
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the bytes of all tensors that a cache's layers hold."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[id(value)] = value.nbytes
+        elif isinstance(value, dict):
+            visit(tuple(value.values()))
+        elif isinstance(value, (tuple, list)):
+            for each in value:
+                visit(each)
+
+    for layer in cache.layers:
+        visit(vars(layer))
+    return sum(found.values())
+
+
+@contextmanager
+def native(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let a teacher attend by torch's fused softmax, with transformers' own cache."""
+    before = teacher.config._attn_implementation
+    teacher.set_attn_implementation("sdpa" if teacher._supports_sdpa else "eager")
+    try:
+        yield teacher
+    finally:
+        teacher.set_attn_implementation(before)

@@ -1,0 +1,222 @@
+"""The training loop of a conversion: transformers' Trainer on batches as they are, with an objective of ours.
+
+A checkpoint is complete before it gets its name, so a run that is killed at any instant goes on from the last one."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from linattn.integrations.transformers.linearize.observe import Batch
+from linattn.integrations.transformers.schedule import Schedule
+
+Objective = Callable[[PreTrainedModel, Batch], Tensor]
+"""The loss of a model on a batch."""
+
+# a limit for runs that end by time
+MOST_STEPS = 10**9
+
+
+class Progress(NamedTuple):
+    """A step that is done, the last of which is `steps` (None: the time decides), with its loss and the time left."""
+
+    step: int
+    steps: int | None
+    loss: float
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to train: `steps`, `minutes`, or whichever comes first. The batches repeat if they are fewer.
+
+    With a `folder`, a checkpoint is written there every `save_every` steps, and training goes on from the last one.
+    `report` is called after each step."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    folder: str | os.PathLike[str] | None = None
+    save_every: int = 500
+    report: Callable[[Progress], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes is None:
+            raise ValueError("give steps, minutes or both, or training would not end")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training did: the loss of each step, those before an interruption included, and the seconds it took."""
+
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+
+def train(
+    model: PreTrainedModel,
+    objective: Objective,
+    batches: Sequence[Batch],
+    groups: list[dict[str, Any]],
+    budget: Budget,
+) -> Training:
+    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which fall along half a
+    cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the groups change."""
+    if not batches:
+        raise ValueError("training needs at least one batch, but there is none")
+    with ExitStack() as stack:
+        folder = budget.folder or stack.enter_context(TemporaryDirectory())
+        stack.enter_context(only_training(model, [weight for group in groups for weight in group["params"]]))
+        stack.enter_context(without_dropout(model))
+        trainer = _ObjectiveTrainer(model, objective, batches, groups, budget, Path(folder))
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
+        losses = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        return Training(tuple(losses), trainer.schedule.seconds)
+
+
+@contextmanager
+def only_training(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let gradients flow into these weights alone."""
+    before = {weight: weight.requires_grad for weight in model.parameters()}
+    try:
+        model.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight in model.parameters():
+            weight.requires_grad_(before.get(weight, True))
+            weight.grad = None
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
+    training = model.training
+    try:
+        for module, _ in layers:
+            module.p = 0.0
+        yield
+    finally:
+        for module, p in layers:
+            module.p = p
+        model.train(training)
+
+
+class _Repeated(Dataset[Batch]):
+    """The batches, over and over."""
+
+    def __init__(self, batches: Sequence[Batch], length: int):
+        self.batches, self.length = batches, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.batches[index % len(self.batches)]
+
+
+class _ObjectiveTrainer(Trainer):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        batches: Sequence[Batch],
+        groups: list[dict[str, Any]],
+        budget: Budget,
+        folder: Path,
+    ):
+        self.objective, self.groups, self.folder = objective, groups, folder
+        steps = budget.steps or MOST_STEPS
+        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=0.0)
+        callbacks = [self.schedule, *([] if budget.report is None else [_Reports(self.schedule, budget)])]
+        super().__init__(
+            model,
+            _arguments(model, budget, folder, steps),
+            data_collator=_first,
+            train_dataset=_Repeated(batches, steps),
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        return self.objective(model, inputs)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Do nothing at the end of the time: measuring is the caller's."""
+        return {}
+
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = AdamW(self.groups, betas=(0.9, 0.99), weight_decay=0.0)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
+        # a plain function, because the scheduler would save the attributes of any other callable
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self.schedule.learning_rate_factor(step))
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise ValueError(
+                f"the loss is not finite at step {self.state.global_step}: lower the learning rate, which begins at "
+                f"{max(group['lr'] for group in self.groups):g}"
+            )
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write under another name, and rename the complete checkpoint."""
+        name = f"checkpoint-{self.state.global_step}"
+        self.args.output_dir = str(self.folder / "unfinished")
+        super()._save_checkpoint(model, trial)
+        os.replace(self.folder / "unfinished" / name, self.folder / name)
+        self.args.output_dir = str(self.folder)
+
+
+class _Reports(TrainerCallback):
+    def __init__(self, schedule: Schedule, budget: Budget):
+        self.schedule, self.budget = schedule, budget
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs and self.budget.report is not None:
+            done, step = self.schedule.progress(state.global_step), state.global_step
+            left = self.schedule.seconds * (1 - done) / done
+            self.budget.report(Progress(step, self.budget.steps, logs["loss"], left))
+
+
+def _first(items: list[Batch]) -> Batch:
+    return items[0]
+
+
+def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no" if budget.folder is None else "steps",
+        save_steps=budget.save_every,
+        save_total_limit=2,
+        use_cpu=next(model.parameters()).device.type == "cpu",
+        train_sampling_strategy="sequential",
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to="none",
+        log_level="error",
+    )

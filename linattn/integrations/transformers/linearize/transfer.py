@@ -1,0 +1,125 @@
+"""The two stages of training after a conversion: layer by layer towards the teacher's attention, then the whole model
+towards its outputs, as LoLCATs has them. Zhang et al., https://arxiv.org/abs/2410.10254"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.integrations.transformers.linearize.distance import IGNORED, matched_layers, output_distance, predicts_next
+from linattn.integrations.transformers.linearize.observe import Batch, run
+from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
+from linattn.integrations.transformers.linearize.training import Budget, Training, train
+
+
+class Rates(NamedTuple):
+    """The learning rates at the beginning, of weights that the model had and of `new` ones."""
+
+    stock: float
+    new: float
+
+
+TRANSFER_RATES = Rates(2e-3, 1e-2)
+TUNING_RATES = Rates(2e-3, 3e-3)
+
+
+def transfer(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    budget: Budget,
+    *,
+    rates: Rates = TRANSFER_RATES,
+) -> Training:
+    """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
+    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay."""
+
+    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
+        return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
+
+    weights = [weight for layer in linearized_layers(model).values() for weight in layer.parameters()]
+    return train(model, objective, batches, _groups(model, weights, rates), budget)
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    budget: Budget,
+    *,
+    rates: Rates = TUNING_RATES,
+    lora: int | None = None,
+) -> Training:
+    """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
+    and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
+
+    All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end."""
+
+    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
+        batch = _with_labels(student, batch)
+        with torch.no_grad():
+            target = run(teacher, batch)
+        output = run(student, batch)
+        distance = output_distance(student, output, target, batch)
+        return distance if output.get("loss") is None else (distance + output.loss) / 2
+
+    with ExitStack() as stack:
+        weights = list(model.parameters())
+        if lora is not None:
+            new = [weight for weight in weights if id(weight) in _new_weights(model)]
+            weights = [*new, *stack.enter_context(_adapters(model, lora))]
+        return train(model, objective, batches, _groups(model, weights, rates), budget)
+
+
+def _new_weights(model: nn.Module) -> set[int]:
+    layers = linearized_layers(model).values()
+    return {id(weight) for layer in layers for weight in own_attention(layer).parameters()}
+
+
+def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, each weight in one of them however many layers share it."""
+    new, unique = _new_weights(model), {id(weight): weight for weight in weights}
+    pairs = [
+        ([weight for key, weight in unique.items() if key not in new], rates.stock),
+        ([weight for key, weight in unique.items() if key in new], rates.new),
+    ]
+    return [{"params": params, "lr": rate} for params, rate in pairs if params]
+
+
+def _with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
+    """Give a language model's batch its tokens as labels, if it has none; padding is not predicted."""
+    if "labels" in batch or not predicts_next(model):
+        return batch
+    labels, mask = batch["input_ids"], batch.get("attention_mask")
+    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORED)}
+
+
+@contextmanager
+def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
+    """Put LoRA adapters on the linear maps that the model had, and merge them in the end. Hu et al.,
+    https://arxiv.org/abs/2106.09685"""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.pytorch_utils import Conv1D
+
+    new = _new_weights(model)
+    outputs = model.get_output_embeddings()
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not outputs and id(module.weight) not in new
+    ]
+    transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+    settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, fan_in_fan_out=transposed)
+    inject_adapter_in_model(settings, model)
+    try:
+        yield [weight for name, weight in model.named_parameters() if "lora_" in name]
+    finally:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, BaseTunerLayer):
+                module.merge()
+                model.set_submodule(name, module.get_base_layer())
+        del model.peft_config

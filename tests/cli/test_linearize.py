@@ -1,0 +1,127 @@
+"""`linattn linearize`: a folder that transformers loads, a report, refusals, and going on after an interruption."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+
+from linattn.cli.linearize import command
+from linattn.cli.main import main
+from linattn.integrations.transformers.linearize import linearized_layers
+
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of bytes."""
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, **SIZE)
+    ).save_pretrained(folder)
+    return folder
+
+
+def linearize(model: Path, text: Path, out: Path, *options: str) -> int:
+    return main(["linearize", str(model), "--data", str(text), "--out", str(out), *SHORT, *options])
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "linear"
+    assert linearize(model, text, out, "--keep", "1/2") == 0
+    return out
+
+
+def test_the_folder_loads_and_generates_in_constant_memory(done):
+    model = AutoModelForCausalLM.from_pretrained(done, trust_remote_code=True)
+    assert len(linearized_layers(model)) == 1
+    output = model.generate(torch.tensor([list(b"the cat ")]), max_new_tokens=5, do_sample=False)
+    assert output.shape[1] <= 13
+    assert not done.with_name("linear.unfinished").exists()
+
+
+def test_the_report_has_everything_and_says_it(done):
+    made = json.loads((done / "report.json").read_text("utf-8"))
+    assert set(made["scores"]) == {"teacher", "linear", "window alone", "linear part off", "uniform attention"}
+    assert made["scores"]["teacher"]["kl"] == 0 and made["scores"]["teacher"]["agreement"] == 1
+    assert len(made["kept"]) == 1 and set(made["divergence_with_one_restored"]) == {"0", "1"}
+    assert [each["error"] is None for each in made["layers"]].count(True) == 1
+    assert [each["length"] for each in made["recall"]] == [64]
+    assert [len(losses) for losses in made["losses"].values()] == [1, 3]
+    page = (done / "report.html").read_text("utf-8")
+    for words in (
+        "window alone",
+        "linear part off",
+        "uniform attention",
+        "the linear part",
+        "entropy",
+        *made["sentences"],
+    ):
+        assert words.lower() in page.lower().replace("&#39;", "'"), words
+    assert page.count("<svg ") == 5 and "<script" not in page
+
+
+def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, tmp_path, monkeypatch, capsys):
+    out, work = tmp_path / "linear", tmp_path / "linear.unfinished"
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "choose_layers", interrupt)
+        assert linearize(model, text, out, "--keep", "1/2") == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert work.exists() and not out.exists()
+    assert linearize(model, text, out, "--keep", "1/4") == 2
+    assert "begun with another keep" in capsys.readouterr().err
+    assert linearize(model, text, out, "--keep", "1/2") == 0
+    assert not work.exists()
+    assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "elo"), "no attention named 'elo'|elo"),
+        (("--keep", "7"), r"keep has \[7\]"),
+        (("--minutes", "1"), "--minutes or --steps"),
+        (("--context", "100000"), "too short"),
+    ],
+)
+def test_a_refused_command_leaves_nothing(model, text, tmp_path, capsys, options, message):
+    import re
+
+    assert linearize(model, text, tmp_path / "linear", *options) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_keep_is_a_share_or_numbers(model, text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        linearize(model, text, tmp_path / "linear", "--keep", "3/2")
+    assert "a share such as 1/4" in capsys.readouterr().err
+
+
+def test_a_folder_is_not_overwritten(model, text, done, capsys):
+    assert linearize(model, text, done) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_models_of_other_inputs_are_refused(text, tmp_path, capsys):
+    ViTModel(ViTConfig(image_size=12, patch_size=4, **SIZE)).save_pretrained(tmp_path / "vit")
+    assert linearize(tmp_path / "vit", text, tmp_path / "linear") == 2
+    assert "ViTModel" in capsys.readouterr().err
+
+
+def test_an_encoder_has_a_report_too(text, tmp_path):
+    folder = tmp_path / "bert"
+    BertModel(BertConfig(vocab_size=256, max_position_embeddings=64, **SIZE)).save_pretrained(folder)
+    assert linearize(folder, text, tmp_path / "linear") == 0
+    made = json.loads((tmp_path / "linear/report.json").read_text("utf-8"))
+    assert made["scores"]["linear"]["loss"] is None and made["scores"]["teacher"]["cosine"] == pytest.approx(1)
+    assert "cosine" in made["sentences"][0]

@@ -1,0 +1,52 @@
+"""The bytes of the library are split by file and cut into windows as told."""
+
+import math
+import sysconfig
+
+import numpy as np
+import pytest
+import torch
+
+from examples.learning import library
+from linattn import LanguageModel
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A library of 31 modules of 100 equal bytes each, with tests and packages of others beside them."""
+    for i in range(31):
+        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]) * 100)
+    for folder in ("test", "site-packages", "email/tests"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_bytes(b"\xff")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(library, "TEST", 128)
+    library.split.cache_clear()
+    yield
+    library.split.cache_clear()
+
+
+def test_every_15th_file_is_held_out_and_tests_are_left_out(small):
+    train, held_out = library.split()
+    assert held_out.tolist() == [i for i in (0, 15, 30) for _ in range(100)]
+    assert train.tolist() == [i for i in range(31) if i % 15 for _ in range(100)]
+
+
+def test_a_batch_asks_for_the_next_byte(small):
+    tokens, targets = library.Library(0, length=256).batch()
+    assert tokens.shape == targets.shape == (8, 256)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not {0, 15, 30} & set(tokens.unique().tolist())
+
+
+@pytest.mark.parametrize("length", (16, 64))
+def test_as_many_bytes_are_measured_at_any_length(small, length):
+    tokens, targets = library.Library(0, length=length).test
+    assert tokens.numel() == targets.numel() == 128 and tokens.shape[1] == length
+    assert torch.equal(tokens[:, 1:], targets[:, :-1]) and set(tokens.unique().tolist()) <= {0, 15, 30}
+    np.testing.assert_array_equal(tokens, library.Library(1, length=length).test[0])
+
+
+def test_bits_are_those_of_the_loss(small):
+    figures = library.Library(0, length=16).measure(LanguageModel(library.TASKS[0].methods["softmax+convolution"]))
+    assert figures["bits"] == pytest.approx(figures["loss"] / math.log(2))

@@ -1,0 +1,61 @@
+"""The closed-form projections: logits of few channels that are nearest to all, and exact where channels suffice."""
+
+import torch
+from torch.testing import assert_close
+
+from linattn.integrations.transformers.linearize import convert, linearized_layers, plan
+from linattn.integrations.transformers.linearize.closed_form import closest_projections
+
+from ..families import DECODERS, make
+from ..test_attention import logits, padded, tokens
+
+
+def second_moments(x: torch.Tensor) -> torch.Tensor:
+    return x.mT @ x / x.shape[-2]
+
+
+def sample() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and centred keys whose channels are correlated and of very different sizes."""
+    sizes = torch.logspace(0, -2, 6, dtype=torch.float64)
+    q, k = (torch.randn(2, 500, 6).double() * sizes @ torch.randn(2, 6, 6).double() for _ in "qk")
+    return q, k - k.mean(1, keepdim=True)
+
+
+def test_all_channels_give_all_logits():
+    q, k = sample()
+    p_q, p_k = closest_projections(second_moments(q), second_moments(k), 6)
+    assert_close((q @ p_q) @ (k @ p_k).mT, q @ k.mT)
+
+
+def test_few_channels_give_the_nearest_logits():
+    q, k = sample()
+    logits = q @ k.mT
+    p_q, p_k = closest_projections(second_moments(q), second_moments(k), 2)
+    u, sizes, v = torch.linalg.svd(logits, full_matrices=False)
+    best = (u[..., :2] * sizes[..., None, :2]) @ v[..., :2, :]
+    assert_close((q @ p_q) @ (k @ p_k).mT, best)
+
+
+def test_channels_that_no_token_uses_are_left_out():
+    q, k = sample()
+    q[..., 0], k[..., 1] = 0, 0
+    p_q, p_k = closest_projections(second_moments(q), second_moments(k), 6)
+    assert_close((q @ p_q) @ (k @ p_k).mT, q @ k.mT)
+
+
+def test_enough_channels_leave_softmax_as_it_was():
+    # only 4 channels of the 8 of each head carry anything, so that 4 are enough; keys have a mean
+    model = make(DECODERS["gpt2"])
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.bias.add_(torch.randn_like(block.attn.c_attn.bias))
+            for head in block.attn.c_attn.weight[:, :32].unflatten(1, (4, 8)).unbind(1):
+                head[:, 4:] = 0
+            for b in block.attn.c_attn.bias[:32].unflatten(0, (4, 8)):
+                b[4:] = 0
+    inputs = padded((7, 10, 11), "left")
+    expected, present = logits(model, **inputs), inputs["attention_mask"].bool()
+    batches = [{name: inputs[name] for name in ("input_ids", "attention_mask")}, {"input_ids": tokens()}]
+    convert(model, plan(model, method="softmax", key_dim=4, convolution=0), batches)
+    assert_close(logits(model, **inputs)[present], expected[present])
+    assert all(layer.linear_attention.key_map is not None for layer in linearized_layers(model).values())

@@ -1,0 +1,154 @@
+"""Transfer, choice of layers and fine-tuning: losses fall, kept layers stay, a run that was cut off equals one that was
+not."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.integrations.transformers.linearize import (
+    Budget,
+    choose_layers,
+    convert,
+    divergence,
+    fine_tune,
+    layer_errors,
+    linearized_layers,
+    plan,
+    restore_layers,
+    transfer,
+)
+
+from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
+from ..test_attention import logits, tokens
+from .test_convert import batch_of
+
+SOME = {"llama": DECODERS["llama"], "bert": ENCODERS["bert"], "vit": IMAGES["vit"], "bart": ENCODER_DECODERS["bart"]}
+STAGES = {"transfer": transfer, "fine_tune": fine_tune}
+every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+
+
+def start(family: Any, method: str = "hedgehog", **options: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    model = make(family, torch.float32)
+    batches = [{name: x.float() if x.is_floating_point() else x for name, x in batch_of(model).items()} for _ in "ab"]
+    return convert(model, plan(model, batches[0], method=method, **options), batches), batches
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    """Bring the model far from its teacher, as random models differ little without softmax."""
+    for module in linearized_layers(model).values():
+        for weight in module.parameters():
+            weight += 0.3 * torch.randn_like(weight)
+
+
+@every(SOME)
+@every_stage
+def test_the_model_comes_nearer_to_its_teacher(family, stage):
+    conversion, batches = start(family)
+    model, teacher = conversion.model, conversion.teacher
+    disturb(model)
+    before = copy.deepcopy(teacher.state_dict())
+    measure = layer_errors if stage is transfer else divergence
+    first, training = measure(model, teacher, batches), stage(model, teacher, batches, Budget(steps=12))
+    assert training.steps == 12
+    assert training.losses[-1] < training.losses[0]
+    last = measure(model, teacher, batches)
+    if stage is transfer:
+        assert all(last[index] < first[index] for index in first)
+    else:
+        assert last < first
+    assert_close(teacher.state_dict(), before, rtol=0, atol=0)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_transfer_changes_linear_layers_only():
+    conversion, batches = start(DECODERS["llama"], keep=(0,))
+    before = copy.deepcopy(conversion.model.state_dict())
+    transfer(conversion.model, conversion.teacher, batches, Budget(steps=2))
+    after, (name,) = conversion.model.state_dict(), linearized_layers(conversion.model)
+    for key in before:
+        assert torch.equal(after[key], before[key]) != key.startswith(name), key
+
+
+def test_a_restored_layer_is_the_teachers():
+    conversion, batches = start(DECODERS["gpt2"], "taylor2", key_dim=4)
+    model, teacher = conversion.model, conversion.teacher
+    transfer(model, teacher, batches, Budget(steps=3))
+    choice = choose_layers(model, teacher, batches, 1)
+    assert set(choice.restored) == {0, 1}
+    assert choice.restored[choice.kept[0]] == min(choice.restored.values())
+    assert choice.before == divergence(model, teacher, batches)
+    restore_layers(model, teacher, choice.kept)
+    assert divergence(model, teacher, batches) == choice.restored[choice.kept[0]]
+    restore_layers(model, teacher, (0, 1))
+    assert_close(model.state_dict(), teacher.state_dict(), rtol=0, atol=0)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@every_stage
+def test_an_interrupted_training_goes_on(stage, tmp_path):
+    weights = []
+    for folder in (None, tmp_path):
+        conversion, batches = start(DECODERS["llama"])
+        budget = Budget(steps=6, folder=folder, save_every=2)
+        if folder:
+            steps = itertools.count(1)
+
+            def fail(progress: Any, steps: Any = steps) -> None:
+                if next(steps) == 5:
+                    raise Interrupted
+
+            with pytest.raises(Interrupted):
+                cut_off = Budget(steps=6, folder=folder, save_every=2, report=fail)
+                stage(conversion.model, conversion.teacher, batches, cut_off)
+            conversion, batches = start(DECODERS["llama"])
+        training = stage(conversion.model, conversion.teacher, batches, budget)
+        assert training.steps == 6
+        weights.append(conversion.model.state_dict())
+    assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
+@every({"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"]})
+def test_adapters_are_merged(family):
+    conversion, batches = start(family)
+    disturb(conversion.model)
+    model, names = conversion.model, set(conversion.model.state_dict())
+    before = divergence(model, conversion.teacher, batches)
+    fine_tune(model, conversion.teacher, batches, Budget(steps=8), lora=2)
+    assert set(model.state_dict()) == names
+    assert divergence(model, conversion.teacher, batches) < before
+
+
+def test_a_budget_in_minutes_ends_by_itself():
+    conversion, batches = start(DECODERS["llama"])
+    seen = []
+    training = transfer(conversion.model, conversion.teacher, batches, Budget(minutes=0.01, report=seen.append))
+    assert 0.6 <= training.seconds < 5
+    assert len(seen) == training.steps > 1
+    assert seen[0].steps is None
+    assert seen[0].seconds_left > seen[-1].seconds_left == 0
+
+
+def test_only_labels_are_compared():
+    conversion, _ = start(DECODERS["llama"])
+    model, teacher = conversion.model.double(), conversion.teacher.double()
+    ids, labels = tokens(2, 9), torch.full((2, 9), -100)
+    labels[0, 4] = labels[1, 7] = 3
+    found, expected = (logits(x, input_ids=ids).log_softmax(-1) for x in (model, teacher))
+    # the output at a token is about the next one
+    each = (expected.exp() * (expected - found)).sum(-1)
+    mean = (each[0, 3] + each[1, 6]) / 2
+    assert divergence(model, teacher, [{"input_ids": ids, "labels": labels}]) == pytest.approx(mean.item(), rel=1e-4)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    present = (each[0].sum() + each[1, :5].sum()) / 14
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert divergence(model, teacher, [batch]) == pytest.approx(present.item(), rel=1e-4)
