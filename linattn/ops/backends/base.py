@@ -26,9 +26,9 @@ class CausalCall(NamedTuple):
     fresh: bool
 
     @property
-    def lead(self) -> tuple[int, ...]:
+    def lead(self) -> torch.Size:
         """The leading dimensions of the outputs."""
-        return tuple(s if q == 1 else q for q, s in zip(self.q.shape[:-2], self.S.shape[:-2], strict=True))
+        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2])
 
 
 class SumCall(NamedTuple):
