@@ -14,7 +14,7 @@ from linattn.ops.backends.triton.launch import (
     sum_splits,
     summed,
 )
-from linattn.ops.backends.triton.layout import States, empty_like_tokens, readable
+from linattn.ops.backends.triton.layout import States, empty_outputs, readable
 from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
 from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values
@@ -29,16 +29,11 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
     return rows.enter(state, sums, splits, REVERSE=False, SHARED=True)
 
 
-def _outputs(q: Tensor, lead: torch.Size, dv: int) -> Tensor:
-    """Outputs without numbers, in every row."""
-    return empty_like_tokens(q.expand(*lead, -1, -1), dv)
-
-
 def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if given.q.shape[-2] == 1:
         return one_token.forward(given)
     call, S, z = readable_call(given)
-    y, S_end, z_end = _outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
+    y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
     rows, tiles = Rows(call, {**call.tokens, "y": y}, z), over_values(*call.shape)
     splits = rows.split(tiles)
     state, end = _entering(rows, S, z, splits), rows.shared(S_end, z_end)
@@ -47,7 +42,7 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = _outputs(readable(call.q, call.lead), call.lead, call.v.shape[-1])
+    y = empty_outputs(readable(call.q, call.lead), call.lead, call.v.shape[-1])
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 

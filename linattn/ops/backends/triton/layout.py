@@ -116,6 +116,11 @@ def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], channels)
 
 
+def empty_outputs(q: Tensor, lead: Sequence[int], dv: int) -> Tensor:
+    """Return outputs without numbers: one for each row, also of those that share their queries."""
+    return empty_like_tokens(q.expand(*lead, -1, -1), dv)
+
+
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:
     """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. Channels
     decide it, hardly ever the length, so that a new length is no new kernel."""
