@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from linattn.integrations.transformers import speed_up
 
 VOCABULARY = 1024
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 4, "pad_token_id": 0}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ATTENTION = {"intermediate_size": 1024, "num_attention_heads": 8}
-# the class, the number of tokens, and the options of its configuration
+# the class, the number of tokens, and the options of its configuration; heads have the sizes of published models
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mamba2": ("Mamba2ForCausalLM", 2048, {**TEXT, "num_heads": 16, "n_groups": 1}),
     "kimi_linear": (
@@ -36,7 +43,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "num_key_value_heads": 8,
             "layer_types": ["linear_attention"] * 3 + ["full_attention"],
             "mlp_layer_types": ["dense"] * 4,
-            "linear_head_dim": 64,
+            "linear_head_dim": 128,
             "linear_num_heads": 8,
             "kv_lora_rank": 128,
             "qk_nope_head_dim": 64,
@@ -52,8 +59,8 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             **ATTENTION,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "num_experts": 4,
