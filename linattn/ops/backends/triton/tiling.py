@@ -64,10 +64,11 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others of
+    NVIDIA's; 64 on those that do not say."""
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024)
+    return (64 if device.type == "xpu" else 227) * 1024
 
 
 def _power(size: int) -> int:
