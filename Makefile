@@ -2,6 +2,7 @@
 # make test      everything that has to hold before a commit lands
 # make docs      the documentation's site, in build/site
 # make package   the wheel and the source distribution, in build/dist, tried in a clean environment
+# make kernels   compiles every GPU kernel for an H100, without a GPU, and reads the machine code for hazards; minutes
 # make hooks     ruff and pyright before each commit
 # All build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
 # TORCH=2.11.0, or newest, chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
@@ -15,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 # and files keep their order, so that the longest, of few tests, do not come last
 PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types laws compiled docs package hooks clean
+.PHONY: demo test lint types laws compiled docs package kernels hooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m linattn.cli.demo
@@ -48,6 +49,9 @@ package: $(INSTALLED)
 	$(PYTHON) -m venv build/clean
 	build/clean/$(notdir $(BIN))/python -m pip install --disable-pip-version-check --quiet -c requirements.lock "$$(ls build/dist/*.whl)[cli]"
 	build/clean/$(notdir $(BIN))/python -I tests/package/readme.py README.md
+
+kernels: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu_compile.py --capability 90
 
 hooks: $(INSTALLED)
 	$(BIN)/pre-commit install

@@ -3,7 +3,9 @@
     PYTHONPATH=. python benchmarks/gpu_compile.py [--capability 90] [--widths 64 128 256] [--json FILE]
 
 Every operator is called as always, on tensors of the CPU, and its kernels are compiled but not launched; so this also
-shows that they compile, and that calls with other lengths and batches need no other kernels."""
+shows that they compile, that calls with other lengths and batches need no other kernels, that pipelined loops do not
+wait for their own loads, and that no operand of a product is overwritten (`gpu_hazards.py`). `--newest` assembles with
+the newest ptxas that Triton brings, as TRITON_PTXAS_PATH would."""
 
 import argparse
 import json
@@ -17,15 +19,15 @@ from typing import Any
 
 import torch
 import triton
+from gpu_hazards import TOOLS, disassembled, overwritten
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from linattn.ops.backends import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
+from linattn.ops.backends.triton import bidirectional_operators, causal_operators, tiling
 
 # of a program, in KiB; 99 elsewhere
 MEMORY = {80: 163, 90: 227, 100: 227}
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -46,7 +48,7 @@ class Driver:
 
 
 @contextmanager
-def compiled(capability: int) -> Iterator[list[dict[str, Any]]]:
+def compiled(capability: int, newest: bool = False) -> Iterator[list[dict[str, Any]]]:
     """What is compiled meanwhile; nothing is launched."""
     run, found, seen = JITFunction.run, [], set()
 
@@ -54,7 +56,7 @@ def compiled(capability: int) -> Iterator[list[dict[str, Any]]]:
         made = run(self, *args, **options | {"warmup": True})
         if made is not None and made.hash not in seen:
             seen.add(made.hash)
-            found.append({"kernel": self.__name__, **describe(made, capability)})
+            found.append({"kernel": self.__name__, **describe(made, capability, newest)})
         return made
 
     triton.runtime.driver.set_active(Driver(capability))
@@ -65,13 +67,21 @@ def compiled(capability: int) -> Iterator[list[dict[str, Any]]]:
         JITFunction.run = run
 
 
-def describe(made: Any, capability: int) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(made.asm["ptx"])
-        file.flush()
+def describe(made: Any, capability: int, newest: bool = False) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(made.asm["ptx"])
         architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [str(PTXAS), "-v", f"-arch={architecture}", file.name, "-o", "/dev/null"]
+        command = [
+            TOOLS / ("ptxas-blackwell" if newest else "ptxas"),
+            "-v",
+            f"-arch={architecture}",
+            source,
+            "-o",
+            cubin,
+        ]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        hazards = overwritten(disassembled(cubin)) if capability == 90 else []
     registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
     assert registers is not None and spilled is not None, text
     return {
@@ -80,7 +90,16 @@ def describe(made: Any, capability: int) -> dict[str, Any]:
         "shared": made.metadata.shared,
         "registers": int(registers[1]),
         "spilled": int(spilled[1]),
+        "waits": waits(made.asm["ttgir"]),
+        "hazards": hazards,
     }
+
+
+def waits(text: str) -> bool:
+    """Return whether a loop waits for all of its asynchronous loads before it uses the first."""
+    loops = re.findall(r"scf\.for .*?scf\.yield", text, re.DOTALL)
+    first = (re.search(r"ttg\.async_wait .*num = (\d+)", loop) for loop in loops)
+    return any(found is not None and found[1] == "0" for found in first)
 
 
 def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int = 1100) -> None:
@@ -108,14 +127,14 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processors", type=int, default=132, help="1: no sequence is split")
     parser.add_argument("--extras", type=int, nargs="+", default=[0, 1], help="1: with a decay and a mask")
+    parser.add_argument("--newest", action="store_true", help="with the newest ptxas that Triton brings")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    support._INTERPRETED = True
     tiling.processors = lambda device: options.processors
     memory = MEMORY.get(options.capability, 99) * 1024
     tiling.shared_memory = lambda device: memory
     rows = []
-    with compiled(options.capability) as found:
+    with compiled(options.capability, options.newest) as found:
         for d in options.widths:
             for dtype in options.dtypes:
                 for extras in map(bool, options.extras):
@@ -123,6 +142,7 @@ def main() -> None:
                     for entry in found:
                         rows.append({"D": d, "dtype": dtype, "decay and mask": extras, **entry})
                         assert entry["shared"] <= memory, f"{entry} has {memory} bytes"
+                        assert not entry["hazards"], entry
                         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
                     found.clear()
                     call_all(d, DTYPES[dtype], extras=extras, batch=3, n=1203)

@@ -17,3 +17,14 @@ def over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return causal_linear_attention(q, k, v, log_decay=-k[..., 0].exp(), normalize="keys", **OPTIONS)[0]
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A decay per channel."""
+    return causal_linear_attention(q, k, v, log_decay=-k.exp(), **OPTIONS)[0]
+
+
+def sharing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads that share queries and keys."""
+    log_decay = -v[..., 0].exp()
+    return causal_linear_attention(q[:, :1], k[:, :1], v, log_decay=log_decay, normalize=None, **OPTIONS)[0]

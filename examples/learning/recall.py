@@ -113,9 +113,13 @@ OTHERS = {
     "favor": _model("favor", key_dim=32),
     "local": _model("local"),
 }
+# a state of 7,808 numbers, still less than half of softmax's; and a second convolution, on the inputs of q, k and v
+MORE_DELTA = {
+    "delta:120": _model("delta", head_norm=True, key_dim=120),
+    "delta+convolution": _model("delta", head_norm=True, convolution=4),
+}
 TASKS = (
     _task("recall", HARDER | OTHERS, length=LENGTH, pairs=PAIRS),
-    # 7,808 numbers, still less than half of softmax's
-    _task("recall32", HARDER | {"delta:120": _model("delta", head_norm=True, key_dim=120)}, length=LENGTH, pairs=32),
+    _task("recall32", HARDER | MORE_DELTA, length=LENGTH, pairs=32),
     _task("recall64", HARDER, length=256, pairs=64),
 )

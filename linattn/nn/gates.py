@@ -172,7 +172,9 @@ def _reset_step(bias: Tensor) -> None:
 
 def _softplus(x: Tensor, bias: Tensor) -> Tensor:
     # rounded to half precision, a decay of nearly 1 would be 1
-    return F.softplus(_wide(x) + _wide(bias))
+    x = _wide(x) + _wide(bias)
+    # not F.softplus, for whose gradient torch's compiler expects other strides than there are
+    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -189,7 +189,8 @@ def checked_decay(log_decay: Tensor) -> Tensor:
     least, largest = _bounds(log_decay)
     if largest > 0:
         raise ValueError(f"log_decay must not be positive, as the past fades or stays, but it goes up to {largest:.6g}")
-    return log_decay if least > _FORGETS else log_decay.masked_fill(log_decay <= _FORGETS, -torch.inf)
+    # not masked_fill, for whose gradient torch's compiler expects other strides than there are
+    return log_decay if least > _FORGETS else torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
 
 
 def _bounds(x: Tensor) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.attention.cases import GatesFromKeys
 from tests.laws import tokens
-from tests.operators import causal, decaying, over_all
+from tests.operators import causal, decaying, gated, over_all, sharing
 
 LENGTH = Dim("n", min=2, max=100_000)
 # without `strict`, torch 2.11 cannot merge two dimensions in front of one of any length, as grouped heads do
@@ -57,7 +57,7 @@ def same_gradients(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> Non
     assert_close(*(torch.autograd.grad(y, inputs, upstream) for y in (found, expected)))
 
 
-@pytest.mark.parametrize("operator", [causal, over_all, decaying])
+@pytest.mark.parametrize("operator", [causal, over_all, decaying, gated, sharing])
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_operator(operator: Callable[..., Tensor], grad: bool) -> None:
     inputs = tuple(x.requires_grad_(grad) for x in tokens(70))

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
 from linattn.ops.backends.operator import NAMESPACE
+from tests import operators
 from tests.laws import masks, tokens
 
 
@@ -74,26 +76,50 @@ def test_a_graph_of_any_length_gives_the_same_gradients() -> None:
         assert_close(torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
 
 
+@pytest.mark.parametrize("operator", [operators.gated, operators.sharing])
+def test_every_form_of_chunks_serves_other_lengths_with_gradients(operator: Callable[..., Tensor]) -> None:
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=graphs)
+    for n in (600, 90, 401, 3001):
+        inputs = [x.requires_grad_() for x in tokens(n)]
+        y, expected = compiled(*inputs), operator(*inputs)
+        assert_close(y, expected)
+        upstream = torch.randn_like(y)
+        assert_close(torch.autograd.grad(y, inputs, upstream), torch.autograd.grad(expected, inputs, upstream))
+    # torch makes another graph where a sequence has a single block
+    assert graphs.frame_count <= 2
+
+
 @pytest.mark.parametrize("n", [1, 70, 600])
 def test_whole_operators_tell_their_shapes(n: int) -> None:
     (q, k, v), mask = tokens(n), masks(n)["holes"].expand(2, 3, n)
     S, z, decay = q.new_zeros(2, 3, q.shape[-1], v.shape[-1]), q.new_zeros(2, 3, q.shape[-1]), -torch.rand(2, 3, n)
-    operators = getattr(torch.ops, NAMESPACE)
+    library = getattr(torch.ops, NAMESPACE)
     for log_decay, key_mask, save in ((None, None, False), (decay.double(), mask, True)):
         call = (q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", False)
-        torch.library.opcheck(operators.causal_chunked.default, (*call, save))
-        results = operators.causal_chunked(*call, save)
+        torch.library.opcheck(library.causal_chunked.default, (*call, save))
+        results = library.causal_chunked(*call, save)
         upstream = tuple(torch.randn_like(x) for x in results[:3])
-        torch.library.opcheck(operators.causal_chunked_gradient.default, (*upstream, *results[3:], *call))
+        torch.library.opcheck(library.causal_chunked_gradient.default, (*upstream, *results[3:], *call))
+    for form, decays in (("gated", -torch.rand(2, 3, n, 5).double()), ("shared", decay.double())):
+        q_given, k_given = (x[:, :1] if form == "shared" else x for x in (q, k))
+        mask_given = mask[:, :1] if form == "shared" else mask
+        call = (q_given, k_given, v, S, z, decays, mask_given, "output", "elu_plus_one", False)
+        forward, backward = (getattr(library, f"{form}_chunked{end}").default for end in ("", "_gradient"))
+        torch.library.opcheck(forward, (*call, True))
+        results = forward(*call, True)
+        upstream = tuple(torch.randn_like(x) for x in results[:3])
+        torch.library.opcheck(backward, (*upstream, *results[3:], *call))
     call = (k, v, mask, "relu")
-    torch.library.opcheck(operators.sum_keys_chunked.default, (*call, True))
-    sums = operators.sum_keys_chunked(*call, True)
-    torch.library.opcheck(operators.sum_keys_chunked_gradient.default, (*sums, *call))
+    torch.library.opcheck(library.sum_keys_chunked.default, (*call, True))
+    sums = library.sum_keys_chunked(*call, True)
+    torch.library.opcheck(library.sum_keys_chunked_gradient.default, (*sums, *call))
     for normalize in ("output", "keys", None):
         call = (q, *sums, normalize, "relu", torch.float64)
-        torch.library.opcheck(operators.read_chunked.default, (*call, True))
-        y = operators.read_chunked(*call, True)
-        torch.library.opcheck(operators.read_chunked_gradient.default, (torch.randn_like(y), *call))
+        torch.library.opcheck(library.read_chunked.default, (*call, True))
+        y = library.read_chunked(*call, True)
+        torch.library.opcheck(library.read_chunked_gradient.default, (torch.randn_like(y), *call))
 
 
 @pytest.mark.parametrize("operator", [causal, over_all])

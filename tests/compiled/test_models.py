@@ -37,7 +37,10 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize(("name", "masked"), [("favor", False), ("mixture", True), ("un-normalised", False)])
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [("favor", False), ("mixture", True), ("un-normalised", False), ("delta with convolutions of its own", True)],
+)
 def test_training_is_one_graph(name, masked):
     model, tokens = model_of(MODELS[name]).train(), some_tokens(2, 20)
     mask = torch.rand(2, 20) < 0.7 if masked else None
@@ -52,7 +55,7 @@ def test_training_is_one_graph(name, masked):
         assert_close(other, gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [MODELS["mixture"], MODELS["learned positions"]])
+@pytest.mark.parametrize("options", [MODELS[name] for name in ("mixture", "learned positions", "mixture with gates")])
 @torch.no_grad()
 def test_prefill_and_decoding_are_one_graph_each(options):
     model, tokens = model_of(options), some_tokens(2, 20)

@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
-METHOD, WINDOW = "taylor2", 64
+METHOD, WINDOW = "taylor2", 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS",
         help="layers that stay softmax: a share such as 1/4, then chosen; numbers such as 0,5; or none (default: none)",
     )
-    add("--window", default=WINDOW, **COUNT, help=f"tokens that local heads see (default: {WINDOW})")
+    add(
+        "--window",
+        default=WINDOW,
+        **NATURAL,
+        help=f"tokens that local heads see, or a softmax beside linear attention; 0: none (default: {WINDOW})",
+    )
     add("--convolution", default=4, **NATURAL, help="width of the short convolution, 0: none (default: 4)")
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")

@@ -10,7 +10,7 @@ from linattn.integrations.transformers.linearize import Progress
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 LINE_SECONDS = 10.0
-"""From one line to the next."""
+"""The time from one line to the next."""
 
 
 class Bar:

@@ -131,7 +131,7 @@ class Block:
         return found.view(len(self.q), -1, *found.shape[-2:])
 
     def _weights(self, log_decay: Tensor) -> Weights:
-        """From (c *b *H C 1)."""
+        """Compute the weights from decays (c *b *H C 1)."""
         rows = len(self.q), -1
         inside, since, until, over = decay_weights(log_decay.flatten(0, -3).squeeze(-1), self.tile)
         assert inside is not None and since is not None and until is not None and over is not None

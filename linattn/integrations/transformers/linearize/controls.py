@@ -44,14 +44,14 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
 def window_alone(
     own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
 ) -> Tensor:
-    """Let every head attend by softmax to the window only."""
+    """Let every head attend by softmax to the window only, or to its own token if there is no window."""
     spec = own.spec
     local = named_attention(
         "local",
         num_heads=spec.num_heads,
         num_key_heads=spec.num_key_heads,
         head_dim=spec.head_dim,
-        window=spec.window,
+        window=spec.window or 1,
         causal=spec.causal,
     )
     return local(q, k, v, key_mask=key_mask)
@@ -60,7 +60,9 @@ def window_alone(
 def linear_part_off(
     own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
 ) -> Tensor:
-    """Let heads of linear attention put out zeros, and those with a window what they do."""
+    """Leave the window beside linear attention, or the heads with a window; the others put out zeros."""
+    if own.window is not None:
+        return own.window(q, k, v, key_mask=key_mask)
     keep = [
         head
         for part, count in _parts(own.inner)

@@ -80,8 +80,8 @@ class Report:
         change, noise = _paired(self.scores[WINDOW], self.scores[AFTER])
         if change is not None and change <= noise:
             found.append(
-                f"A window of {self.window} tokens alone does as well, without any training for it: the loss changes "
-                f"by {change:+.4f} bits, so this text does not show what linear attention is for."
+                f"A window of {self.window or 1} tokens alone does as well, without any training for it: the loss "
+                f"changes by {change:+.4f} bits, so this text does not show what linear attention is for."
             )
         if self.generated is not None:
             found.append(
@@ -120,8 +120,8 @@ def _paired(one: Scores, other: Scores) -> tuple[float | None, float]:
 
 @dataclass(frozen=True)
 class Probes:
-    """How much is measured: the numbers of tokens to read before a token is timed, those to generate, and the lengths
-    of the rows to recall from. `text` holds more tokens than the longest of these. None of it is for encoders."""
+    """The extent of the measurements: the numbers of tokens to read before a token is timed, those to generate, and the
+    lengths of the rows to recall from. `text` holds more tokens than the longest of these. Encoders have none of it."""
 
     text: Tensor | None = None
     recall_lengths: Sequence[int] = ()

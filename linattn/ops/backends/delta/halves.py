@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# products of matrices smaller than this are slower than substitution
+SUBSTITUTED = 8
+
 
 def halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and the second of each two neighbouring blocks, of (…, m, s, e)."""
@@ -45,12 +48,24 @@ def between(decay: Tensor) -> Tensor:
 
 
 def inverse(A: Tensor, M: Tensor) -> Tensor:
-    """Return (I − A)⁻¹ in M, for strictly lower triangular A (B, C, C), from the blocks of 1, 2, 4 … tokens: each step
-    is exact, and no power of A, which would overflow where keys repeat, is formed."""
-    M.resize_(A.shape).copy_(torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
-    size = 1
+    """Return (I − A)⁻¹ in M, for strictly lower triangular A (B, C, C). Each step is exact, and no power of A, which
+    would overflow where keys repeat, is formed."""
+    size = min(SUBSTITUTED, A.shape[-1])
+    M.resize_(A.shape).zero_()
+    _substitute(diagonal(A, size), diagonal(M, size))
     while size < A.shape[-1]:
         first, second = halves(diagonal(M, size))
         corners(M, size).copy_(second @ corners(A, size) @ first)
         size *= 2
     return M
+
+
+def _substitute(A: Tensor, M: Tensor) -> None:
+    """Likewise, row after row of small matrices (B, m, s, s): M_i = 1_i + Σ_j A_ij M_j."""
+    # with the rows and columns in front, each operation is one on long vectors
+    rows = A.permute(2, 3, 0, 1).contiguous()
+    found = torch.zeros_like(rows)
+    found.diagonal(dim1=0, dim2=1).fill_(1)
+    for i in range(1, rows.shape[0]):
+        torch.sum(rows[i, :i].unsqueeze(1) * found[:i, :i], 0, out=found[i, :i])
+    M.copy_(found.permute(2, 3, 0, 1))

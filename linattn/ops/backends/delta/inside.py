@@ -87,8 +87,7 @@ class PerChannel:
         level.second.copy_(second)
         level.first.copy_(first)
         self.levels.append(level)
-        block = level.second.flatten(2, 3) @ level.first.mT
-        corners(self.products, size).copy_(block.unflatten(-2, (-1, size)).movedim(-3, 1))
+        corners(self.products, size).copy_(_meeting(level).movedim(2, 1))
         over_first, over_second = halves(over)
         torch.mul(level.second, over_first.unsqueeze(2), out=second)
         torch.mul(level.first, over_second, out=first)
@@ -102,11 +101,12 @@ class PerChannel:
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
-        dasking.mul_(self.decay.unsqueeze(1))
-        dlog_decay = dlog_over.squeeze(-2) + (self.asking * dasking).sum(1)
-        same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dasking.addcmul_(same, self.written.unsqueeze(1))
-        dwritten.add_((same * self.asking).sum(1))
+        dlog_decay, same = dlog_over.squeeze(-2), dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        # a loop over heads needs no memory for its terms
+        for asking, dx, G in zip(self.asking.unbind(1), dasking.unbind(1), same.unbind(1), strict=True):
+            dlog_decay.addcmul_(asking, dx.mul_(self.decay))
+            dx.addcmul_(G, self.written)
+            dwritten.addcmul_(G, asking)
         return dlog_decay
 
     def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
@@ -114,11 +114,25 @@ class PerChannel:
         (dsecond, dfirst), (over_first, over_second) = self._sides(dasking, dwritten, level.size), halves(level.over)
         dlog_first = over_first * (level.second * dsecond).sum((2, 3)).unsqueeze(-2)
         dlog_second = over_second * (level.first * dfirst).sum(2, keepdim=True)
-        G, rows = G.movedim(1, 2).flatten(2, 3), level.second.flatten(2, 3)
-        drows = (G @ level.first).view(level.second.shape)
-        torch.addcmul(drows, dsecond, over_first.unsqueeze(2), out=dsecond)
-        torch.addcmul(G.mT @ rows, dfirst, over_second, out=dfirst)
+        through_second, through_first = _meeting_gradient(level, G.movedim(1, 2))
+        torch.addcmul(through_second, dsecond, over_first.unsqueeze(2), out=dsecond)
+        torch.addcmul(through_first, dfirst, over_second, out=dfirst)
         return torch.stack([dlog_first, dlog_second], 2).add_(dlog_over.unsqueeze(2)).flatten(1, 2)
+
+
+def _meeting(level: _Level) -> Tensor:
+    """Return the products of second and first blocks, (B m r s s). Those of matrices as small as 1 are more work."""
+    if level.size == 1:
+        return (level.second * level.first.unsqueeze(2)).sum(-1, keepdim=True)
+    return (level.second.flatten(2, 3) @ level.first.mT).view(*level.second.shape[:-1], level.size)
+
+
+def _meeting_gradient(level: _Level, G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of second and first blocks, given that of their products."""
+    if level.size == 1:
+        return G * level.first.unsqueeze(2), (G * level.second).sum(2)
+    G = G.flatten(2, 3)
+    return (G @ level.first).view(level.second.shape), G.mT @ level.second.flatten(2, 3)
 
 
 def _products(asking: Tensor, written: Tensor, work: Workspace) -> Tensor:

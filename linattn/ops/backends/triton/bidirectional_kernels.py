@@ -15,7 +15,7 @@ def read(
     F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     row, _, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, y = dev.in_row((q, y), row, UNIT)
     S, z = dev.load_state(state, row, 0, features, values, True, F, DV)
     S = dev.rounded(S, PRECISION)
@@ -38,7 +38,7 @@ def read_gradient(
     """dq, and for the gradient of the sums 1/d and δ = φ(q)·(dy Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean
     the same as in the causal `query_gradient`."""
     row, _, begin, stop = dev.span(walk)
-    features, values = dev.channels(tl.program_id(1), F, BF), dev.channels(0, DV, BV)
+    features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, dy, dq = dev.in_row((q, dy, dq), row, UNIT)
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
     S, z = dev.load_state(state, row, 0, features, values, True, F, DV)
@@ -68,7 +68,7 @@ def read_gradient(
                 if not SUMS:
                     scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens) - of_mean
                 dq_i = (dq_i - delta_i[:, None] * z[None, :]) * scale[:, None]
-            dev.store(dq, tokens, features, dq_i * DERIVATIVE(x))
+            dev.store(dq, tokens, features, dq_i * DERIVATIVE(x, PHI(x)))
 
 
 @dev.jit
@@ -80,8 +80,8 @@ def key_sums_gradient(
 ):  # fmt: skip
     """For KEYS, BV covers all values; for VALUES, BF all features."""
     row, _, begin, stop = dev.span(walk)
-    features = dev.channels(0 if VALUES else tl.program_id(1), F, BF)
-    values = dev.channels(0 if KEYS else tl.program_id(1), DV, BV)
+    features = dev.channels(0 if VALUES else dev.part(walk), F, BF)
+    values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
     k, v, dk, dv = dev.in_row((k, v, dk, dv), row, UNIT)
     (key_mask,) = dev.in_row((key_mask,), row, 1)
     dS, dz = dev.load_state(dstate, row, 0, features, values, True, F, DV)
@@ -91,7 +91,7 @@ def key_sums_gradient(
         x = dev.load(k, tokens, features).to(tl.float32)
         if KEYS:
             v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x)
+            dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x, PHI(x))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
             k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)

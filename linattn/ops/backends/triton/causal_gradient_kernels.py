@@ -27,71 +27,64 @@ def query_gradient(
     the state's tokens too; again each program its share."""
     row, split, begin, stop = dev.span(walk)
     places = tl.arange(0, C)
-    features, values = dev.channels(tl.program_id(1), F, BF), dev.channels(0, DV, BV)
+    features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, k, v, dy, dq = dev.in_row((q, k, v, dy, dq), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
     crossing = dev.per_token(crossing, walk, True)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
+    # transposed, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
+    S_i = tl.trans(S_i)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
+        x = dev.load(q, tokens, features)
         visible = places[:, None] >= places[None, :]
         scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
+        delta_i = scale * 0
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            weight = tl.where(visible, dev.between(sums), 0.0)
+            weight = dev.between(sums, visible, KEYS_FIRST=False)
             k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
-            q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
             A = tl.where(visible, dev.product(q_i, tl.trans(k_j), PRECISION), 0.0)
-            q_i = q_i.to(tl.float32)
             if DECAYED:
                 A *= weight
-        G = tl.where(visible, dev.product(dy_i, tl.trans(v_j), PRECISION), 0.0)
-        centred = S_i
-        if NORMALIZED:
-            # dq stays the same when a constant is subtracted from all values: then what is rounded is small
-            mean = dev.mean_value(S_i, z_i)
-            of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
-            G -= of_mean[:, None]
-            centred = S_i - z_i[:, None] * mean[None, :]
-        from_state = dev.product_with_state(dy_i, tl.trans(centred), DECAYED, PRECISION)
+        G = dev.product(dy_i, tl.trans(v_j), PRECISION)
+        from_state = dev.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, PRECISION)
         if SUMS:
-            d_i = tl.sum(A, 1) + tl.sum(q_i * z_i[None, :], 1) * since
-            delta_i = tl.sum(A * G, 1) + tl.sum(q_i * from_state, 1) * since
+            d_i = tl.sum(A, 1) + tl.sum(q_i.to(tl.float32) * z_i[None, :], 1) * since
+            delta_i = tl.sum(tl.where(visible, A * G, 0.0), 1) + tl.sum(q_i.to(tl.float32) * from_state, 1) * since
             if GRADIENT:
                 scale = dev.one_over(d_i)
                 delta_i *= scale
-                dev.store_numbers(inverse, tokens, scale)
-                dev.store_numbers(delta, tokens, delta_i + of_mean)
-            else:
-                dev.store_numbers(inverse, tokens, d_i)
-                dev.store_numbers(delta, tokens, delta_i + d_i * of_mean)
+            dev.store_numbers(inverse, tokens, scale if GRADIENT else d_i)
+            dev.store_numbers(delta, tokens, delta_i)
         if GRADIENT:
+            if NORMALIZED and not SUMS:
+                scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
+            G = tl.where(visible, G - delta_i[:, None], 0.0)
             if NORMALIZED:
-                if not SUMS:
-                    scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens) - of_mean
-                G = tl.where(visible, G - delta_i[:, None], 0.0)
                 from_state -= delta_i[:, None] * z_i[None, :]
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = dev.rounded(q_i * (scale * since)[:, None], PRECISION).to(tl.float32)
+                q_end = dev.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION).to(tl.float32)
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
                 dev.store_numbers(crossing, tokens, tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 1))
                 G *= weight
                 from_state *= since[:, None]
             dq_i = (dev.product(dev.rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
-            slope = DERIVATIVE(dev.load(q, tokens, features).to(tl.float32))
+            slope = DERIVATIVE(x.to(tl.float32), q_i.to(tl.float32))
             if MASKED:
                 slope = tl.where(present[:, None] | (tl.abs(slope) < float("inf")), slope, 0.0)
             dev.store(dq, tokens, features, dq_i * slope)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
-        S_i += dev.product(tl.trans(k_end), v_j, PRECISION)
+        S_i += dev.product(tl.trans(v_j), k_end, PRECISION)
         z_i += tl.sum(k_end.to(tl.float32), 0)
 
 
@@ -113,8 +106,8 @@ def key_gradients(
     the call too."""
     row, split, begin, stop = dev.span(walk)
     places = tl.arange(0, C)
-    features = dev.channels(0 if VALUES else tl.program_id(1), F, BF)
-    values = dev.channels(0 if KEYS else tl.program_id(1), DV, BV)
+    features = dev.channels(0 if VALUES else dev.part(walk), F, BF)
+    values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
     q, k, v, dy, dk, dv = dev.in_row((q, k, v, dy, dk, dv), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
@@ -122,6 +115,8 @@ def key_gradients(
     # of rows that share a state, the first one gets its gradient; the others begin with none
     given = dev.owns(dstate, row)
     dS_j, dz_j = dev.load_state(dstate, row, split, features, values, given, F, DV)
+    # transposed, as in `query_gradient`
+    dS_j = tl.trans(dS_j)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
@@ -135,47 +130,42 @@ def key_gradients(
         delta_i = scale * 0
         if NORMALIZED:
             scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
-        # row j, column i
+        # row j, column i; what a key is not seen by may be infinite
         visible = places[:, None] <= places[None, :]
-        weight = tl.where(visible, scale[None, :], 0.0)
-        q_end, k_end = scale, k_j
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            weight = tl.where(visible, weight * tl.trans(dev.between(sums)), 0.0)
+            weight = scale[None, :] * dev.between(sums, visible, KEYS_FIRST=True)
             q_end, k_end = scale * since, dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-        if KEYS and DECAYED:
+            q_end = dev.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
+        else:
+            q_i = dev.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
+            q_end, k_end = q_i, k_j
+        if VALUES or DECAYED:
             A = dev.product(k_j, tl.trans(q_i), PRECISION)
         if KEYS:
             v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            G = dev.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :]
-            # what a key is not seen by may be infinite
-            G = tl.where(visible, G * weight, 0.0)
-            if NORMALIZED and not DECAYED:
-                mean = tl.sum(v_j.to(tl.float32), 0) / C
-                centred = dev.rounded(v_j.to(tl.float32) - mean[None, :], PRECISION)
-                from_state = dev.product(centred, tl.trans(dev.rounded(dS_j, PRECISION)), PRECISION)
-                from_state += (dz_j + tl.sum(dS_j * mean[None, :], 1))[None, :]
-            else:
-                from_state = dev.product_with_state(v_j, tl.trans(dS_j), DECAYED, PRECISION) + dz_j[None, :]
+            G = tl.where(visible, dev.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
+            from_state = dev.product_with_state(v_j, dS_j, NORMALIZED or DECAYED, PRECISION) + dz_j[None, :]
             if DECAYED:
+                G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 from_state *= until[:, None]
             dk_j = dev.product(dev.rounded(G, PRECISION), q_i, PRECISION) + from_state
-            dev.store(dk, tokens, features, tl.where(present[:, None], dk_j * DERIVATIVE(x), 0.0))
+            slope = DERIVATIVE(x, k_j.to(tl.float32))
+            dev.store(dk, tokens, features, tl.where(present[:, None], dk_j * slope, 0.0))
         if VALUES:
-            if not (KEYS and DECAYED):
-                A = dev.product(k_j, tl.trans(q_i), PRECISION)
-            A = dev.rounded(tl.where(visible, A * weight, 0.0), PRECISION)
-            from_state = dev.product(k_end, dev.rounded(dS_j, PRECISION), PRECISION)
+            if DECAYED:
+                A *= weight
+            A = dev.rounded(tl.where(visible, A, 0.0), PRECISION)
+            from_state = dev.product(k_end, dev.rounded(tl.trans(dS_j), PRECISION), PRECISION)
             dv_j = dev.product(A, dy_i, PRECISION) + from_state
             dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))
-        q_end = dev.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole
-        dS_j += dev.product(tl.trans(q_end), dy_i, PRECISION)
+        dS_j += dev.product(tl.trans(dy_i), q_end, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_end.to(tl.float32) * delta_i[:, None], 0)
     # one for each row, to be summed over rows that share a state
-    dev.store_state(dstart, row, 0, features, values, dS_j, dz_j, (split == 0) & KEYS, True, F, DV)
+    dev.store_state(dstart, row, 0, features, values, tl.trans(dS_j), dz_j, (split == 0) & KEYS, True, F, DV)

@@ -16,10 +16,12 @@ def forward(
 ):  # fmt: skip
     """Write outputs and the state after the last token. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
+    places = tl.arange(0, C)
+    z_i = tl.broadcast_to(z_i[:, None], (BF, dev.COLUMNS))
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
@@ -27,23 +29,22 @@ def forward(
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         A = dev.product(q_i, tl.trans(k_j), PRECISION)
         from_state = dev.product(q_i, dev.rounded(S_i, PRECISION), PRECISION)
-        from_z = tl.sum(q_i.to(tl.float32) * z_i[None, :], 1)
-        k_end = k_j
+        from_z = tl.sum(dev.product(q_i, dev.in_columns(z_i, PRECISION), PRECISION), 1)
+        visible, k_end = places[:, None] >= places[None, :], k_j
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            A *= dev.between(sums)
+            A *= dev.between(sums, visible, KEYS_FIRST=False)
             from_state, from_z = from_state * since[:, None], from_z * since
             k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i = S_i * whole, z_i * whole
         # rounded first, so that outputs are true means of values
-        visible = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
         A = dev.rounded(tl.where(visible, A, 0.0), PRECISION)
         y_i = dev.product(A, v_j, PRECISION) + from_state
         if NORMALIZED:
             y_i *= dev.one_over(tl.sum(A.to(tl.float32), 1) + from_z)[:, None]
         dev.store(y, tokens, values, y_i)
         S_i += dev.product(tl.trans(k_end), v_j, PRECISION)
-        z_i += tl.sum(k_end.to(tl.float32), 0)
+        z_i += dev.product(tl.trans(k_end), dev.count(present, PRECISION), PRECISION)
     # rows that share their keys have the same sums: the first one writes them
     last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
-    dev.store_state(end, row, 0, features, values, S_i, z_i, last, tl.program_id(1) == 0, F, DV)
+    dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)

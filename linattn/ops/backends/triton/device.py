@@ -4,6 +4,7 @@ A program walks along the tokens of one row (a batch element and head), a chunk 
 tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
 which of them are inside), and columns are (channels, which of them are inside)."""
 
+import math
 from typing import Any
 
 import triton
@@ -16,6 +17,8 @@ jit: Any = triton.jit
 
 # the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+_LOG2_E = tl.constexpr(1 / math.log(2))
 
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
@@ -44,10 +47,22 @@ def row_of(number, walk):
 
 
 @jit
+def part(walk):
+    """Return which part of the channels is this program's."""
+    return tl.program_id(0) % plain(walk.parts)
+
+
+@jit
+def place(walk):
+    """Count the splits of all rows up to this program's."""
+    return tl.program_id(0) // plain(walk.parts)
+
+
+@jit
 def span(walk):
     """Return the row and the split of this program, and the tokens from which and up to which it walks."""
     splits, length = plain(walk.splits), plain(walk.length)
-    number, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    number, split = place(walk) // splits, place(walk) % splits
     begin = split * length
     return row_of(number, walk), split, begin, tl.minimum(begin + length, plain(walk.n))
 
@@ -85,10 +100,10 @@ def in_row(tensors, row, UNIT: tl.constexpr):
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
     """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
-    place = tl.program_id(0) // plain(walk.splits)
+    number = place(walk) // plain(walk.splits)
     if SHARES:
-        place = place * tl.num_programs(1) + tl.program_id(1)
-    return x + place.to(tl.int64) * plain(walk.n), 1
+        number = number * plain(walk.parts) + part(walk)
+    return x + number.to(tl.int64) * plain(walk.n), 1
 
 
 @jit
@@ -232,11 +247,39 @@ def product(a, b, PRECISION: tl.constexpr):
 @jit
 def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
     """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
-    high = rounded(b, PRECISION)
-    result = product(a, high, PRECISION)
-    if PRECISE and (PRECISION == "bf16" or PRECISION == "tf32"):
-        result += product(a, rounded(b - high.to(tl.float32), PRECISION), PRECISION)
-    return result
+    if PRECISE and PRECISION != "tf32x3":
+        # the leading bits without rounding, which costs less, and then what they leave
+        bits = b.to(tl.int32, bitcast=True)
+        high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
+        rest = product(a, rounded(b - high, PRECISION), PRECISION)
+        if PRECISION == "bf16" and not _INTERPRETED:
+            return tl.dot(a, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest)
+        else:
+            return rest + product(a, high, PRECISION)
+    else:
+        return product(a, rounded(b, PRECISION), PRECISION)
+
+
+# columns of the smallest tile that tensor cores multiply
+COLUMNS: tl.constexpr = tl.constexpr(16)
+
+
+@jit
+def in_columns(z, PRECISION: tl.constexpr):
+    """Write (B, COLUMNS) numbers, equal in every column, as three columns of rounded numbers with the same sum."""
+    high = rounded(z, PRECISION)
+    rest = z - high.to(tl.float32)
+    middle = rounded(rest, PRECISION)
+    low = rounded(rest - middle.to(tl.float32), PRECISION)
+    column = tl.arange(0, COLUMNS)[None, :]
+    return tl.where(column == 0, high, tl.where(column == 1, middle, tl.where(column == 2, low, 0.0)))
+
+
+@jit
+def count(present, PRECISION: tl.constexpr):
+    """(C, COLUMNS): ones for the tokens that are keys, so that φ(k)ᵀ times them is Σ φ(k) in every column."""
+    ones = rounded(tl.where(present, 1.0, 0.0), PRECISION)
+    return tl.broadcast_to(ones[:, None], (present.shape[0], COLUMNS))
 
 
 @jit
@@ -264,7 +307,7 @@ def load_queries(
     q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
-    What is loaded for tokens that are not inside is finite too: their outputs are not stored, and their weights zero."""
+    Tokens that are not inside give finite features: their outputs are not stored, and their weights are zero."""
     x = load(q, tokens, features)
     inside = features[1][None, :]
     if MASKED:
@@ -291,19 +334,22 @@ def load_decay(log_decay, tokens):
     Sums of logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
     logs = load_numbers(log_decay, tokens).to(tl.float32)
     fresh = logs == float("-inf")
-    exact = tl.where(fresh, 0.0, logs).to(tl.float64)
+    # of base 2, for which processors have an instruction
+    exact = tl.where(fresh, 0.0, logs).to(tl.float64) * _LOG2_E
     total, count = tl.cumsum(exact, 0), tl.cumsum(fresh.to(tl.int32), 0)
     end, end_count = tl.sum(exact, 0), tl.sum(fresh.to(tl.int32), 0)
-    since = tl.where(count == 0, tl.exp(total.to(tl.float32)), 0.0)
-    until = tl.where(count == end_count, tl.exp((end - total).to(tl.float32)), 0.0)
-    whole = tl.where(end_count == 0, tl.exp(end.to(tl.float32)), 0.0)
+    since = tl.where(count == 0, tl.exp2(total.to(tl.float32)), 0.0)
+    until = tl.where(count == end_count, tl.exp2((end - total).to(tl.float32)), 0.0)
+    whole = tl.where(end_count == 0, tl.exp2(end.to(tl.float32)), 0.0)
     high = total.to(tl.float32)
     return since, until, whole, (high, (total - high.to(tl.float64)).to(tl.float32), count)
 
 
 @jit
-def between(sums):
-    """(C, C): what key j has decayed to at query i; anything for j > i."""
+def between(sums, visible, KEYS_FIRST: tl.constexpr):
+    """(C, C): what a key has decayed to at a query, if visible; rows are queries, or keys."""
     high, low, count = sums
-    same = count[:, None] == count[None, :]
-    return tl.where(same, tl.exp((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])), 0.0)
+    exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    if KEYS_FIRST:
+        exponent = -exponent
+    return tl.where(visible & (count[:, None] == count[None, :]), tl.exp2(exponent), 0.0)

@@ -46,7 +46,7 @@ class Call:
         first = next(iter(self.tokens.values()))
         self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
         # what tiles are chosen by
-        self.shape = (self.f, self.dv, first.dtype, self.device)
+        self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
         phi, derivative = MAPS[self.feature_map]
         self.constants = {
             "PHI": phi, "DERIVATIVE": derivative, "NORMALIZED": self.normalized,
@@ -95,22 +95,29 @@ class Rows:
         return States(S, z, *opaque(self.size1 * self.size2 * splits, self.size2 * splits, splits, 1))
 
     def launch(self, kernel: Any, tiles: Tiles, splits: Split, **arguments: object) -> None:
-        grid = (self.number * splits.number, tiles.parts)
-        self.run(kernel, grid, splits, **self.arguments, **tiles._asdict(), **arguments)
+        self.run(kernel, splits.number, splits, **self.arguments, **tiles._asdict(), **arguments)
 
-    def run(self, kernel: Any, grid: tuple[int, int], splits: Split, **arguments: Any) -> None:
-        """Give a kernel the arguments that it names. Without rows, nothing is launched."""
-        arguments["walk"] = Walk(*opaque(self.call.n, *splits, self.size1, self.size2))
-        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
+    def run(self, kernel: Any, programs: int, splits: Split, **arguments: Any) -> None:
+        """Launch so many programs for each row, times its parts. Without rows, nothing is launched."""
+        grid, named = self.prepared(kernel, programs, splits, **arguments)
         if self.number:
             with torch.cuda.device_of(self.first):
-                kernel[grid](**{name: arguments[name] for name in wanted})
+                kernel[grid](**named)
+
+    def prepared(
+        self, kernel: Any, programs: int, splits: Split, *, parts: int, **arguments: Any
+    ) -> tuple[tuple[int], dict[str, Any]]:
+        """Return a grid, in which the parts of a row start side by side, as they read the same tokens, and the
+        arguments that a kernel names."""
+        arguments["walk"] = Walk(*opaque(self.call.n, *splits, parts, self.size1, self.size2))
+        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
+        return (self.number * programs * parts,), {name: arguments[name] for name in wanted}
 
     def enter(self, state: States, sums: "Sums", splits: Split, **constants: bool) -> States:
         """Turn each split's own sums into the states that enter it, in place."""
         entering, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
         arguments = {"state": state, "sums": entering, "kept": sums.kept, "F": f, "DV": dv, "B": _ENTER}
-        self.run(enter, (self.number, -(-f * dv // _ENTER) + 1), splits, **arguments, **constants)
+        self.run(enter, 1, splits, parts=-(-f * dv // _ENTER) + 1, **arguments, **constants)
         return entering
 
 

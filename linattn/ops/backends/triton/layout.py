@@ -48,11 +48,13 @@ class States(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; opaque."""
+    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; and `parts`, the
+    number of programs that share the channels of a row. Opaque."""
 
     n: int
     length: int
     splits: int
+    parts: int
     size1: int
     size2: int
 
@@ -60,7 +62,7 @@ class Walk(NamedTuple):
 def opaque(*integers: int) -> tuple[int, ...]:
     """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
     another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
-    return tuple(16 * x for x in integers)
+    return tuple([16 * x for x in integers])
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:

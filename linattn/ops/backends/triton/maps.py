@@ -1,4 +1,6 @@
-"""The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name."""
+"""The elementwise functions φ and their derivatives inside a kernel: those of `linattn.ops.elementwise`, by name.
+
+A derivative is given x and y = φ(x), and takes what is cheaper."""
 
 import math
 from typing import Any
@@ -15,19 +17,18 @@ def identity(x):
 
 
 @triton.jit
-def one(x):
-    return x * 0 + 1
+def one(x, y):
+    return tl.full(x.shape, 1, tl.float32)
 
 
 @triton.jit
 def elu_plus_one(x):
-    """x + 1 if x > 0, else eˣ: max(x, 0) + eˣ of min(x, 0), without a branch and in five instructions."""
-    return tl.maximum(x, 0) + elu_plus_one_derivative(x)
+    return tl.maximum(x, 0) + tl.exp2(tl.minimum(x, 0, propagate_nan=tl.PropagateNan.ALL) * _LOG2_E)
 
 
 @triton.jit
-def elu_plus_one_derivative(x):
-    return tl.exp2(tl.minimum(x, 0, propagate_nan=tl.PropagateNan.ALL) * _LOG2_E)
+def elu_plus_one_derivative(x, y):
+    return tl.minimum(y, 1)
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def relu(x):
 
 
 @triton.jit
-def relu_derivative(x):
+def relu_derivative(x, y):
     return tl.where(x > 0, 1.0, 0.0)
 
 
@@ -47,7 +48,7 @@ def squared_relu(x):
 
 
 @triton.jit
-def squared_relu_derivative(x):
+def squared_relu_derivative(x, y):
     return 2 * tl.maximum(x, 0)
 
 
@@ -70,9 +71,19 @@ def sigmoid(x):
 
 
 @triton.jit
-def sigmoid_derivative(x):
+def sigmoid_derivative(x, y):
     y = tl.sigmoid(x)
     return y * (1 - y)
+
+
+@triton.jit
+def exponential_derivative(x, y):
+    return y
+
+
+@triton.jit
+def softplus_derivative(x, y):
+    return tl.sigmoid(x)
 
 
 # by name: the function and its derivative
@@ -81,7 +92,7 @@ MAPS: dict[str, tuple[Any, Any]] = {
     "elu_plus_one": (elu_plus_one, elu_plus_one_derivative),
     "relu": (relu, relu_derivative),
     "squared_relu": (squared_relu, squared_relu_derivative),
-    "exp": (exponential, exponential),
-    "softplus": (softplus, sigmoid),
+    "exp": (exponential, exponential_derivative),
+    "softplus": (softplus, softplus_derivative),
     "sigmoid": (sigmoid, sigmoid_derivative),
 }

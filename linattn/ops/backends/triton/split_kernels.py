@@ -13,7 +13,7 @@ def key_sums(
 ):  # fmt: skip
     """Σ φ(k) vᵀ and Σ φ(k) of a split, and the decay over it all. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     k, v = dev.in_row((k, v), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i, decay = tl.zeros((BF, BV), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
@@ -27,9 +27,9 @@ def key_sums(
             S_i, z_i, decay = S_i * whole, z_i * whole, decay * whole
         S_i += dev.product(tl.trans(k_j), v_j, PRECISION)
         z_i += tl.sum(k_j.to(tl.float32), 0)
-    first = tl.program_id(1) == 0
+    first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, S_i, z_i, True, first, F, DV)
-    tl.store(kept + tl.program_id(0), decay, mask=first)
+    tl.store(kept + dev.place(walk), decay, mask=first)
 
 
 @dev.jit
@@ -40,7 +40,7 @@ def query_sums(
 ):  # fmt: skip
     """Sum what a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, dy = dev.in_row((q, dy), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
@@ -62,9 +62,9 @@ def query_sums(
         dS_j += dev.product(tl.trans(q_i), dy_i, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, tokens)[:, None], 0)
-    first = tl.program_id(1) == 0
+    first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, dS_j, dz_j, True, first, F, DV)
-    tl.store(kept + tl.program_id(0), decay, mask=first)
+    tl.store(kept + dev.place(walk), decay, mask=first)
 
 
 @dev.jit
@@ -75,11 +75,11 @@ def enter(
     """Write the state that enters each split in the place of the split's own sums: of S, and in the last program of z.
 
     SHARED: all rows that share a state are given it. Of a gradient, only the first row is given it."""
-    row = dev.row_of(tl.program_id(0), walk)
+    row = dev.row_of(dev.place(walk), walk)
     place, given = dev.offset(state, row, 1), dev.owns(state, row)
     if SHARED:
         given = given | True
-    if tl.program_id(1) < tl.num_programs(1) - 1:
+    if dev.part(walk) < dev.plain(walk.parts) - 1:
         _enter(state.S + place * F * DV, sums.S, kept, walk, given, REVERSE, F * DV, B)
     else:
         _enter(state.z + place * F, sums.z, kept, walk, given, REVERSE, F, B)
@@ -88,13 +88,14 @@ def enter(
 @dev.jit
 def _enter(state, sums, kept, walk, given, REVERSE: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr):
     splits = dev.plain(walk.splits)
-    numbers, inside = dev.channels(tl.program_id(1) % tl.cdiv(WIDTH, B), WIDTH, B)
+    numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, B), WIDTH, B)
     x = tl.load(state + numbers, mask=inside & given, other=0)
-    for i in range(0, splits):
+    # loads of later splits do not wait for stores of earlier ones: the stages of this loop are known to be apart
+    for i in tl.range(0, splits, num_stages=4):
         split = i
         if REVERSE:
             split = splits - 1 - i
-        here = tl.program_id(0).to(tl.int64) * splits + split
+        here = dev.place(walk).to(tl.int64) * splits + split
         places = sums + here * WIDTH + numbers
         own = tl.load(places, mask=inside, other=0)
         tl.store(places, x, mask=inside)

@@ -13,7 +13,7 @@ def step(
 ):  # fmt: skip
     """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z. BF covers all features."""
     row, _, _, _ = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(tl.program_id(1), DV, BV)
+    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i = dev.load_state(state, row, 0, features, values, True, F, DV)
@@ -34,4 +34,4 @@ def step(
     if NORMALIZED:
         y_i *= dev.one_over(tl.sum(q_i * z_i, 0))
     tl.store(y[0] + values[0], dev.cast(y_i, y[0].dtype.element_ty), mask=values[1])
-    dev.store_state(end, row, 0, features, values, S_i, z_i, dev.owns(end, row), tl.program_id(1) == 0, F, DV)
+    dev.store_state(end, row, 0, features, values, S_i, z_i, dev.owns(end, row), dev.part(walk) == 0, F, DV)

@@ -2,12 +2,15 @@
 
 The numbers are from what the compiler says of registers and shared memory (docs/gpu.md), not yet from times."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 # a split shorter than this costs more launches than it saves time
 SHORTEST_SPLIT = 512
+# in `split`, per token and in tokens
+SPLITTING, ENTERING = 1.5, 8
 
 # what tensor cores multiply: float16 as TF32, as weights and sums leave its range; float32 as three products of TF32
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
@@ -40,17 +43,24 @@ class Rule(NamedTuple):
     num_stages: int
 
 
-def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Rule:
-    widest, roomy = max(_power(f), _power(dv)), shared_memory(device) > 160 * 1024
+def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
+    """Three stages where shared memory allows, as with two the loads of a chunk wait for the products before them."""
+    widest, memory = max(_power(f), _power(dv)), shared_memory(device)
+    large, roomy = memory > 200 * 1024, memory > 160 * 1024
     if dtype == torch.float32:
         return Rule(32, 4096, 8, 1) if widest <= 64 else Rule(16, 2048, 8, 1)
     if dtype == torch.float16:
         if widest > 128:
             return Rule(16, 2048, 8, 1)
-        return Rule(64 if roomy else 32, 4096, 8, 1)
+        return Rule(64 if roomy else 32, 4096, 8, 3 if large else 1)
     if widest > 128 or not roomy:
-        return Rule(32, 4096, 4, 2)
-    return Rule(64, 4096, 4, 2) if widest <= 64 else Rule(64, 8192, 8, 2)
+        return Rule(32, 4096, 4, 3 if large else 2)
+    if not large:
+        return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
+    # the weights of a decay leave no registers for 128 tokens, nor shared memory for three stages of 128 channels
+    if widest <= 64:
+        return Rule(64 if decayed else 128, 4096, 8, 3)
+    return Rule(64, 16384, 8, 2 if decayed else 3)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -68,35 +78,40 @@ def _tiles(BF: int, BV: int, parts: int, chosen: Rule) -> Tiles:
     return Tiles(BF, BV, chosen.C, parts, chosen.num_warps, chosen.num_stages)
 
 
-def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """All features and some values in each program."""
-    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     BV = min(BV, max(16, chosen.state // BF))
     return _tiles(BF, BV, -(-dv // BV), chosen)
 
 
-def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """All values and some features in each program."""
-    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     BF = min(BF, max(16, chosen.state // BV))
     return _tiles(BF, BV, -(-f // BF), chosen)
 
 
-def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """For the gradient of queries: all values, and all features if they fit, as one launch then does."""
     BF, BV = _power(f), _power(dv)
     if dtype == torch.bfloat16 and BF * BV <= 16384:
-        return _tiles(BF, BV, 1, rule(f, dv, dtype, device)._replace(num_warps=8))
-    return over_features(f, dv, dtype, device)
+        return _tiles(BF, BV, 1, rule(f, dv, dtype, device, decayed)._replace(num_warps=8))
+    return over_features(f, dv, dtype, device, decayed)
 
 
-def over_both(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Tiles, bool, bool]]:
+def over_both(
+    f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
+) -> list[tuple[Tiles, bool, bool]]:
     """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
-    chosen, BF, BV = rule(f, dv, dtype, device), _power(f), _power(dv)
+    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
         return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
-    return [(over_features(f, dv, dtype, device), True, False), (over_values(f, dv, dtype, device), False, True)]
+    return [
+        (over_features(f, dv, dtype, device, decayed), True, False),
+        (over_values(f, dv, dtype, device, decayed), False, True),
+    ]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:
@@ -111,10 +126,30 @@ def processors(device: torch.device) -> int:
 
 
 def split(n: int, programs: int, chunk: int, device: torch.device) -> Split:
-    """One part, unless it would leave half of the device idle; then as many as give every processor two programs."""
-    wanted = 2 * processors(device) // max(1, programs)
-    if wanted < 4:
+    """Cut sequences into equal parts so that the last of the processors is done soonest.
+
+    `programs` walk along the sequences, one per processor at a time: p of them take ⌈programs · parts / p⌉ rounds of
+    n / parts tokens. Parts cost `SPLITTING` as much per token, as the sums of their keys come first, and `ENTERING`
+    tokens each, for the states that enter them."""
+    return _cut(n, programs, chunk, processors(device), SHORTEST_SPLIT)
+
+
+@lru_cache(maxsize=4096)
+def _cut(n: int, programs: int, chunk: int, processors: int, shortest: int) -> Split:
+    most = min(max(1, n // shortest), 2 * processors)
+    return min(
+        (_in_parts(n, parts, chunk) for parts in range(1, most + 1)),
+        key=lambda splits: _duration(splits, programs, processors),
+    )
+
+
+def _in_parts(n: int, parts: int, chunk: int) -> Split:
+    if parts == 1:
         return Split(max(n, 1), 1)
-    length = max(SHORTEST_SPLIT, -(-n // wanted))
-    length = -(-length // chunk) * chunk
-    return Split(length, max(1, -(-n // length)))
+    length = -(-n // (parts * chunk)) * chunk
+    return Split(length, -(-n // length))
+
+
+def _duration(splits: Split, programs: int, processors: int) -> float:
+    rounds = -(-programs * splits.number // processors)
+    return rounds * splits.length * (SPLITTING if splits.number > 1 else 1) + ENTERING * (splits.number - 1)

@@ -33,15 +33,31 @@ def test_tiles_cover_all_channels(
         assert min(tiles.BF, tiles.BV, tiles.C) >= 16 and tiles.BF * tiles.BV <= 16384
 
 
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "processors", lambda device: 132)
+
+
+@pytest.mark.usefixtures("many")
 @pytest.mark.parametrize("n", [1, 63, 512, 513, 65_536, 1_000_003])
 @pytest.mark.parametrize("programs", [1, 8, 65, 66, 67, 10_000])
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_splits_cover_the_sequence(n: int, programs: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "processors", lambda device: 132)
+def test_splits_cover_the_sequence(n: int, programs: int, chunk: int) -> None:
     length, number = tiling.split(n, programs, chunk, CPU)
     assert length * number >= n > length * (number - 1)
-    assert number == 1 or (length % chunk == 0 and length >= tiling.SHORTEST_SPLIT)
-    if programs > 66:
-        assert number == 1, "half of the device works already"
-    elif n >= 65_536:
+    assert number == 1 or length % chunk == 0
+    if n >= 65_536 and programs < 67:
         assert number * programs > 66
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("n", [8192, 65_536])
+def test_another_row_takes_little_more_time(n: int) -> None:
+    """In rounds of all processors; a round of whole sequences is what a device has to take at the latest."""
+
+    def duration(rows: int) -> float:
+        length, number = tiling.split(n, rows, 64, CPU)
+        return -(-rows * number // 132) * length * (1.5 if number > 1 else 1)
+
+    assert all(duration(rows + 1) <= duration(rows) + n / 3 for rows in range(1, 132))
+    assert all(duration(rows) <= -(-rows // 132) * n for rows in range(1, 500))

@@ -1,5 +1,6 @@
 """The laws of attention to all keys with the kernels, against the definition in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import linear_attention, read, summarize
-from linattn.ops.backends.triton import tiling
 from tests import laws
 
 
@@ -48,9 +48,8 @@ def test_every_width(f: int, dv: int, device: torch.device) -> None:
     compare(tokens(5, 20, device, f, dv, lead=(1,)), 1e-5)
 
 
-def test_sequences_in_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "processors", lambda device: 1000)
-    monkeypatch.setattr(tiling, "SHORTEST_SPLIT", 32)
+def test_sequences_in_splits(device: torch.device, in_splits: Callable[[int], None]) -> None:
+    in_splits(32)
     compare(tokens(70, 100, device), 1e-5, feature_map="softplus", key_mask=laws.masks(100)["left"].to(device))
 
 

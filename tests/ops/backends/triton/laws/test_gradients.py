@@ -1,6 +1,7 @@
 """The laws of the kernels' gradients in half precision, of decays, and at masked tokens, against float64."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,10 +90,11 @@ def test_decays(dtype: torch.dtype, mean: float, normalize: str | None, device: 
 
 
 @pytest.mark.parametrize("normalize", ["output", None])
-def test_wide_features_and_splits(normalize: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_features_and_splits(
+    normalize: str | None, device: torch.device, in_splits: Callable[[int], None]
+) -> None:
     """Several programs share the features of a row, and others its tokens."""
-    monkeypatch.setattr(tiling, "processors", lambda device: 1000)
-    monkeypatch.setattr(tiling, "SHORTEST_SPLIT", 64)
+    in_splits(64)
     assert tiling.over_queries(80, 80, torch.float16, device).parts > 1
     leaves = [*tokens(70, 10, torch.float16, device, d=80), -torch.rand(1, 70, device=device)]
     check(leaves, BOUNDS[torch.float16], normalize=normalize)
@@ -118,11 +120,10 @@ def test_half_precision_over_all_keys(
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("normalize", "split"), [("output", 1000), ("output", 32), (None, 32)])
 def test_nothing_at_a_masked_token_reaches_others(
-    rubbish: float, normalize: str | None, split: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rubbish: float, normalize: str | None, split: int, device: torch.device, in_splits: Callable[[int], None]
 ) -> None:
     """All gradients are those of the sequence without it, and zero there; in splits too."""
-    monkeypatch.setattr(tiling, "processors", lambda device: 1000)
-    monkeypatch.setattr(tiling, "SHORTEST_SPLIT", split)
+    in_splits(split)
     leaves = [*tokens(70, 1, torch.float32, device, d=4), -torch.rand(1, 70, device=device)]
     upstream, present = upstream_of(leaves, state=1), torch.rand(70, device=device) < 0.7
     short = [x[:, present] for x in (*leaves[:3], leaves[5])]

@@ -1,0 +1,89 @@
+"""The examples of conversions: tasks obey their definitions, a run has its controls, tables say what the runs say."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from examples.linearize import byte_lm, encoder, recall, report, run
+from examples.linearize.task import measure
+
+TASKS = {name: replace(task, steps=4) for name, task in run.TASKS.items()}
+
+
+def test_the_held_out_text_is_other_files():
+    training, held_out = byte_lm.text()
+    assert 10 < len(training) / len(held_out) < 30
+    batch = byte_lm.ByteText(0).batch()
+    assert batch["input_ids"].shape == (byte_lm.BATCH, byte_lm.CONTEXT)
+
+
+def test_an_answer_is_the_label_of_the_place_after_the_question():
+    batch = recall.Recall(0).held_out()[0]
+    asked = (batch["labels"] != -100).nonzero()
+    for row, place in asked[:50].tolist():
+        tokens = batch["input_ids"][row].tolist()
+        key = tokens[place - 1]
+        assert batch["labels"][row, place] == tokens[tokens.index(key) + 1]
+
+
+def test_the_class_is_the_value_of_the_key_that_is_asked():
+    batch = encoder.generate(np.random.default_rng(0), 50)
+    for ids, mask, label in zip(
+        *(batch[name].tolist() for name in ("input_ids", "attention_mask", "labels")), strict=True
+    ):
+        key = ids[1] - encoder.QUESTIONS
+        pairs = [token - encoder.PAIRS for token, present in zip(ids[2:], mask[2:], strict=True) if present]
+        found = [pair % encoder.CLASSES for pair in pairs if pair // encoder.CLASSES == key]
+        assert found == [label] and encoder.SHORTEST <= len(pairs) <= encoder.LONGEST
+        assert all(token == encoder.PADDING for token, present in zip(ids, mask, strict=True) if not present)
+
+
+def test_measure_is_of_all_labels():
+    torch.manual_seed(0)
+    model, data = encoder.model(), encoder.Lookup(0)
+    batches = data.held_out()
+    logits = torch.cat([model(**{k: v for k, v in each.items() if k != "labels"}).logits for each in batches])
+    labels = torch.cat([each["labels"] for each in batches])
+    expected = float((logits.argmax(-1) == labels).double().mean())
+    assert measure(model, batches)["accuracy"] == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Rows of four steps: a conversion with a layer that is kept, and its controls."""
+    folder = tmp_path_factory.mktemp("linearize")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "TASKS", TASKS)
+        patch.setattr(encoder, "TEST", 32)
+        patch.setitem(run.ROWS, "linear_20", run.Row(share=1.0, kept=1))
+        arguments = ["--task", "encoder", "--folder", str(folder), "--out", str(folder / "runs.jsonl"), "--row"]
+        run.main([*arguments, "linear_20", "teacher_20", "scratch_20"])
+        before = (folder / "runs.jsonl").read_text()
+        run.main([*arguments, "linear_20"])
+        assert (folder / "runs.jsonl").read_text() == before
+        with pytest.raises(SystemExit, match="which must be run first"):
+            run.main([*arguments, "scratch_50"])
+    return [json.loads(line) for line in before.splitlines()]
+
+
+def test_a_run_has_its_controls_and_controls_take_as_long(runs):
+    converted, *controls = runs
+    assert set(converted["controls"]) == {"window alone", "linear part off", "uniform attention"}
+    assert converted["steps"] == 4 and len(converted["kept"]) == 1
+    assert converted["teacher"]["kl"] == 0 and converted["scores"]["kl"] > 0
+    for control in controls:
+        assert control["seconds"] >= converted["seconds"] - 0.1 and control["steps"] >= 1
+
+
+def test_the_tables_have_every_run(runs):
+    page = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->" for name in (*run.TASKS, "controls"))
+    made = report.with_tables(page, runs)
+    assert "old" not in made and "before encoder" in made
+    _, teacher, *rows = [line for line in report.table(run.TASKS["encoder"], runs).splitlines() if "---" not in line]
+    assert teacher.startswith("| **the teacher** | 0 |") and len(rows) == 3
+    assert "trained on" in rows[1] and "from scratch" in rows[2]
+    with pytest.raises(ValueError, match="no place for a table"):
+        report.with_tables("nothing", runs)
