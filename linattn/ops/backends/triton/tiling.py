@@ -108,7 +108,10 @@ def over_both(
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
         return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
-    return [(over_features(f, dv, dtype, device, decayed), True, False), (over_values(f, dv, dtype, device, decayed), False, True)]
+    return [
+        (over_features(f, dv, dtype, device, decayed), True, False),
+        (over_values(f, dv, dtype, device, decayed), False, True),
+    ]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:
