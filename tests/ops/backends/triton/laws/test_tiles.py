@@ -56,8 +56,6 @@ def test_values_at_the_tiles_of_wide_inputs(d: int, dtype: torch.dtype, kind: st
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)])
-def test_values_in_splits(
-    d: int, dtype: torch.dtype, device: torch.device, in_splits: Callable[[int], None]
-) -> None:
+def test_values_in_splits(d: int, dtype: torch.dtype, device: torch.device, in_splits: Callable[[int], None]) -> None:
     in_splits(1)
     compare(d, dtype, device, "plain")
