@@ -66,7 +66,7 @@ def attention_forward(
     if not isclose(factor, 1):
         query = query * factor
     causal = is_causal_call(module, is_causal)
-    inner = module._modules.get(OWN)
+    inner = attention_of(module)
     if inner is None:
         method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -85,6 +85,15 @@ def attention_forward(
     else:
         y = inner(query, keys, value, key_mask=key_mask, gates=gates)
     return y.transpose(1, 2).contiguous(), None
+
+
+def attention_of(module: nn.Module) -> InnerAttention | None:
+    """Return the attention that a module has of its own, if it has one."""
+    own: Any = module._modules.get(OWN)
+    if own is None or isinstance(own, InnerAttention):
+        return own
+    # PEFT holds a trained copy beside the original of each of its `modules_to_save`
+    return own.original_module if own.disable_adapters else own.modules_to_save[own.active_adapters[0]]
 
 
 def windowed(method: str, window: int | None, tokens: int) -> tuple[str, int]:
