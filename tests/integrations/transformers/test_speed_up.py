@@ -181,6 +181,24 @@ def test_rows_of_a_batch_hold_documents_of_their_own():
     assert_close(outputs(ours, x, position_ids=place), torch.cat(rows), **CLOSE)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@torch.no_grad()
+def test_the_collator_of_transformers_tells_documents(family):
+    (stock, ours), texts = pair(family), [list(range(3, 3 + length)) for length in (5, 9, 2)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": text} for text in texts])
+    separate = torch.cat([outputs(stock, torch.tensor([text]), use_cache=False) for text in texts], dim=1)
+    assert_close(ours(**batch).logits, separate, **CLOSE)
+
+
+@torch.no_grad()
+def test_our_attention_between_our_scans_keeps_documents_apart_too():
+    stock, ours, x = make("qwen3_next"), make("qwen3_next"), tokens(1)
+    for model in (stock, ours):
+        model.set_attn_implementation("linattn:elu")
+    assert_close(outputs(sped_up(ours), x, position_ids=positions()), separately(stock, x), **CLOSE)
+
+
 @torch.no_grad()
 def test_positions_of_text_and_images_tell_documents_by_those_of_text():
     _, ours = pair("qwen3_5")
