@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from linattn.ops.backends import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
+from linattn.ops.backends.triton import bidirectional_operators, causal_operators, tiling
 
 # of a program, in KiB; 99 elsewhere
 MEMORY = {80: 163, 90: 227, 100: 227}
@@ -72,7 +72,14 @@ def describe(made: Any, capability: int, newest: bool = False) -> dict[str, Any]
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(made.asm["ptx"])
         architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [TOOLS / ("ptxas-blackwell" if newest else "ptxas"), "-v", f"-arch={architecture}", source, "-o", cubin]
+        command = [
+            TOOLS / ("ptxas-blackwell" if newest else "ptxas"),
+            "-v",
+            f"-arch={architecture}",
+            source,
+            "-o",
+            cubin,
+        ]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         hazards = overwritten(disassembled(cubin)) if capability == 90 else []
     registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)

@@ -60,9 +60,9 @@ def written(instruction: Instruction) -> set[int]:
 
 
 def _width(op: str) -> int:
-    if ".128" in op or op.startswith("LDSM") and op.endswith(".4"):
+    if ".128" in op or (op.startswith("LDSM") and op.endswith(".4")):
         return 4
-    return 2 if ".64" in op or ".WIDE" in op or op.startswith("LDSM") and op.endswith(".2") else 1
+    return 2 if ".64" in op or ".WIDE" in op or (op.startswith("LDSM") and op.endswith(".2")) else 1
 
 
 def _next(at: int, instructions: list[Instruction], labels: dict[str, int]) -> list[int]:

@@ -109,6 +109,8 @@ def test_pictures_of_places_name_their_methods(tmp_path):
     points.draw_places([run.TASKS["parity"], run.TASKS["permutations"]], [record, *RUNS], path)
     shown = path.read_text()
     assert ">elu<" in shown and ">softmax<" not in shown and "parity of bits" in shown
+    # a task that was not run has no panel
+    assert "permutations" not in shown
 
 
 def test_only_pictures_that_the_page_shows_are_drawn(tmp_path):

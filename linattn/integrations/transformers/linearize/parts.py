@@ -29,7 +29,7 @@ MOSTLY_WINDOW = -2.0
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a linearized layer is built from.
+    """Holds all that a linearized layer is built from.
 
     `method` is a name as in `named_attention`. `window` is the number of tokens that its local heads see or, if it has
     none, that a softmax beside it sees (0: there is no such softmax). `key_dim` is the number of channels that queries

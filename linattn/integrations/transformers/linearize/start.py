@@ -1,4 +1,4 @@
-"""How the new parts of a linearized layer begin: near the softmax that they replace."""
+"""The initial values of a linearized layer's new parts: near the softmax that they replace."""
 
 import math
 from typing import cast

@@ -307,7 +307,7 @@ def load_queries(
     q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
-    What is loaded for tokens that are not inside is finite too: their outputs are not stored, and their weights zero."""
+    Tokens that are not inside give finite features: their outputs are not stored, and their weights are zero."""
     x = load(q, tokens, features)
     inside = features[1][None, :]
     if MASKED:

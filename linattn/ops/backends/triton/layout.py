@@ -62,7 +62,7 @@ class Walk(NamedTuple):
 def opaque(*integers: int) -> tuple[int, ...]:
     """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
     another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
-    return tuple(16 * x for x in integers)
+    return tuple([16 * x for x in integers])
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:

@@ -44,6 +44,7 @@ class Rule(NamedTuple):
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
+    """Three stages where shared memory allows, as with two the loads of a chunk wait for the products before them."""
     widest, memory = max(_power(f), _power(dv)), shared_memory(device)
     large, roomy = memory > 200 * 1024, memory > 160 * 1024
     if dtype == torch.float32:
@@ -51,13 +52,12 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
     if dtype == torch.float16:
         if widest > 128:
             return Rule(16, 2048, 8, 1)
-        return Rule(64 if roomy else 32, 4096, 8, 1)
+        return Rule(64 if roomy else 32, 4096, 8, 3 if large else 1)
     if widest > 128 or not roomy:
-        return Rule(32, 4096, 4, 2)
+        return Rule(32, 4096, 4, 3 if large else 2)
     if not large:
-        return Rule(64, 4096, 4, 2) if widest <= 64 else Rule(64, 8192, 8, 2)
-    # three stages, as with two the loads of a chunk wait for the products of the one before. The weights of a decay
-    # leave no registers for 128 tokens, nor shared memory for three stages of 128 channels
+        return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
+    # the weights of a decay leave no registers for 128 tokens, nor shared memory for three stages of 128 channels
     if widest <= 64:
         return Rule(64 if decayed else 128, 4096, 8, 3)
     return Rule(64, 16384, 8, 2 if decayed else 3)
@@ -108,7 +108,10 @@ def over_both(
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
         return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
-    return [(over_features(f, dv, dtype, device, decayed), True, False), (over_values(f, dv, dtype, device, decayed), False, True)]
+    return [
+        (over_features(f, dv, dtype, device, decayed), True, False),
+        (over_values(f, dv, dtype, device, decayed), False, True),
+    ]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:

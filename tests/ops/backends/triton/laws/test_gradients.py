@@ -90,7 +90,9 @@ def test_decays(dtype: torch.dtype, mean: float, normalize: str | None, device: 
 
 
 @pytest.mark.parametrize("normalize", ["output", None])
-def test_wide_features_and_splits(normalize: str | None, device: torch.device, in_splits: Callable[[int], None]) -> None:
+def test_wide_features_and_splits(
+    normalize: str | None, device: torch.device, in_splits: Callable[[int], None]
+) -> None:
     """Several programs share the features of a row, and others its tokens."""
     in_splits(64)
     assert tiling.over_queries(80, 80, torch.float16, device).parts > 1
