@@ -23,7 +23,8 @@ def causal_delta_attention(
     /,
     state: Float[Tensor, "*#b d dv"] | None = None,
     *,
-    log_decay: Float[Tensor, "*#b n d"] | Float[Tensor, "*#b #n"] | None = None,
+    # (…, n), or (…, n, d): one annotation for both would take either for the other
+    log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
