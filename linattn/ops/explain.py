@@ -1,5 +1,7 @@
 """Explain which backend a call takes with `backend=None`, and why not the others."""
 
+from typing import Any
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -7,7 +9,6 @@ from linattn.ops.backends import SUM_KEYS, SumCall
 from linattn.ops.backends.delta import DELTA
 from linattn.ops.delta import delta_call
 from linattn.ops.linear import causal_call, checked, checked_mask
-from linattn.ops.state import LinearState
 
 
 def explain_backend(
@@ -15,7 +16,7 @@ def explain_backend(
     k: Float[Tensor, "*#b m d"],
     v: Float[Tensor, "*#b m dv"],
     /,
-    state: LinearState | Float[Tensor, "*#b d dv"] | None = None,
+    state: Any = None,
     *,
     beta: Float[Tensor, "*#b #m"] | None = None,
     is_causal: bool = True,

@@ -29,7 +29,7 @@ def causal_linear_attention(
     /,
     state: LinearState | None = None,
     *,
-    log_decay: Float[Tensor, "*#b #n"] | Float[Tensor, "*#b n d"] | None = None,
+    log_decay: Float[Tensor, "*#b n d"] | Float[Tensor, "*#b #n"] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",

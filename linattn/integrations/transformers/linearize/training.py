@@ -202,7 +202,7 @@ def _first(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int) -> TrainingArguments:
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=1,
@@ -220,3 +220,8 @@ def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int)
         report_to="none",
         log_level="error",
     )
+    if args.world_size > 1:
+        raise ValueError(f"a conversion trains in one process, but there are {args.world_size}: use no launcher")
+    # copies of the model on other devices would not be the one whose layers the objectives look into
+    args._n_gpu = min(args.n_gpu, 1)
+    return args

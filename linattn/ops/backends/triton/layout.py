@@ -116,9 +116,12 @@ def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], channels)
 
 
-def empty_outputs(q: Tensor, lead: Sequence[int], dv: int) -> Tensor:
-    """Return outputs without numbers: one for each row, also of those that share their queries."""
-    return empty_like_tokens(q.expand(*lead, -1, -1), dv)
+def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
+    """Return outputs without numbers, one for each row, also of those that share queries. They lie as q does if it has
+    all rows."""
+    if q.shape[:-2] == torch.Size(lead):
+        return empty_like_tokens(q, channels)
+    return q.new_empty(*lead, q.shape[-2], channels)
 
 
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:
