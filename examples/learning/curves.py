@@ -26,6 +26,12 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def shown_methods(tasks: Sequence[Task], runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the methods that were run, in the order of the tasks."""
+    done = {(run["task"], run["method"]) for run in runs}
+    return list(dict.fromkeys(name for task in tasks for name in task.methods if (task.name, name) in done))
+
+
 def prepare() -> None:
     """Keep text as text in the SVG, and the file the same from run to run."""
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 11})
@@ -35,13 +41,12 @@ def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the first seed with full lines and markers, the second dashed; of methods in two sizes, the first."""
     prepare()
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    for method, style in styles(name for name in task.methods if ":" not in name).items():
-        mine = [run for run in runs if (run["task"], run["method"]) == (task.name, method)]
-        for run in mine:
-            _line(axes, task, run, style)
-        if mine:
-            # outside the picture: what the legend shows
-            axes.plot([], [], linewidth=1.8, label=label(method), **style)
+    for method, style in styles(name for name in shown_methods([task], runs) if ":" not in name).items():
+        for run in runs:
+            if (run["task"], run["method"]) == (task.name, method):
+                _line(axes, task, run, style)
+        # outside the picture: what the legend shows
+        axes.plot([], [], linewidth=1.8, label=label(method), **style)
     _label(axes, task)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, metadata={"Date": None})

@@ -1,29 +1,30 @@
 """Pictures of what the methods reached in the end: by the size of their state, and by the place in the sequence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.learning.curves import plt, prepare, styles
-from examples.learning.task import Task
+from examples.learning.curves import plt, prepare, shown_methods, styles
+from examples.learning.task import Task, label
 from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
 
 Run = dict[str, Any]
 
 
-def draw_states(tasks: Sequence[Task], sizes: Mapping[tuple[str, str], int], runs: Sequence[Run], path: Path) -> None:
+def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: Sequence[Run], path: Path) -> None:
     """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method."""
+    tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "numbers of state per sequence")
-    style = styles(dict.fromkeys(_method(name) for task in tasks for name in task.methods))
+    style = styles(dict.fromkeys(map(_method, shown_methods(tasks, runs))))
     for task, axes in zip(tasks, panels, strict=True):
         for method in style:
             shown = sorted(
-                (sizes[task.name, run["method"]], 100 * run["accuracy"])
+                (size(task, run["method"]), 100 * run["accuracy"])
                 for run in runs
                 if run["task"] == task.name and _method(run["method"]) == method and run["seed"] == 0
             )
             if shown:
-                axes.plot(*zip(*shown, strict=True), linewidth=1, label=method, **style[method])
+                axes.plot(*zip(*shown, strict=True), linewidth=1, label=label(method), **style[method])
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f}")
     _save(figure, panels, path)
@@ -31,17 +32,23 @@ def draw_states(tasks: Sequence[Task], sizes: Mapping[tuple[str, str], int], run
 
 def draw_places(tasks: Sequence[Task], runs: Sequence[Run], path: Path) -> None:
     """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line."""
+    tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "place in the sequence")
+    style = styles(shown_methods(tasks, runs))
     ends = range(BLOCK, LENGTH + 1, BLOCK)
     for task, axes in zip(tasks, panels, strict=True):
         axes.axvline(TRAIN_LENGTH, color="#bbbbbb", linewidth=6, zorder=0)
-        for method, style in styles(task.methods).items():
+        for method in task.methods:
             for run in runs:
                 if (run["task"], run["method"], run["seed"]) == (task.name, method, 0):
-                    last = run["curve"][-1]
-                    axes.plot(ends, [100 * last[f"accuracy_{end}"] for end in ends], label=method, **style)
+                    accuracies = [100 * run["curve"][-1][f"accuracy_{end}"] for end in ends]
+                    axes.plot(ends, accuracies, label=label(method), **style[method])
         axes.set_xticks(range(0, LENGTH + 1, 2 * BLOCK))
     _save(figure, panels, path)
+
+
+def _run(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
+    return [task for task in tasks if shown_methods([task], runs)]
 
 
 def _method(name: str) -> str:

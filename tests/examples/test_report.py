@@ -96,9 +96,8 @@ def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
     monkeypatch.setattr(points, "_save", lambda *arguments: None)
-    sizes = {("recall", "elu"): 4288, ("recall", "elu:32"): 2208}
     records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in (("elu", 0.5), ("elu:32", 0.25))]
-    points.draw_states([run.TASKS["recall"]], sizes, [*records, *RUNS], path)
+    points.draw_states([run.TASKS["recall"]], report.state_size, [*records, *RUNS], path)
     assert lines == [("elu", (2208, 4288), (25, 50))]
 
 
@@ -109,6 +108,8 @@ def test_pictures_of_places_name_their_methods(tmp_path):
     points.draw_places([run.TASKS["parity"], run.TASKS["permutations"]], [record, *RUNS], path)
     shown = path.read_text()
     assert ">elu<" in shown and ">softmax<" not in shown and "parity of bits" in shown
+    # a task that was not run has no panel
+    assert "permutations" not in shown
 
 
 def test_only_pictures_that_the_page_shows_are_drawn(tmp_path):

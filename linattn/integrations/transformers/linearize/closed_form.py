@@ -92,6 +92,7 @@ def _set_projections(own: LinearizedAttention, moments: Moments) -> None:
     # attention divides the products of r channels by √r, where the model divides those of d by √d
     p_q, p_k = (p * (r / d) ** 0.25 for p in (p_q, p_k))
     own.query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
-    own.query_map.bias.zero_()
     own.key_map.weight.copy_(p_k)
+    assert own.query_map.bias is not None and own.key_map.bias is not None
+    own.query_map.bias.zero_()
     own.key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)

@@ -80,7 +80,7 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, FIELD, None) is None:
         raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")
-    return linearized_class(config.architectures[0]).from_pretrained(folder, **options)
+    return linearized_class((config.architectures or ["?"])[0]).from_pretrained(folder, **options)
 
 
 def describe(model: PreTrainedModel) -> None:
@@ -91,9 +91,10 @@ def describe(model: PreTrainedModel) -> None:
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
-        model.__class__ = model.stock
+        stock: Any = model.stock
+        model.__class__ = stock
         delattr(model.config, FIELD)
-        del model.config.auto_map
+        delattr(model.config, "auto_map")
 
 
 def check_stock(model: PreTrainedModel) -> None:

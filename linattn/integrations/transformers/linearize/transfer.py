@@ -40,7 +40,9 @@ def transfer(
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
 
-    weights = [weight for layer in linearized_layers(model).values() for weight in layer.parameters()]
+    if not (layers := linearized_layers(model).values()):
+        raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
+    weights = [weight for layer in layers for weight in layer.parameters()]
     return train(model, objective, batches, _groups(model, weights, rates), budget)
 
 

@@ -117,7 +117,8 @@ def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
 
 
 def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
-    """Room for so many channels of each token of every row, in the order in which those of q lie if it has all rows."""
+    """Return outputs without numbers, one for each row, also of those that share queries. They lie as q does if it has
+    all rows."""
     if q.shape[:-2] == torch.Size(lead):
         return empty_like_tokens(q, channels)
     return q.new_empty(*lead, q.shape[-2], channels)
