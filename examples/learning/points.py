@@ -1,6 +1,6 @@
 """Pictures of what the methods reached in the end: by the size of their state, and by the place in the sequence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
 Run = dict[str, Any]
 
 
-def draw_states(tasks: Sequence[Task], sizes: Mapping[tuple[str, str], int], runs: Sequence[Run], path: Path) -> None:
+def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: Sequence[Run], path: Path) -> None:
     """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method."""
     tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "numbers of state per sequence")
@@ -19,7 +19,7 @@ def draw_states(tasks: Sequence[Task], sizes: Mapping[tuple[str, str], int], run
     for task, axes in zip(tasks, panels, strict=True):
         for method in style:
             shown = sorted(
-                (sizes[task.name, run["method"]], 100 * run["accuracy"])
+                (size(task, run["method"]), 100 * run["accuracy"])
                 for run in runs
                 if run["task"] == task.name and _method(run["method"]) == method and run["seed"] == 0
             )

@@ -109,10 +109,9 @@ def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
     # matplotlib is imported where something is drawn
     from examples.learning import curves, points
 
-    sizes = {(task.name, method): state_size(task, method) for task in recall.TASKS for method in task.methods}
     return {
         **{name: partial(curves.draw, task) for name, task in TASKS.items()},
-        "states": partial(points.draw_states, recall.TASKS, sizes),
+        "states": partial(points.draw_states, recall.TASKS, state_size),
         "places": partial(points.draw_places, tracking.TASKS),
     }
 

@@ -14,11 +14,11 @@ from examples.linearize.task import Task
 
 Run = dict[str, Any]
 COLUMNS = {
-    "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same likeliest byte"},
+    "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same most likely byte"},
     "recall": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same answer"},
     "encoder": {"accuracy": "accuracy", "cosine": "cosine of the outputs"},
 }
-MOMENTS = {"swapped": "replaced", "transferred": "after stage 1", "scores": "after stage 2"}
+MOMENTS = {"swapped": "swapped in", "transferred": "after stage 1", "scores": "after stage 2"}
 
 
 def table(task: Task, runs: Sequence[Run]) -> str:

@@ -74,10 +74,10 @@ ROWS: dict[str, Row] = {
     "delta_50": Row(method="gated_delta", share=0.5),
     "window_20": Row(method="local", share=0.2),
     "window_50": Row(method="local", share=0.5),
-    "teacher_20": Row(method="softmax", as_long_as="linear_20"),
-    "teacher_50": Row(method="softmax", as_long_as="linear_50"),
-    "scratch_20": Row(as_long_as="linear_20"),
-    "scratch_50": Row(as_long_as="linear_50"),
+    "teacher_20": Row(method="softmax", as_long_as="plain_20"),
+    "teacher_50": Row(method="softmax", as_long_as="plain_50"),
+    "scratch_20": Row(as_long_as="plain_20"),
+    "scratch_50": Row(as_long_as="plain_50"),
 }
 
 

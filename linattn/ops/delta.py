@@ -23,7 +23,7 @@ def causal_delta_attention(
     /,
     state: Float[Tensor, "*#b d dv"] | None = None,
     *,
-    log_decay: Float[Tensor, "*#b #n"] | Float[Tensor, "*#b n d"] | None = None,
+    log_decay: Float[Tensor, "*#b n d"] | Float[Tensor, "*#b #n"] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:

@@ -96,9 +96,8 @@ def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
     monkeypatch.setattr(points, "_save", lambda *arguments: None)
-    sizes = {("recall", "elu"): 4288, ("recall", "elu:32"): 2208}
     records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in (("elu", 0.5), ("elu:32", 0.25))]
-    points.draw_states([run.TASKS["recall"]], sizes, [*records, *RUNS], path)
+    points.draw_states([run.TASKS["recall"]], report.state_size, [*records, *RUNS], path)
     assert lines == [("elu", (2208, 4288), (25, 50))]
 
 

@@ -22,9 +22,10 @@ def text(tmp_path):
 @pytest.fixture(autouse=True)
 def small_tests(monkeypatch):
     """Train and measure on a few sequences."""
-    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 4_096)):
+    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 1_024)):
         monkeypatch.setattr(f"examples.learning.{module}.TEST", sequences)
     monkeypatch.setattr("examples.learning.recall.BATCH", 8)
+    monkeypatch.setattr("examples.learning.library.BATCH", 1_024)
     monkeypatch.setattr(
         "examples.learning.library.split", lambda: (torch.arange(4_096) % 251, torch.arange(4_096) % 251)
     )

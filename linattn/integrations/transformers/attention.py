@@ -14,12 +14,14 @@ from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
 from linattn.integrations.transformers.cache import CachedKeys
 from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
+from linattn.integrations.transformers.places import MARK
 
 OWN = "linear_attention"
 """The name of a submodule that attends in place of the method, with weights of its own."""
 
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
 IGNORED = {
+    MARK,
     "cache_position",
     "deterministic",
     "num_items_in_batch",

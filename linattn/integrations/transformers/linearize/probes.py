@@ -31,7 +31,8 @@ def generated(model: PreTrainedModel, teacher: PreTrainedModel, prompts: Tensor,
     texts = []
     for each in (model, teacher):
         with evaluating(each):
-            text = each.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+            generate: Any = each.generate
+            text = generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         texts.append(text[:, prompts.shape[1] :])
     same = texts[0] == texts[1]
     return Generated(float(same.double().mean()), float(same.cumprod(1).sum(1).double().mean()), tokens)
@@ -127,7 +128,7 @@ def cache_bytes(cache: Cache) -> int:
 @contextmanager
 def native(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let a teacher attend by torch's fused softmax, with transformers' own cache."""
-    before = teacher.config._attn_implementation
+    before = teacher.config._attn_implementation or "eager"
     teacher.set_attn_implementation("sdpa" if teacher._supports_sdpa else "eager")
     try:
         yield teacher

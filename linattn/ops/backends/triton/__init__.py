@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from linattn.ops.backends.operator import Backend
-from linattn.ops.backends.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported
+from linattn.ops.backends.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported, untried
 
 
 @cache
@@ -24,7 +24,7 @@ def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) 
         return lambda *arguments: _found(module, function)(*arguments)
 
     forward, gradient, empty, empty_gradient = map(later, functions)
-    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES)
+    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES, untried=untried)
 
 
 CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")

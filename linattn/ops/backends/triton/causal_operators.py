@@ -14,7 +14,7 @@ from linattn.ops.backends.triton.launch import (
     sum_splits,
     summed,
 )
-from linattn.ops.backends.triton.layout import States, empty_like_tokens, readable
+from linattn.ops.backends.triton.layout import States, empty_outputs, readable
 from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
 from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values
@@ -33,7 +33,7 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if given.q.shape[-2] == 1:
         return one_token.forward(given)
     call, S, z = readable_call(given)
-    y, S_end, z_end = empty_like_tokens(call.tokens["q"], call.dv), torch.empty_like(S), torch.empty_like(z)
+    y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
     rows, tiles = Rows(call, {**call.tokens, "y": y}, z), over_values(*call.shape)
     splits = rows.split(tiles)
     state, end = _entering(rows, S, z, splits), rows.shared(S_end, z_end)
@@ -42,7 +42,7 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = empty_like_tokens(readable(call.q, call.lead), call.v.shape[-1])
+    y = empty_outputs(readable(call.q, call.lead), call.lead, call.v.shape[-1])
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 
@@ -81,7 +81,7 @@ def _crossing(rows: Rows, programs: int) -> Tensor:
 
 def _query_gradient(call: Call, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return dq, the denominators, and the sums over pairs with earlier keys."""
-    dq, tiles = empty_like_tokens(call.tokens["q"], call.f), over_queries(*call.shape)
+    dq, tiles = call.empty_gradient("q"), over_queries(*call.shape)
     rows = Rows(call, {**call.tokens, "dy": dy, "dq": dq}, z)
     splits, crossing = rows.split(tiles), _crossing(rows, tiles.parts)
     state = _entering(rows, S, z, splits)

@@ -116,6 +116,14 @@ def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], channels)
 
 
+def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
+    """Return outputs without numbers, one for each row, also of those that share queries. They lie as q does if it has
+    all rows."""
+    if q.shape[:-2] == torch.Size(lead):
+        return empty_like_tokens(q, channels)
+    return q.new_empty(*lead, q.shape[-2], channels)
+
+
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:
     """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. Channels
     decide it, hardly ever the length, so that a new length is no new kernel."""

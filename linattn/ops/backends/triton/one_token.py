@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.triton.launch import Call, Rows
-from linattn.ops.backends.triton.layout import States, Strided, empty_like_tokens
+from linattn.ops.backends.triton.layout import States, Strided, empty_outputs
 from linattn.ops.backends.triton.step_kernel import step
 from linattn.ops.backends.triton.tiling import Split, step_tiles
 
@@ -61,7 +61,7 @@ def readable_call(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
 
 
 def _plan(call: Call, z: Tensor) -> Plan:
-    y, tiles = empty_like_tokens(call.tokens["q"], call.dv), step_tiles(call.f, call.dv)
+    y, tiles = empty_outputs(call.tokens["q"], call.lead, call.dv), step_tiles(call.f, call.dv)
     rows = Rows(call, {**call.tokens, "y": y}, z)
     grid, constants = rows.prepared(step, 1, Split(1, 1), **rows.arguments, **tiles._asdict())
     strides = {name: constants.pop(name)[1:] for name in ("q", "k", "v", "y", "log_decay", "key_mask")}

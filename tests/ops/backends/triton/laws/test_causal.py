@@ -259,6 +259,13 @@ def test_grouped_queries_share_a_key_head(device: torch.device) -> None:
     assert_close(step, exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 20])
+def test_states_with_decays_of_their_own_share_queries_and_keys(n: int, device: torch.device) -> None:
+    q, k, _ = tokens(n, device, lead=(2, 1))
+    v, decay = tokens(n, device, lead=(2, 3))[2], decays(n, device, lead=(2, 3))
+    compare([q, k, v, *state(device, lead=(2, 3)), decay], 1e-5, decayed=True, normalize=None)
+
+
 @pytest.mark.parametrize("lead", [(), (2, 2, 2, 2)])
 def test_any_leading_dimensions(lead: tuple[int, ...], device: torch.device) -> None:
     q, k, v = tokens(1, device, lead=lead)
