@@ -35,7 +35,7 @@ def causal_delta_attention(
     exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
     normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has k's
     shape (None: zeros). `key_mask` is True for each present token (None: all); leading dimensions broadcast.
-    `backend` is "recurrent" (one token), "chunked" or "reference", or None: the first that can run.
+    `backend` is a name that `explain_backend` lists, given `beta`, or None: the first that can run.
 
     A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
     sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is

@@ -53,6 +53,8 @@ class Budget:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("give steps, minutes or both, or training would not end")
+        if any(limit is not None and limit <= 0 for limit in (self.steps, self.minutes)):
+            raise ValueError(f"steps and minutes must be above 0, but are {self.steps} and {self.minutes}")
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,8 @@ def test_wrong_calls_are_refused():
     model, teacher = conversion.model, conversion.teacher
     with pytest.raises(ValueError, match="give steps, minutes or both"):
         Budget()
+    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are 0 and None"):
+        Budget(steps=0)
     with pytest.raises(ValueError, match="at least one batch"):
         transfer(model, teacher, [], Budget(steps=1))
     with pytest.raises(ValueError, match="count must be from 0 to 2, the linear layers, but is 3"):
