@@ -24,10 +24,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from linattn.ops.backends import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.triton import bidirectional_operators, causal_operators, support, tiling
+from linattn.ops.backends.triton import bidirectional_operators, causal_operators, tiling
 
 # of a program, in KiB; 99 elsewhere
 MEMORY = {80: 163, 90: 227, 100: 227}
+EXTRAS = ("none", "mask", "both")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -72,7 +73,14 @@ def describe(made: Any, capability: int, newest: bool = False) -> dict[str, Any]
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(made.asm["ptx"])
         architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [TOOLS / ("ptxas-blackwell" if newest else "ptxas"), "-v", f"-arch={architecture}", source, "-o", cubin]
+        command = [
+            TOOLS / ("ptxas-blackwell" if newest else "ptxas"),
+            "-v",
+            f"-arch={architecture}",
+            source,
+            "-o",
+            cubin,
+        ]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         hazards = overwritten(disassembled(cubin)) if capability == 90 else []
     registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
@@ -95,12 +103,12 @@ def waits(text: str) -> bool:
     return any(found is not None and found[1] == "0" for found in first)
 
 
-def call_all(d: int, dtype: torch.dtype, *, extras: bool, batch: int = 2, n: int = 1100) -> None:
-    """Every operator, with its gradients; `extras` are a decay and a mask."""
+def call_all(d: int, dtype: torch.dtype, *, extras: str, batch: int = 2, n: int = 1100) -> None:
+    """Every operator, with its gradients."""
     q, k, v = (torch.zeros(batch, n, 4, d, dtype=dtype).transpose(1, 2) for _ in range(3))
     S, z = torch.zeros(batch, 4, d, d), torch.zeros(batch, 4, d)
-    log_decay = torch.zeros(batch, 4, n) if extras else None
-    key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras else None
+    log_decay = torch.zeros(batch, 4, n) if extras == "both" else None
+    key_mask = torch.ones(batch, 1, n, dtype=torch.bool) if extras != "none" else None
     call = CausalCall(q, k, v, S, z, log_decay, key_mask, "output", "elu_plus_one", False)
     causal_operators.gradient(call, (), causal_operators.forward(call, True))
     first = (x[..., :1, :] for x in (q, k, v))
@@ -119,7 +127,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processors", type=int, default=132, help="1: no sequence is split")
-    parser.add_argument("--extras", type=int, nargs="+", default=[0, 1], help="1: with a decay and a mask")
+    parser.add_argument("--extras", nargs="+", default=list(EXTRAS), choices=EXTRAS, help="a mask, and a decay")
     parser.add_argument("--newest", action="store_true", help="with the newest ptxas that Triton brings")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -130,10 +138,10 @@ def main() -> None:
     with compiled(options.capability, options.newest) as found:
         for d in options.widths:
             for dtype in options.dtypes:
-                for extras in map(bool, options.extras):
+                for extras in options.extras:
                     call_all(d, DTYPES[dtype], extras=extras)
                     for entry in found:
-                        rows.append({"D": d, "dtype": dtype, "decay and mask": extras, **entry})
+                        rows.append({"D": d, "dtype": dtype, "extras": extras, **entry})
                         assert entry["shared"] <= memory, f"{entry} has {memory} bytes"
                         assert not entry["hazards"], entry
                         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

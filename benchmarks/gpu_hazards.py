@@ -1,9 +1,10 @@
 """Finds tensor-core products whose operand in registers is written again before they are done, in compiled kernels.
 
-On Hopper a product (HGMMA) runs on while later instructions issue, and reads its left operand from registers meanwhile;
-`WARPGROUP.DEPBAR` waits for it. The ptxas of CUDA 12.8 and 12.9 is reported to move writes of such registers in front
-of that wait (fla-org/flash-linear-attention 984 and 1262, triton-lang/triton 11366 and 11781). Every path from a
-product on is followed, each loop once more, up to the wait."""
+On Hopper a product (HGMMA) runs on while later instructions issue, and reads its left operand from registers meanwhile.
+`WARPGROUP.DEPBAR` waits until so many groups of products are left, each of which ends with a `gsb0`. The ptxas of CUDA
+12.8 and 12.9 is reported to move writes of such registers in front of that wait (fla-org/flash-linear-attention 984 and
+1262, triton-lang/triton 11366 and 11781). Every path from a product on is followed, each loop once more, up to the
+wait."""
 
 import re
 import subprocess
@@ -60,9 +61,9 @@ def written(instruction: Instruction) -> set[int]:
 
 
 def _width(op: str) -> int:
-    if ".128" in op or op.startswith("LDSM") and op.endswith(".4"):
+    if ".128" in op or (op.startswith("LDSM") and op.endswith(".4")):
         return 4
-    return 2 if ".64" in op or ".WIDE" in op or op.startswith("LDSM") and op.endswith(".2") else 1
+    return 2 if ".64" in op or ".WIDE" in op or (op.startswith("LDSM") and op.endswith(".2")) else 1
 
 
 def _next(at: int, instructions: list[Instruction], labels: dict[str, int]) -> list[int]:
@@ -87,18 +88,25 @@ def overwritten(text: str) -> list[str]:
         if register is None:
             continue
         operand = set(range(int(register[1]), int(register[1]) + _OPERAND))
-        open_, seen = _next(start, instructions, labels), set()
+        # how many groups ended since, its own counted as none
+        open_, seen = [(at, 0 if _ends_group(operands) else -1) for at in _next(start, instructions, labels)], set()
         while open_:
-            at = open_.pop()
-            if at in seen or _waits(instructions[at]):
+            at, later = open_.pop()
+            if (at, later) in seen or _waits(instructions[at], later):
                 continue
-            seen.add(at)
+            seen.add((at, later))
             if writes[at] & operand:
                 found.append(f"{op} at {start} reads R{register[1]}, which {instructions[at].op} at {at} writes")
                 break
-            open_ += _next(at, instructions, labels)
+            later += instructions[at].op.startswith("HGMMA") and _ends_group(instructions[at].operands)
+            open_ += [(after, later) for after in _next(at, instructions, labels)]
     return found
 
 
-def _waits(instruction: Instruction) -> bool:
-    return instruction.op.startswith("WARPGROUP.DEPBAR") and instruction.operands[-1] == "0x0"
+def _ends_group(operands: list[str]) -> bool:
+    return operands[-1] == "gsb0"
+
+
+def _waits(instruction: Instruction, later: int) -> bool:
+    """Tell whether it waits for a group after which so many have ended."""
+    return instruction.op.startswith("WARPGROUP.DEPBAR") and 0 <= int(instruction.operands[-1], 16) <= later

@@ -41,7 +41,6 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             **TEXT,
             **ATTENTION,
             "num_key_value_heads": 8,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
             "mlp_layer_types": ["dense"] * 4,
             "linear_head_dim": 128,
             "linear_num_heads": 8,

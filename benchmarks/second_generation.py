@@ -1,11 +1,12 @@
 """The delta rule on this machine's CPU, beside what transformers runs where flash-linear-attention is not installed.
 
-    python benchmarks/second_generation.py [--threads 1] [--repeats 5] [--only gated,kda,lengths,memory]
+    python benchmarks/second_generation.py [--repeats 5] [--only gated,kda,lengths,memory]
 
 Both compute in float32 from the same tensors, in transformers' layout (batch, tokens, heads, channels), which is a
-strided view for us. Times are medians of turns; a machine that is slow for a while is then slow for both, so read their
-ratio. `apart` is the relative difference of outputs, or of the worst gradient. The rate is that of products of
-64 × 64 × 64 blocks, and `share` the time that the products of the chunked form would take at that rate, over its time.
+strided view for us. Times are processor times of one thread, medians of turns; a machine that is slow for a while is
+then slow for both, so read their ratio. `apart` is the relative difference of outputs, or of the worst gradient. The
+rate is that of products of 64 × 64 × 64 blocks, and `share` the time that the products of the chunked form would take
+at that rate, over its time.
 
 `lengths` takes the time per token of ours at two lengths in turns. `memory` trains once in a process of its own, and
 reports the most that it held above the inputs, the outputs and the gradients; stock needs minutes for this."""
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +26,11 @@ from torch.nn.functional import normalize
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from linattn.cli.bench.measure import alternate
 from linattn.cli.bench.workloads import batched_products
 from linattn.ops import causal_delta_attention
 
 Operator = Callable[..., Tensor]
+Name = TypeVar("Name")
 
 HEADS = 8
 # stock's function, whether its decays are per channel, and the sizes (channels, tokens)
@@ -40,6 +41,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], bool, tuple[tuple[int, int], ...]
 # tokens per chunk of the form whose products count
 CHUNK = 32
 LENGTHS = 2048, 65536
+# a turn lasts at least so many seconds
+SPAN = 0.1
 
 
 def inputs(n: int, d: int, per_channel: bool) -> list[Tensor]:
@@ -91,8 +94,7 @@ def measure(name: str, d: int, n: int, repeats: int) -> None:
     products = batched_products("cpu", torch.float32)
     for work, calls in (("forward", forward), ("training", training)):
         apart = max(map(difference, calls["ours"](), calls["stock"]()))
-        times = alternate(calls | {"products": products.call}, repeats)
-        medians = {who: statistics.median(x) for who, x in times.items()}
+        medians = in_turns(calls | {"products": products.call}, repeats)
         each = {who: x / n / HEADS * 1e9 for who, x in medians.items()}
         rate, ratio = products.flop / medians["products"] / 1e9, each["stock"] / each["ours"]
         share = flop(d, work) / rate / each["ours"]
@@ -108,16 +110,23 @@ def lengths(name: str, d: int, repeats: int) -> None:
     for work in ("forward", "training"):
         calls = {}
         for n in LENGTHS:
-            given = inputs(n, d, OPERATORS[name][1])
-            upstream = torch.randn(1, n, HEADS, d)
+            given, upstream = inputs(n, d, OPERATORS[name][1]), torch.randn(1, n, HEADS, d)
             calls[n] = without_gradients(ours, given) if work == "forward" else with_gradients(ours, given, upstream)
-        times: dict[int, list[float]] = {n: [] for n in LENGTHS}
-        for _ in range(repeats):
-            for n, call in calls.items():
-                times[n] += [processor_time(call) / n / HEADS * 1e9 for _ in range(max(LENGTHS) // n // 4 or 1)]
-        short, long = (statistics.median(times[n]) for n in LENGTHS)
+        short, long = (x / n / HEADS * 1e9 for n, x in in_turns(calls, repeats).items())
         figures = "  ".join(f"n {n:,} {x:,.0f}" for n, x in zip(LENGTHS, (short, long), strict=True))
         print(f"{name:5}  d {d:3}  {work:8}  {figures} ns per token and head  {long / short:.2f} ×", flush=True)
+
+
+def in_turns(calls: dict[Name, Callable[[], object]], repeats: int) -> dict[Name, float]:
+    """Return the median processor time of each call, after one that does not count. Short calls are repeated."""
+    for call in calls.values():
+        call()
+    once = {name: processor_time(call) for name, call in calls.items()}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name] += [processor_time(call) for _ in range(max(1, int(SPAN / once[name])))]
+    return {name: statistics.median(x) for name, x in times.items()}
 
 
 def processor_time(call: Callable[[], object]) -> float:
@@ -155,11 +164,10 @@ def most_memory() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default=",".join((*OPERATORS, "lengths", "memory")))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     for name in options.only.split(","):
         if name == "lengths":
             lengths("gated", 64, options.repeats)

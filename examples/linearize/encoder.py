@@ -58,7 +58,7 @@ def model() -> BertForSequenceClassification:
             num_hidden_layers=2,
             num_attention_heads=2,
             max_position_embeddings=LONGEST + 2,
-            num_labels=CLASSES,
+            num_labels=CLASSES,  # pyright: ignore[reportCallIssue]
             pad_token_id=PADDING,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from examples.learning.run import read
-from examples.linearize.run import ROWS, TASKS, Row
+from examples.linearize.run import GENTLE, ROWS, TASKS, Row
 from examples.linearize.task import Task
 
 Run = dict[str, Any]
 COLUMNS = {
-    "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same likeliest byte"},
+    "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same most likely byte"},
     "recall": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same answer"},
     "encoder": {"accuracy": "accuracy", "cosine": "cosine of the outputs"},
 }
-MOMENTS = {"swapped": "replaced", "transferred": "after stage 1", "scores": "after stage 2"}
+MOMENTS = {"swapped": "swapped in", "transferred": "after stage 1", "scores": "after stage 2"}
 
 
 def table(task: Task, runs: Sequence[Run]) -> str:
@@ -52,6 +52,8 @@ def _label(row: Row) -> str:
     method = "a window alone" if row.method == "local" else row.method
     parts = [method, *["without a window"] * (not row.window), *["without decay"] * (not row.decay)]
     parts += [f"{row.kept} layer stays softmax"] * bool(row.kept)
+    parts += [f"{row.key_dim} channels"] * bool(row.key_dim)
+    parts += ["smaller steps"] * (row.rates == GENTLE)
     return ", ".join([*parts, f"{100 * row.share:.0f} % of the steps"])
 
 

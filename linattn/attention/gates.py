@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step")
@@ -52,6 +53,20 @@ def needs_strength(needs: AnyNeeds) -> bool:
     if isinstance(needs, SplitNeeds):
         return any(map(needs_strength, needs.parts))
     return needs is not None and needs.write == "strength"
+
+
+def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]) -> Any:
+    """Let nothing pass into the tokens that are True in `first`. Raise ValueError unless every head fades by gates."""
+    if isinstance(needs, SplitNeeds):
+        parts: Any = gates
+        return tuple(begin_sequences(part, own, first) for part, own in zip(needs.parts, parts, strict=True))
+    if not isinstance(needs, GateNeeds) or not isinstance(gates, Gates) or gates.log_decay is None:
+        raise ValueError(
+            "packed sequences need an attention that fades by a gate in every head, as gla, ssd, gated_delta and kda do"
+        )
+    log_decay = gates.log_decay
+    first = first.unsqueeze(1) if log_decay.ndim == 3 else first[:, None, :, None]
+    return gates._replace(log_decay=torch.where(first, -torch.inf, log_decay))
 
 
 def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> Any:

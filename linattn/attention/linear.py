@@ -110,7 +110,7 @@ class LinearAttention(InnerAttention):
         sums, log_scale = state or (None, None)
         top, log_decay = None, self._log_decay(gates.log_decay)
         if log_size is not None:
-            if self.needs is not None and self.needs.decay == "channel":
+            if gates.log_decay is not None and gates.log_decay.ndim == k.ndim:
                 raise ValueError(
                     f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which channels "
                     "that fade by themselves would not share: give it a decay per head"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's colours and a dark red, which the colour-blind can tell apart
 COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255"]
-TEXT: dict[str, Any] = {"font.size": 10, "axes.titlesize": 11, "svg.fonttype": "path"}
+TEXT: Any = {"font.size": 10, "axes.titlesize": 11, "svg.fonttype": "path"}
 
 
 def render(template: str, **values: Any) -> str:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
-from linattn.attention.gates import needs_strength
+from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
@@ -17,6 +17,7 @@ from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
+from linattn.nn.starts import UNKNOWN, ages, check_starts, first_present
 from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
@@ -123,17 +124,23 @@ class MultiheadAttention(nn.Module):
         if self.value_skip is not None:
             nn.init.ones_(self.value_skip)
 
-    def forward(self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None) -> Tokens:
-        """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens."""
+    def forward(
+        self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None, starts: TokenMask = None
+    ) -> Tokens:
+        """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens.
+
+        With gates that let every head fade, a row may hold several sequences: `starts` is True for tokens that begin
+        one, which sees nothing before: neither by attention nor by convolution, and positions begin again."""
         if context is None:
-            q, k, v, _, _ = self._project(x, None, key_mask)
+            q, k, v, _, _ = self._project(x, None, key_mask, starts)
         else:
+            if starts is not None:
+                raise ValueError("starts are of self attention: cross attention takes none")
             self._check_cross_attention()
             check_tokens(x, self.dim)
             check_tokens(context, self.source_dim, key_mask, name="context")
             q, (k, v) = self._queries(x), self._keys(context)
-        gates = None if self.gates is None else self.gates(x)
-        y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=gates)
+        y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=self._gates(x, key_mask, starts))
         return self._merge(x, self._skip(y, v))
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
@@ -149,40 +156,56 @@ class MultiheadAttention(nn.Module):
         return self._merge(x, self.inner.read(self._queries(x), summary))
 
     def extend(
-        self, x: Tokens, state: AttentionState | None = None, *, key_mask: TokenMask = None
+        self,
+        x: Tokens,
+        state: AttentionState | None = None,
+        *,
+        key_mask: TokenMask = None,
+        starts: TokenMask = None,
     ) -> tuple[Tokens, AttentionState]:
-        """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins)."""
+        """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
+
+        `starts` is as in `forward`; a sequence that begins with missing tokens needs a present one in the same call."""
         if state is not None:
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])
             check_part("position", state.position, None if self.rotary is None else torch.int64)
             if self.convolution is None or state.convolution is None:
                 check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
-        q, k, v, convolution, position = self._project(x, state, key_mask)
-        inner, gates = None if state is None else state.inner, None if self.gates is None else self.gates(x)
+        q, k, v, convolution, position = self._project(x, state, key_mask, starts)
+        inner, gates = None if state is None else state.inner, self._gates(x, key_mask, starts)
         y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
         return self._merge(x, self._skip(y, v)), AttentionState(inner, convolution, position)
 
     def _project(
-        self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None
+        self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None, starts: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, ConvolutionState, Tensor | None]:
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
+        check_starts(x, starts)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
         if isinstance(self.convolution, ShortConvolution):
-            mixed, convolution = self.convolution.extend(x, past, key_mask=key_mask)
+            mixed, convolution = self.convolution.extend(x, past, key_mask=key_mask, starts=starts)
         q, k, v = self.q_proj(mixed), self.k_proj(mixed), self.v_proj(mixed)
         if isinstance(self.convolution, ProjectionConvolutions):
-            (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask)
+            (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask, starts=starts)
         q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
         if self.unit_keys:
             q, k = unit(q), unit(k)
         if self.rotary is not None:
             positions, position = count_positions(x, state and state.position, key_mask)
+            if starts is not None:
+                age, after = ages(starts, key_mask)
+                positions = torch.where(age < UNKNOWN, age, positions)
+                position = torch.where(after < UNKNOWN, after, position)
             angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
             q, k = turn(q, *angles), turn(k, *angles)
         return q, k, v, convolution, position
+
+    def _gates(self, x: Tensor, key_mask: Tensor | None, starts: Tensor | None) -> AnyGates:
+        gates = None if self.gates is None else self.gates(x)
+        return gates if starts is None else begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
 
     def _queries(self, x: Tensor) -> Tensor:
         return _split(self.q_proj(x), self.key_dim)

@@ -2,6 +2,7 @@
 neighbours, which linear attention is worst at."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast, final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from linattn.attention.states import for_batch
 from linattn.nn.checks import check_tokens
+from linattn.nn.starts import ages, check_starts
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
 from linattn.ops.state import check_part, checked_parts
 from linattn.types import TokenMask, Tokens
@@ -42,20 +44,35 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -1, 1)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
-        return self.extend(x, key_mask=key_mask)[0]
+    def forward(self, x: Tokens, *, key_mask: TokenMask = None, starts: TokenMask = None) -> Tokens:
+        return self.extend(x, key_mask=key_mask, starts=starts)[0]
 
-    def extend(self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Past]:
-        """Process the next tokens. The state is the last width - 1 present inputs."""
+    def extend(
+        self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None, starts: TokenMask = None
+    ) -> tuple[Tokens, Past]:
+        """Process the next tokens. The state is the last width - 1 present inputs. `starts` is True for tokens that
+        begin a sequence, which has no neighbours before."""
         check_tokens(x, self.weight.shape[1], key_mask)
-        return run_on_present(self._filter, x, state, self.weight.shape[0] - 1, key_mask)
+        width = self.weight.shape[0] - 1
+        check_starts(x, starts)
+        if starts is None:
+            return run_on_present(self._filter, x, state, width, key_mask)
+        age, after = ages(starts, key_mask)
+        age = age.unsqueeze(-1)
+        age = age if key_mask is None else pack(age, compact(key_mask))
+        y, past = run_on_present(partial(self._filter, age=age), x, state, width, key_mask)
+        distance = torch.arange(width, 0, -1, device=x.device)
+        return y, torch.where((distance <= after.unsqueeze(-1)).unsqueeze(-1), past, 0)
 
-    def _filter(self, past: Tensor, x: Tensor) -> Tensor:
+    def _filter(self, past: Tensor, x: Tensor, age: Tensor | None = None) -> Tensor:
         # a sum of shifted products is faster than a depthwise convolution on a CPU, for one token as for thousands
         inputs, n = torch.cat([past, x], dim=1), x.shape[1]
         y = x + self.bias if self.residual else self.bias.expand_as(x)
         for offset, weight in enumerate(self.weight):
-            y = y + weight * inputs[:, offset : offset + n]
+            neighbour = inputs[:, offset : offset + n]
+            if age is not None:
+                neighbour = torch.where(age >= len(self.weight) - 1 - offset, neighbour, 0)
+            y = y + weight * neighbour
         return y
 
 
@@ -68,12 +85,19 @@ class ProjectionConvolutions(nn.Module):
         self.parts = nn.ModuleList(ShortConvolution(dim, width) for dim in dims)
 
     def extend(
-        self, projections: tuple[Tensor, ...], state: tuple[Tensor, ...] | None = None, *, key_mask: TokenMask = None
+        self,
+        projections: tuple[Tensor, ...],
+        state: tuple[Tensor, ...] | None = None,
+        *,
+        key_mask: TokenMask = None,
+        starts: TokenMask = None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Process the next tokens of each projection. The state is a tuple with that of each convolution."""
         pasts = checked_parts(state, len(self.parts))
         pieces = zip(self.parts, projections, pasts, strict=True)
-        results = [cast(ShortConvolution, part).extend(x, past, key_mask=key_mask) for part, x, past in pieces]
+        results = [
+            cast(ShortConvolution, part).extend(x, past, key_mask=key_mask, starts=starts) for part, x, past in pieces
+        ]
         return tuple(F.silu(y) for y, _ in results), tuple(after for _, after in results)
 
 

@@ -1,13 +1,14 @@
 """Explain which backend a call takes with `backend=None`, and why not the others."""
 
+from typing import Any
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.ops.backends import SUM_KEYS, SumCall
 from linattn.ops.backends.delta import DELTA
 from linattn.ops.delta import delta_call
-from linattn.ops.linear import causal_call, checked, checked_mask, operator_of
-from linattn.ops.state import LinearState
+from linattn.ops.linear import causal_call, checked, checked_mask
 
 
 def explain_backend(
@@ -15,7 +16,7 @@ def explain_backend(
     k: Float[Tensor, "*#b m d"],
     v: Float[Tensor, "*#b m dv"],
     /,
-    state: LinearState | Float[Tensor, "*#b d dv"] | None = None,
+    state: Any = None,
     *,
     beta: Float[Tensor, "*#b #m"] | None = None,
     is_causal: bool = True,
@@ -36,7 +37,7 @@ def explain_backend(
             raise ValueError(f"beta is of the delta rule, which is causal and takes features as they are, not {came}")
         return DELTA.explain(delta_call(q, k, v, beta, state, log_decay, key_mask))
     if is_causal:
-        call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
-        return operator_of(call).explain(call)
+        operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        return operator.explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

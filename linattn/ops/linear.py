@@ -29,7 +29,8 @@ def causal_linear_attention(
     /,
     state: LinearState | None = None,
     *,
-    log_decay: Float[Tensor, "*#b #n"] | Float[Tensor, "*#b n d"] | None = None,
+    # (…, n), or (…, n, d): one annotation for both would take either for the other
+    log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",
@@ -54,13 +55,13 @@ def causal_linear_attention(
     batch. Mask a document that may hold any: what a masked token holds reaches nothing.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
-    call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+    operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
     if call.q.ndim > 2:
-        y, S, z = operator_of(call).choose(call, backend)(call)
+        y, S, z = operator.choose(call, backend)(call)
     else:
         one_row = {name: x.unsqueeze(0) for name, x in call._asdict().items() if isinstance(x, Tensor)}
         call = call._replace(**one_row)
-        y, S, z = (x.squeeze(0) for x in operator_of(call).choose(call, backend)(call))
+        y, S, z = (x.squeeze(0) for x in operator.choose(call, backend)(call))
     return y, LinearState(S, z)
 
 
@@ -214,8 +215,11 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
 
 
-def operator_of(call: CausalCall) -> Operator:
-    return GATED if call.per_channel else SHARED if call.shared else CAUSAL
+def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, keys: tuple[int, ...]) -> bool:
+    """Tell whether several of the states, whose leading dimensions are `keys`, have the same queries and keys."""
+    apart = [i for i, size in enumerate(keys) if q.shape[i] != size]
+    alike = (q, k) if key_mask is None else (q, k, key_mask)
+    return bool(apart) and 0 not in (*q.shape[:-2], *keys) and all(x.shape[i] == 1 for x in alike for i in apart)
 
 
 def causal_call(
@@ -227,12 +231,13 @@ def causal_call(
     key_mask: Tensor | None,
     normalize: str | None,
     feature_map: str,
-) -> CausalCall:
-    """Check and align a call: the state gets the leading dimensions of keys and values; the rest broadcasts."""
+) -> tuple[Operator, CausalCall]:
+    """Check and align a call, and choose the operator: the state gets the leading dimensions of keys and values,
+    queries those of all if heads do not share them; the rest broadcasts."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
-    keys, f, dv = k.shape[:-2], k.shape[-1], v.shape[-1]
+    operator, keys, f, dv = CAUSAL, k.shape[:-2], k.shape[-1], v.shape[-1]
     given = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
     if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == given:
@@ -250,14 +255,19 @@ def causal_call(
             log_decay = None if log_decay is None else torch.where(key_mask.unsqueeze(-1), log_decay, 0)
         if log_decay is not None:
             log_decay = align(checked_decay(log_decay), len(lead) + 2)
-            log_decay = log_decay.squeeze(-1) if log_decay.shape[-1] == 1 else log_decay
+            if log_decay.shape[-1] > 1:
+                operator = GATED
+            else:
+                log_decay = log_decay.squeeze(-1)
+                operator = SHARED if normalize != "keys" and share_queries(q, k, key_mask, keys) else CAUSAL
+        q = q if operator is SHARED else expand(q, (*lead, *q.shape[-2:]))
     if state is None:
         dtype = accumulator(k.dtype)
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)
     else:
         check_sums(state.S, state.z, f, dv, k.dtype)
         S, z = expand(state.S, (*keys, f, dv)), expand(state.z, (*keys, f))
-    return CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
+    return operator, CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
 
 
 def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:

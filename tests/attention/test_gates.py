@@ -112,6 +112,17 @@ def test_a_decay_of_minus_infinity_begins_a_new_sequence(make, normalize):
     assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(alone, x, dy))
 
 
+@pytest.mark.parametrize("name", ["gla", "ssd", "gated_delta", "kda"])
+def test_of_named_attentions_too(name):
+    inner, x = named_attention(name, num_heads=4, num_key_heads=2, head_dim=CHANNELS, causal=True), heads(90)
+    gates = gates_of(inner.needs, x[1])
+    packed = gates.log_decay.index_fill(2, torch.tensor([0, 31, 32, 70]), -torch.inf)
+    pieces = [zip(*(t.split([31, 1, 38, 20], 2) for t in x), strict=True)]
+    pieces += [[None] * 4 if gate is None else gate.split([31, 1, 38, 20], 2) for gate in gates]
+    alone = [inner(*piece, gates=Gates(*own)) for piece, *own in zip(*pieces, strict=True)]
+    assert_close(inner(*x, gates=gates._replace(log_decay=packed)), torch.cat(alone, 2))
+
+
 def test_a_decay_per_channel_is_not_for_maps_with_a_scale_per_token():
     inner, (q, k, v) = LinearAttention(favor(), causal=True, needs=GateNeeds(decay="channel")), heads(N)
     with pytest.raises(ValueError, match="FavorFeatureMap keeps features in range by a scale per token"):

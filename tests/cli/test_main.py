@@ -43,6 +43,7 @@ def test_without_the_extra_it_helps_and_says_what_to_install(finished, text, tmp
         ["train", str(text), "--out", str(tmp_path / "run"), "--tokenizer", str(tokenizer)],
         ["generate", str(finished)],
         ["info", str(finished)],
+        ["linearize", "model", "--data", str(text), "--out", str(tmp_path / "linear")],
         ["bench", "--out", str(tmp_path / "bench")],
     ]
     command = [sys.executable, "-c", WITHOUT_EXTRAS, EXTRAS, json.dumps(helps + needing)]

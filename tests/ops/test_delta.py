@@ -51,9 +51,9 @@ def run(*, backend: str, state: Tensor | None = None, **given: Tensor) -> tuple[
 
 
 def call(given: dict[str, Tensor], state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    tensors = [given[name] for name in ("q", "k", "v", "beta")]
+    q, k, v, beta = (given[name] for name in ("q", "k", "v", "beta"))
     masks = {name: given[name] for name in ("log_decay", "key_mask") if name in given}
-    return causal_delta_attention(*tensors, given.get("state") if state is None else state, **masks, **options)
+    return causal_delta_attention(q, k, v, beta, given.get("state") if state is None else state, **masks, **options)
 
 
 def part(given: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
@@ -326,9 +326,9 @@ def test_low_precision_is_near_float64(
 
 
 @every_decay
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("n", [1, 4])
 def test_derivatives_of_any_order(decay: str | None, n: int) -> None:
-    given = inputs(n, decay, lead=(2,), d=3, dv=2)
+    given = inputs(n, decay, lead=(1,), d=3, dv=2)
     if decay:
         given["log_decay"] = -0.1 - torch.rand_like(given["log_decay"])
     tensors = [x.requires_grad_() for x in given.values()]

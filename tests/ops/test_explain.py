@@ -20,7 +20,7 @@ def choice(text: str) -> str:
 def test_it_names_the_backend_that_runs(n: int, options: dict[str, str], expected: str) -> None:
     text = explain_backend(*tokens(n), **options)
     assert choice(text) == expected
-    assert text.splitlines()[0] == "triton: needs CUDA tensors, but they are on cpu"
+    assert text.splitlines()[0] == "triton: needs CUDA or XPU tensors, but they are on cpu"
     assert "reference: can run it, when named" in text
 
 
@@ -36,5 +36,5 @@ def test_attention_to_all_keys() -> None:
 
 @pytest.mark.parametrize("attend", [causal_linear_attention, linear_attention])
 def test_a_named_backend_says_why_it_cannot(attend: object) -> None:
-    with pytest.raises(NotImplementedError, match="triton: needs CUDA tensors, but they are on cpu"):
+    with pytest.raises(NotImplementedError, match="triton: needs CUDA or XPU tensors, but they are on cpu"):
         attend(*tokens(5), backend="triton")  # type: ignore[operator]

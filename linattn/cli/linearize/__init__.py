@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
-METHOD, WINDOW = "taylor2", 16
+METHOD, WINDOW, LR = "taylor2", 16, 5e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
     add("--context", **COUNT, help="tokens per sequence (default: 512, or as many as the model takes)")
     add("--batch", default=8, **COUNT, help="sequences per batch (default: 8)")
+    add(
+        "--lr",
+        default=LR,
+        **POSITIVE,
+        help=f"learning rate of fine-tuning; new weights have twice that (default: {LR:g})",
+    )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")

@@ -24,6 +24,7 @@ from linattn.integrations.transformers.linearize import (
     Budget,
     Conversion,
     Plan,
+    Rates,
     Training,
     choose_layers,
     convert,
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
     require_tokens(tokens, context)
     if torch.cuda.is_available() and not arguments.cpu:
-        model = model.cuda()
+        model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     batches = TrainingBatches(tokens.training, context=context, batch=arguments.batch, seed=arguments.seed)
     with explained(f"{arguments.model} cannot be linearized", ValueError):
         planned = _plan(model, batches[0], arguments)
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Load the model with the class that it was saved from."""
     with explained(f"{name} cannot be loaded", OSError, ValueError):
-        config = AutoConfig.from_pretrained(name)
+        config: Any = AutoConfig.from_pretrained(name)
         kind = getattr(transformers, (config.architectures or ["none"])[0], None)
         if kind is None or not hasattr(kind, "from_pretrained"):
             raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
@@ -160,9 +161,10 @@ def _train(
         restore_layers(model, teacher, chosen.kept)
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
+    rates = Rates(arguments.lr, 2 * arguments.lr)
     losses["fine-tune"] = _stage(
         "fine-tune",
-        lambda budget: fine_tune(model, teacher, batches, budget, lora=arguments.lora),
+        lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),
         model,
         arguments,
         work,

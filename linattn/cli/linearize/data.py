@@ -64,11 +64,11 @@ def windows(tokens: Tensor, starts: np.ndarray, context: int) -> dict[str, Tenso
 class TrainingBatches(Sequence[dict[str, Tensor]]):
     """Batches of windows at random places. Batch i depends on the seed and on i alone, so that training can resume."""
 
-    def __init__(self, tokens: Tensor, *, context: int, batch: int, seed: int, count: int = 1_000_000) -> None:
-        self.tokens, self.context, self.batch, self.seed, self.count = tokens, context, batch, seed, count
+    def __init__(self, tokens: Tensor, *, context: int, batch: int, seed: int, length: int = 1_000_000) -> None:
+        self.tokens, self.context, self.batch, self.seed, self.length = tokens, context, batch, seed, length
 
     def __len__(self) -> int:
-        return self.count
+        return self.length
 
     def __getitem__(self, index: Any) -> Any:
         random = np.random.default_rng((self.seed, index))

@@ -14,12 +14,14 @@ from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
 from linattn.integrations.transformers.cache import CachedKeys
 from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
+from linattn.integrations.transformers.places import MARK
 
 OWN = "linear_attention"
 """The name of a submodule that attends in place of the method, with weights of its own."""
 
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
 IGNORED = {
+    MARK,
     "cache_position",
     "deterministic",
     "num_items_in_batch",
@@ -66,7 +68,7 @@ def attention_forward(
     if not isclose(factor, 1):
         query = query * factor
     causal = is_causal_call(module, is_causal)
-    inner = module._modules.get(OWN)
+    inner = attention_of(module)
     if inner is None:
         method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -85,6 +87,15 @@ def attention_forward(
     else:
         y = inner(query, keys, value, key_mask=key_mask, gates=gates)
     return y.transpose(1, 2).contiguous(), None
+
+
+def attention_of(module: nn.Module) -> InnerAttention | None:
+    """Return the attention that a module has of its own, if it has one."""
+    own: Any = module._modules.get(OWN)
+    if own is None or isinstance(own, InnerAttention):
+        return own
+    # PEFT holds a trained copy beside the original of each of its `modules_to_save`
+    return own.original_module if own.disable_adapters else own.modules_to_save[own.active_adapters[0]]
 
 
 def windowed(method: str, window: int | None, tokens: int) -> tuple[str, int]:

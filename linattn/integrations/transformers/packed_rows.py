@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -28,19 +28,24 @@ def documents_apart(
 
     `given` are the arguments of the call, `names` the parameters of the model's forward."""
     tokens = given.get("input_ids")
-    b, n = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    cache = given.get("past_key_values", given.get("cache_params"))
-    changes: dict[str, Any] = {name: None for name in ("seq_idx",) if given.get(name) is not None}
-    documents = _documents(given, b, n, may_have_cache=cache is not None or _keeps_cache(model, given))
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    # seq_idx is for kernels, and refused by the functions around them
+    changes: dict[str, Any] = {} if given.get("seq_idx") is None else {"seq_idx": None}
+    if tokens is None:
+        return None, changes
+    documents, restarts = _told(given, *tokens.shape[:2]), _restarts(model, given)
+    if documents is None:
+        documents = restarts
+    elif restarts is not None and (restarts.diff() != documents.diff()).any():
+        raise ValueError("position_ids restart at other tokens than the documents of cu_seq_lens_q or seq_idx begin")
     if documents is None:
         return None, changes
-    _check(model, given, cache)
-    changes["use_cache"] = False
-    if "position_ids" in names and given.get("position_ids") is None:
+    _check(model, given)
+    changes |= {"use_cache": False, "attention_mask": None}
+    if restarts is None and "position_ids" in names:
         changes["position_ids"] = _positions(documents)
-    changes["attention_mask"] = None
     if type(model).__module__.split(".")[-2] in NO_POSITIONS_IN_MASK:
-        changes["attention_mask"] = _masks(model, _positions(documents).expand(b, n))
+        changes["attention_mask"] = _masks(model, _positions(documents).expand(tokens.shape[:2]))
     return documents, changes
 
 
@@ -50,60 +55,65 @@ def why_not_packed(model: nn.Module) -> str:
     return "; ".join(f"{name}: {why}" for name, why in LEAKING.items() if name in kinds)
 
 
-def _documents(given: Mapping[str, Any], b: int, n: int, *, may_have_cache: bool) -> Int[Tensor, "#b n"] | None:
-    """Number the documents, or return None where there is one. A compiled graph cannot look at the numbers: there,
-    positions are taken for those of several documents unless there is a cache or a mask."""
-    told, mask, by_positions = _told(given, b, n), given.get("attention_mask"), None
-    positions = given.get("position_ids")
-    if positions is not None and positions.ndim == 3:
-        # text, time, height and width; without the first, positions of images do not grow by one
-        positions = positions[0] if len(positions) == 4 else None
-    if positions is None or n < 2 or (mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)):
-        return told
-    if torch.compiler.is_compiling():
-        return told if told is not None or may_have_cache or mask is not None else _restarts(positions, None)
-    by_positions = _restarts(positions, mask)
-    if told is None:
-        return by_positions if by_positions.any() else None
-    if (by_positions.diff() != told.diff()).any() and by_positions.any():
-        raise ValueError("position_ids restart at other tokens than the documents of cu_seq_lens_q or seq_idx begin")
-    return told
-
-
 def _told(given: Mapping[str, Any], b: int, n: int) -> Int[Tensor, "#b n"] | None:
     """Number the documents by `seq_idx`, (b, n), or by `cu_seq_lens_q`, the starts of the documents of one row."""
     numbers, starts = given.get("seq_idx"), given.get("cu_seq_lens_q")
-    if numbers is not None:
-        return numbers
-    if starts is None:
+    if numbers is None and starts is not None:
+        if b != 1:
+            raise ValueError(f"cu_seq_lens_q must go with one row of tokens, but there are {b}")
+        numbers = torch.bucketize(torch.arange(n, device=starts.device), starts[1:], right=True).unsqueeze(0)
+    return numbers if numbers is None or torch.compiler.is_compiling() or numbers.diff().any() else None
+
+
+def _restarts(model: PreTrainedModel, given: Mapping[str, Any]) -> Int[Tensor, "#b n"] | None:
+    """Number the documents by positions that do not follow the one before, None if all do. Positions of padding say
+    nothing.
+
+    A compiled graph cannot look at the numbers. There, positions are those of documents if there is no mask and no
+    cache."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None and positions.ndim == 3:
+        # text, time, height and width; without the first, positions of images do not grow by one
+        positions = positions[0] if len(positions) == 4 else None
+    if (
+        positions is None
+        or positions.shape[1] < 2
+        or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+    ):
         return None
-    if b != 1:
-        raise ValueError(f"cu_seq_lens_q must go with one row of tokens, but there are {b}")
-    return torch.bucketize(torch.arange(n, device=starts.device), starts[1:], right=True).unsqueeze(0)
-
-
-def _restarts(positions: Int[Tensor, "#b n"], mask: Tensor | None) -> Int[Tensor, "#b n"]:
-    """Count the tokens up to each whose position does not follow the one before. Positions of padding say nothing."""
+    if torch.compiler.is_compiling() and (mask is not None or _has_cache(model, given)):
+        return None
     breaks = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     if mask is not None:
-        present: Bool[Tensor, "b n"] = mask[:, -positions.shape[1] :] != 0
+        present = mask[:, -positions.shape[1] :] != 0
         breaks = breaks & present & F.pad(present[:, :-1], (1, 0))
-    return breaks.cumsum(-1)
+    return breaks.cumsum(-1) if torch.compiler.is_compiling() or breaks.any() else None
 
 
-def _keeps_cache(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
+def _has_cache(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
     wanted = given.get("use_cache")
-    return (not model.training and model.config.use_cache) if wanted is None else wanted
+    wanted = model.config.use_cache and not model.training if wanted is None else wanted
+    return wanted or _cache(given) is not None
 
 
-def _check(model: PreTrainedModel, given: Mapping[str, Any], cache: Any) -> None:
-    mask = given.get("attention_mask")
+def _cache(given: Mapping[str, Any]) -> Any:
+    return given.get("past_key_values", given.get("cache_params"))
+
+
+def _check(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for what does not go together with several documents in a row."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     if why := why_not_packed(model):
         raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {why}")
-    if cache is not None or given.get("use_cache"):
+    if _cache(given) is not None or given.get("use_cache"):
         raise ValueError("several documents in a row have no cache to continue: give use_cache=False, and no cache")
-    if mask is not None and not torch.compiler.is_compiling() and not mask.all():
-        raise ValueError("several documents in a row do not go together with padding: leave the padding out")
+    if mask is not None and (torch.compiler.is_compiling() or not mask.all()):
+        raise ValueError("several documents in a row do not go together with padding: give no attention_mask")
+    if positions is not None and positions.ndim == 3 and len(positions) != 4:
+        raise ValueError(
+            f"several documents in a row need position_ids of text, but they are {tuple(positions.shape)} and have "
+            "those of images only"
+        )
 
 
 def _positions(documents: Int[Tensor, "#b n"]) -> Int[Tensor, "#b n"]:

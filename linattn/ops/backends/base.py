@@ -10,9 +10,9 @@ from torch import Tensor
 
 class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
-    the full size or 1; `key_mask` is (*b, n), `log_decay` too, or (*b, n, f) for the operator
-    with a decay per channel; S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if `fresh`. What is
-    masked does not decay."""
+    the full size or 1, and q has the full ones, except where heads share queries; `key_mask` and `log_decay` are
+    (*b, n), decays per channel (*b, n, f); S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if
+    `fresh`. What is masked does not decay."""
 
     q: Tensor
     k: Tensor
@@ -29,21 +29,6 @@ class CausalCall(NamedTuple):
     def lead(self) -> torch.Size:
         """The leading dimensions of the outputs."""
         return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2])
-
-    @property
-    def per_channel(self) -> bool:
-        """Tell whether decays are per channel."""
-        return self.log_decay is not None and self.log_decay.ndim == self.q.ndim
-
-    @property
-    def shared(self) -> bool:
-        """Tell whether several states with decays of their own share queries and keys."""
-        q, lead = self.q.shape[:-2], self.S.shape[:-2]
-        if q == lead or self.log_decay is None or self.normalize == "keys" or 0 in (*q, *lead):
-            return False
-        mask = self.q.shape if self.key_mask is None else self.key_mask.shape
-        apart = [(q[i], self.k.shape[i], mask[i]) for i in range(len(q)) if q[i] != lead[i]]
-        return all(sizes == (1, 1, 1) for sizes in apart)
 
 
 class SumCall(NamedTuple):

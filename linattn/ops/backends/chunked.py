@@ -52,7 +52,7 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if save:
         _, length, chunk = sizes(call)
         blocks = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
-    y = empty_like(call.v, (*call.lead, n, dv))
+    y = empty_like(call.v, (*call.q.shape[:-1], dv))
     saved = ((blocks, math.prod(lead), *shape) for shape in ((f, dv), (1, f)))
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, *saved))
 
@@ -60,7 +60,7 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
 def sizes(call: CausalCall) -> tuple[int, int, int]:
     """Return (rows of the first dimension per block, tokens per block, tokens per chunk). A chunk is half the shorter
     side of a state, as a power of two from 16 to 64."""
-    (rows, *others), n, chunk = call.lead, call.q.shape[-2], SHORTEST
+    (rows, *others, n, _), chunk = call.q.shape, SHORTEST
     while chunk < min(LONGEST, min(call.S.shape[-2:]) / 2):
         chunk *= 2
     chunk, heads, block = min(chunk, max(1, n)), max(1, math.prod(others)), BLOCK // max(1, *call.S.shape[-2:])
@@ -109,9 +109,9 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
     """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
     (*b n f), the state as (b f dv) and (b 1 f): leading dimensions whose queries share a state stand beside the
     tokens."""
-    lead, beside = call.z.shape[:-1], [call.q.expand(*call.lead, -1, -1), *outputs]
+    lead, beside = call.z.shape[:-1], [call.q, *outputs]
     for i, size in enumerate(lead):
-        if size != call.lead[i]:
+        if size != call.q.shape[i]:
             beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
     per_key = (x if x is None or x.ndim == k.ndim else x.unsqueeze(-1) for x in (call.log_decay, call.key_mask))

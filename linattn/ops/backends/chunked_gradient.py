@@ -37,8 +37,7 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None and dz is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
         S_saved, z_saved = forward(call, save=True)[3:]
-    dq = empty_like(call.q, (*call.lead, *call.q.shape[-2:]))
-    phi, work = ELEMENTWISE[call.feature_map], Workspace(call.S)
+    dq, phi, work = empty_like(call.q, call.q.shape), ELEMENTWISE[call.feature_map], Workspace(call.S)
     given, (dq_view, dy) = arrange(call, dq, dy)
     dk, dv = (empty_like(x, x.shape) for x in (given.k, given.v))
     dlog_decay = None if given.log_decay is None else call.S.new_empty(given.log_decay.shape)
@@ -58,7 +57,6 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
             dS[rows], dz[rows] = dS_ends[:b], dz_ends[:b]
     if dlog_decay is not None and call.log_decay is not None:
         dlog_decay = decay_gradient(dlog_decay.squeeze(-1), call.log_decay)
-    dq = summed(dq, call.q)
     return dq, summed(dk, call.k), summed(dv, call.v), dS.view_as(call.S), dz.view_as(call.z), dlog_decay, None
 
 

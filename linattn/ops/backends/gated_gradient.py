@@ -32,8 +32,7 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None and dz is not None and call.log_decay is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
         S_saved, z_saved = forward(call, save=True)[3:]
-    dq = empty_like(call.q, (*call.lead, *call.q.shape[-2:]))
-    phi, work = ELEMENTWISE[call.feature_map], Workspace(call.S)
+    dq, phi, work = empty_like(call.q, call.q.shape), ELEMENTWISE[call.feature_map], Workspace(call.S)
     given, (dq_view, dy) = arrange(call, dq, dy)
     assert given.log_decay is not None
     dk, dv = (empty_like(x, x.shape) for x in (given.k, given.v))
@@ -50,7 +49,6 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
             write(tile, dv, of_v)
             write(tile, dlog_decay, of_decay)
     dlog_decay = decay_gradient(dlog_decay, call.log_decay)
-    dq = summed(dq, call.q)
     return dq, summed(dk, call.k), summed(dv, call.v), dS.view_as(call.S), dz.view_as(call.z), dlog_decay, None
 
 

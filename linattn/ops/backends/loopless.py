@@ -60,13 +60,14 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k = phi(q), present(phi(k), call.key_mask)
     # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
     v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
-    chunk = GATED_CHUNK if call.per_channel else CHUNK
+    per_channel = call.log_decay is not None and call.log_decay.ndim == call.q.ndim
+    chunk = GATED_CHUNK if per_channel else CHUNK
     q, k, v = (cut(x, chunk) for x in (q, k, v))
     seen, since, until, whole = _earlier(chunk, q.device), None, None, None
     inside = seen.to(dtype).unsqueeze(0)
     if call.log_decay is not None:
         log_decay = call.log_decay.to(dtype)
-        log_decay = cut(log_decay if call.per_channel else log_decay.unsqueeze(-1), chunk)
+        log_decay = cut(log_decay if per_channel else log_decay.unsqueeze(-1), chunk)
         # (… c 1 C C), or (… c f C C) with a decay per channel
         inside = decay_between(log_decay.mT)
         until = inside[..., -1, :].mT

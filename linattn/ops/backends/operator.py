@@ -30,7 +30,8 @@ class Backend(NamedTuple):
     """One form of an operator.
 
     It runs calls on its `devices` (none: on any), of one token if that is `one_token`, and not in graphs that would
-    unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone.
+    unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone;
+    `untried(call)`, a reason why it is not chosen unless it is named.
 
     `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
     call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
@@ -47,18 +48,20 @@ class Backend(NamedTuple):
     devices: tuple[str, ...] = ()
     one_token: bool = False
     loops: bool = False
+    untried: Callable[[Any], str | None] | None = None
 
-    def refusal(self, call: Any) -> str | None:
-        """Say why it cannot run the call, or return None."""
+    def refusal(self, call: Any, named: bool = False) -> str | None:
+        """Say why it cannot run the call, or is not chosen unless it is named; or return None."""
         x = call[0]
         if self.devices and x.device.type not in self.devices:
-            return f"needs {' or '.join(self.devices).upper()} tensors, but they are on {x.device.type}"
+            return f"needs {' or '.join(map(str.upper, self.devices))} tensors, but they are on {x.device.type}"
         if self.one_token and x.shape[-2] != 1:
             return f"takes one token at a time, but q is {tuple(x.shape)}"
         # graphs for export or of transforms; others hold the form as one operation
         if self.loops and torch.compiler.is_compiling() and (is_exporting() or in_transform()):
             return "has loops, which this graph would unroll"
-        return self.unsupported(call) if self.unsupported else None
+        reason = self.unsupported(call) if self.unsupported else None
+        return self.untried(call) if reason is None and self.untried and not named else reason
 
     def run(self, call: Any) -> tuple[Tensor, ...]:
         return self.forward(call, False)
@@ -78,7 +81,7 @@ class Operator:
         reasons = []
         for candidate in self.backends:
             if backend in (None, candidate.name):
-                reason = candidate.refusal(call)
+                reason = candidate.refusal(call, named=backend is not None)
                 if reason is None:
                     return self.run[candidate.name]
                 reasons.append(f"  {candidate.name}: {reason}")

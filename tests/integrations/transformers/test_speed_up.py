@@ -139,6 +139,7 @@ PACKED = {
     "numbers": lambda: {"seq_idx": numbers().int()},
     "all": lambda: {"position_ids": positions(), "seq_idx": numbers(), "cu_seq_lens_q": STARTS},
     "mask": lambda: {"position_ids": positions(), "attention_mask": torch.ones(1, 37)},
+    "starts beside plain positions": lambda: {"cu_seq_lens_q": STARTS, "position_ids": torch.arange(37).unsqueeze(0)},
 }
 
 
@@ -181,6 +182,24 @@ def test_rows_of_a_batch_hold_documents_of_their_own():
     assert_close(outputs(ours, x, position_ids=place), torch.cat(rows), **CLOSE)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@torch.no_grad()
+def test_the_collator_of_transformers_tells_documents(family):
+    (stock, ours), texts = pair(family), [list(range(3, 3 + length)) for length in (5, 9, 2)]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": text} for text in texts])
+    separate = torch.cat([outputs(stock, torch.tensor([text]), use_cache=False) for text in texts], dim=1)
+    assert_close(ours(**batch).logits, separate, **CLOSE)
+
+
+@torch.no_grad()
+def test_our_attention_between_our_scans_keeps_documents_apart_too():
+    stock, ours, x = make("qwen3_next"), make("qwen3_next"), tokens(1)
+    for model in (stock, ours):
+        model.set_attn_implementation("linattn:elu")
+    assert_close(outputs(sped_up(ours), x, position_ids=positions()), separately(stock, x), **CLOSE)
+
+
 @torch.no_grad()
 def test_positions_of_text_and_images_tell_documents_by_those_of_text():
     _, ours = pair("qwen3_5")
@@ -211,7 +230,7 @@ def test_without_these_parts_they_keep_documents_apart():
     ("options", "message"),
     [
         ({"position_ids": positions(), "use_cache": True}, "give use_cache=False"),
-        ({"position_ids": positions(), "attention_mask": torch.tensor([[0, 0] + [1] * 35])}, "leave the padding out"),
+        ({"position_ids": positions(), "attention_mask": torch.tensor([[0, 0] + [1] * 35])}, "give no attention_mask"),
         ({"seq_idx": numbers(), "position_ids": positions().flip(-1)}, "position_ids restart at other tokens"),
     ],
 )
@@ -232,6 +251,24 @@ def test_a_cache_has_no_documents():
     past = ours(tokens(1, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="have no cache to continue"):
         ours(tokens(1), past_key_values=past, position_ids=positions())
+
+
+def test_positions_of_images_alone_do_not_tell_documents():
+    _, ours = pair("qwen3_5")
+    place = torch.arange(37).expand(3, 1, -1)
+    with pytest.raises(ValueError, match=r"need position_ids of text, but they are \(3, 1, 37\)"):
+        ours(tokens(1), position_ids=place, cu_seq_lens_q=STARTS)
+
+
+@torch.no_grad()
+def test_one_document_is_a_row_like_any_other():
+    stock, ours = pair("qwen3_next")
+    x = tokens(1, 9)
+    found = ours(x, cu_seq_lens_q=torch.tensor([0, 9]), use_cache=True)
+    assert_close(found.logits, outputs(stock, x), **CLOSE)
+    assert found.past_key_values is not None
+    with pytest.raises(ValueError, match="You must specify exactly one of input_ids or inputs_embeds"):
+        ours()
 
 
 @torch.no_grad()

@@ -33,7 +33,8 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
-        return control(own, *args, options.get("key_mask"), y)
+        q, k, v = args
+        return control(own, q, k, v, options.get("key_mask"), y)
 
     with ExitStack() as stack:
         for layer in linearized_layers(model).values():
@@ -116,6 +117,7 @@ def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
             found[call.name] = _entropy(weights, call.mask)
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> None:
+        assert isinstance(own, LinearizedAttention)
         q, k, _ = args
         one_hot = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         mask = options.get("key_mask")

@@ -27,13 +27,13 @@ class Conversion:
     model: PreTrainedModel
     teacher: PreTrainedModel
     plan: Plan
-    attention: str
+    attention: str | None
 
     def undo(self) -> None:
         """Make the model what it was before, bit by bit, whatever was trained since."""
         restore_layers(self.model, self.teacher, [layer.index for layer in self.plan.layers])
         self.model.load_state_dict(self.teacher.state_dict())
-        self.model.set_attn_implementation(self.attention)
+        self.model.set_attn_implementation(self.attention or "eager")
 
 
 def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
@@ -52,8 +52,8 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
     project_closest(teacher, {name: own for name, own in owns.items() if own.key_map is not None}, batches)
     for name, own in owns.items():
         module = model.get_submodule(name)
-        like = next(module.parameters())
-        attach(module, own.to(device=like.device, dtype=like.dtype))
+        weight = next(module.parameters())
+        attach(module, own.to(device=weight.device, dtype=weight.dtype))
     describe(model)
     model.set_attn_implementation(SOFTMAX)
     return Conversion(model, teacher, plan, attention)

@@ -76,11 +76,12 @@ def linearized_class(name: str) -> type[Linearized]:
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Load a linearized model with the class it was saved from; the options are those of `from_pretrained`.
 
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same."""
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
+    argument transformers makes the stock model with softmax, and lists our weights as unexpected."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, FIELD, None) is None:
         raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")
-    return linearized_class(config.architectures[0]).from_pretrained(folder, **options)
+    return linearized_class((config.architectures or ["?"])[0]).from_pretrained(folder, **options)
 
 
 def describe(model: PreTrainedModel) -> None:
@@ -91,9 +92,10 @@ def describe(model: PreTrainedModel) -> None:
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
-        model.__class__ = model.stock
+        stock: Any = model.stock
+        model.__class__ = stock
         delattr(model.config, FIELD)
-        del model.config.auto_map
+        delattr(model.config, "auto_map")
 
 
 def check_stock(model: PreTrainedModel) -> None:

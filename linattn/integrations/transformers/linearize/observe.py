@@ -43,7 +43,7 @@ class Attended(NamedTuple):
 @contextmanager
 def through_softmax(model: PreTrainedModel) -> Iterator[None]:
     """Run the model's attention through our softmax, which refuses by name what none of our methods can replace."""
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(SOFTMAX)
     try:
         yield
@@ -64,7 +64,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], None]) -> None:
-    """Run the model on a batch and call `note` at each attention. The model's attention must be ours."""
+    """Run the model on a batch and call `note` at each attention. The model's attention must be our softmax."""
     names = {module: name for name, module in model.named_modules()}
 
     def see(module: nn.Module, q: Tensor, k: Any, v: Tensor, mask: Tensor | None = None, **options: Any) -> None:
@@ -75,7 +75,7 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], Non
 
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        stack.enter_context(watched(model.config._attn_implementation, see))
+        stack.enter_context(watched(SOFTMAX, see))
         model(**batch)
 
 

@@ -4,7 +4,7 @@ parts that softmax did not need, with weights of their own."""
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from linattn.attention import InnerAttention, LocalAttention, SoftmaxAttention
 from linattn.attention.named import untrained_attention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.integrations.transformers.attention import OWN
+from linattn.integrations.transformers.attention import OWN, attention_of
 from linattn.integrations.transformers.cache import AttentionLayer
 from linattn.integrations.transformers.linearize.start import start_remembering, with_decay
 from linattn.integrations.transformers.masks import DOCUMENTS, document_rows
@@ -29,7 +29,7 @@ MOSTLY_WINDOW = -2.0
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a linearized layer is built from.
+    """Holds all that a linearized layer is built from.
 
     `method` is a name as in `named_attention`. `window` is the number of tokens that its local heads see or, if it has
     none, that a softmax beside it sees (0: there is no such softmax). `key_dim` is the number of channels that queries
@@ -159,15 +159,14 @@ def detach(module: nn.Module) -> None:
 
 def linearized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the attention modules that attend by a `LinearizedAttention`, by their names."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module._modules.get(OWN), LinearizedAttention)
-    }
+    return {name: module for name, module in model.named_modules() if module._modules.get(OWN) is not None}
 
 
 def own_attention(module: nn.Module) -> LinearizedAttention:
-    return cast(LinearizedAttention, module._modules[OWN])
+    """Return the `LinearizedAttention` of an attention module that has one."""
+    own = attention_of(module)
+    assert isinstance(own, LinearizedAttention)
+    return own
 
 
 def _prepare(

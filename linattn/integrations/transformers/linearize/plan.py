@@ -19,9 +19,10 @@ TAYLOR_CHANNELS = 16
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One attention module, the `index`-th that the model runs. `spec` says what replaces it; None means that it stays,
-    for the `reason`. `state_numbers` is the size of its state per sequence, where the cache of keys and values has
-    `cache_numbers` per token."""
+    """Describes one attention module, the `index`-th that the model runs.
+
+    `spec` says what replaces it; None means that it stays, for the `reason`. `state_numbers` is the size of its state
+    per sequence, where the cache of keys and values has `cache_numbers` per token."""
 
     index: int
     name: str
@@ -34,7 +35,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `convert` does, layer by layer, by the attention named `method`."""
+    """Says for each layer what `convert` does, by the attention named `method`."""
 
     method: str
     layers: tuple[LayerPlan, ...]
@@ -87,7 +88,7 @@ def plan(
     calls: dict[str, Attended] = {}
     batch = model.dummy_inputs if batch is None else batch
     with through_softmax(model):
-        observe(model, batch, lambda call: calls.setdefault(call.name, call))
+        observe(model, batch, lambda call: calls.update({call.name: calls.get(call.name, call)}))
         sizes = input_sizes(model, batch)
     if unknown := sorted(set(keep) - set(range(len(calls)))):
         raise ValueError(f"keep has {unknown}, but the model's layers are 0 to {len(calls) - 1}")

@@ -31,7 +31,8 @@ def generated(model: PreTrainedModel, teacher: PreTrainedModel, prompts: Tensor,
     texts = []
     for each in (model, teacher):
         with evaluating(each):
-            text = each.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+            generate: Any = each.generate
+            text = generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         texts.append(text[:, prompts.shape[1] :])
     same = texts[0] == texts[1]
     return Generated(float(same.double().mean()), float(same.cumprod(1).sum(1).double().mean()), tokens)
@@ -75,10 +76,13 @@ class Cost(NamedTuple):
     bytes: int
 
 
-def costs(models: Sequence[PreTrainedModel], tokens: int, *, repeats: int = 16, piece: int = 512) -> list[Cost]:
-    """Read `tokens` random tokens with each model, in pieces, and time single tokens after them, taking turns."""
+def costs(
+    models: Sequence[PreTrainedModel], tokens: int, *, rows: int = 1, repeats: int = 16, piece: int = 512
+) -> list[Cost]:
+    """Read `rows` sequences of `tokens` random tokens with each model, in pieces, and time single tokens after them,
+    taking turns."""
     random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
-    ids = torch.randint(vocabulary, (1, tokens), generator=random).to(models[0].device)
+    ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
     caches, seconds = [], [[] for _ in models]
     for model in models:
         caches.append(DynamicCache(config=model.config))
@@ -93,13 +97,14 @@ def costs(models: Sequence[PreTrainedModel], tokens: int, *, repeats: int = 16, 
 
 
 def _step(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:
-    """Return the seconds that the tokens take."""
+    """Return the seconds that the tokens take; on a CPU those of the processor, which other programs do not change."""
+    clock = time.perf_counter if ids.is_cuda else time.process_time
     with evaluating(model):
-        started = time.perf_counter()
+        started = clock()
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if ids.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return clock() - started
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -123,7 +128,7 @@ def cache_bytes(cache: Cache) -> int:
 @contextmanager
 def native(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let a teacher attend by torch's fused softmax, with transformers' own cache."""
-    before = teacher.config._attn_implementation
+    before = teacher.config._attn_implementation or "eager"
     teacher.set_attn_implementation("sdpa" if teacher._supports_sdpa else "eager")
     try:
         yield teacher

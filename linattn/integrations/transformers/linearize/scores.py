@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model, and how close its output is to the teacher's: KL divergence from the teacher, the share of
-    places with the same likeliest class, and the cosine of the output vectors."""
+    places with the same most likely class, and the cosine of the output vectors."""
     if not batches:
         raise ValueError("scores need at least one batch")
     with evaluating(model), evaluating(teacher):

@@ -1,4 +1,4 @@
-"""How the new parts of a linearized layer begin: near the softmax that they replace."""
+"""The initial values of a linearized layer's new parts: near the softmax that they replace."""
 
 import math
 from typing import cast
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from linattn.attention import GateNeeds, InnerAttention, LinearAttention, SplitHeads
 from linattn.nn.gates import HeadDecay, SigmoidDecay, TokenGates
+
+NEVER = -30.0
 
 
 def with_decay(inner: InnerAttention) -> InnerAttention:
@@ -22,8 +24,8 @@ def with_decay(inner: InnerAttention) -> InnerAttention:
 
 @torch.no_grad()
 def start_remembering(gates: nn.Module) -> None:
-    """Let decays begin near 1 for every token: the slowest head forgets within 1,000 tokens, the fastest within 20.
-    Those that are step sizes too keep the beginning of their own."""
+    """Let decays begin near 1, for every token: of the first head at 1, where it stays, to recall whatever is far; of
+    the others between forgetting within 1,000 tokens and within 20. Step sizes keep the beginning of their own."""
     for module in gates.modules():
         if isinstance(module, TokenGates) and module.needs.write != "step" and module.decay is not None:
             decay = module.decay
@@ -40,4 +42,7 @@ def start_remembering(gates: nn.Module) -> None:
 
 def _slow_to_fast(heads: int) -> Tensor:
     """Return b per head for decays of exp(−softplus(b))."""
-    return torch.linspace(-7, -3, heads)
+    b = torch.linspace(-7, -3, heads)
+    # softplus is 1e-13 here, and so is its gradient
+    b[0] = NEVER
+    return b

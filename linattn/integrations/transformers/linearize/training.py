@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train: `steps`, `minutes`, or whichever comes first. The batches repeat if they are fewer.
+    """Limits a training to `steps`, to `minutes`, or to what ends first. The batches repeat if they are fewer.
 
     With a `folder`, a checkpoint is written there every `save_every` steps, and training goes on from the last one.
     `report` is called after each step."""
@@ -53,11 +53,13 @@ class Budget:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("give steps, minutes or both, or training would not end")
+        if any(limit is not None and limit <= 0 for limit in (self.steps, self.minutes)):
+            raise ValueError(f"steps and minutes must be above 0, but are {self.steps} and {self.minutes}")
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training did: the loss of each step, those before an interruption included, and the seconds it took."""
+    """Records a training: the loss of each step, those before an interruption included, and the seconds it took."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -160,7 +162,7 @@ class _ObjectiveTrainer(Trainer):
         """Do nothing at the end of the time: measuring is the caller's."""
         return {}
 
-    def create_optimizer(self, *_: Any) -> Any:
+    def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = AdamW(self.groups, betas=(0.9, 0.99), weight_decay=0.0)
         return self.optimizer
 
@@ -197,12 +199,12 @@ class _Reports(TrainerCallback):
             self.budget.report(Progress(step, self.budget.steps, logs["loss"], left))
 
 
-def _first(items: list[Batch]) -> Batch:
+def _first(items: list[dict[str, Any]]) -> dict[str, Any]:
     return items[0]
 
 
 def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int) -> TrainingArguments:
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=1,
@@ -220,3 +222,8 @@ def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int)
         report_to="none",
         log_level="error",
     )
+    if args.world_size > 1:
+        raise ValueError(f"a conversion trains in one process, but there are {args.world_size}: use no launcher")
+    # copies of the model on other devices would not be the one whose layers the objectives look into
+    args._n_gpu = min(args.n_gpu, 1)
+    return args

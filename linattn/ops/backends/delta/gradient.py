@@ -6,6 +6,8 @@ Given the gradient dY of the outputs and dS' of a state that leaves a chunk, wit
     X = Aᵀ X + Pᵀ dY + K⁻ dS'      dV = X      dS = a dS' + [Q⁺, K⁺]ᵀ [dY, X]
     d[P, A] = [dY, X] Eᵀ           d[Q⁺, K⁺] = [dY, X] Sᵀ           dK⁻ = E dS'ᵀ"""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,25 +27,22 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
         S_saved, E_saved = forward(call, True)[2:]
     dq, work = empty_like(call.q, call.q.shape), Workspace(call.S)
     given, (dq_view, dy) = arrange(call, dq, dy)
-    totals = dq_view, *(None if x is None else empty_like(x, x.shape) for x in (*given[1:4], given.log_decay))
-    E_saved, dS = E_saved.view(*given.v.shape), dS.reshape(given.S.shape).clone()
+    dk, dv, dbeta = (empty_like(x, x.shape) for x in given[1:4])
+    dlog_decay = None if given.log_decay is None else empty_like(dS, given.log_decay.shape)
+    E_saved, dS = E_saved.view(given.v.shape), dS.reshape(given.S.shape).clone()
     for states, places in cut(call):
         for i, place in reversed(list(enumerate(places))):
             segment = Segment(given, place, work)
             *found, dS[states] = _of_segment(segment, segment.load(E_saved, "E"), S_saved[i, states], dy, dS[states])
-            for total, part in zip(totals, found, strict=True):
+            for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
                     place.write(total, part)
-    dk, dv, dbeta, dlog_decay = (
-        None if x is None or of is None else summed(x, of)
-        for x, of in zip(totals[1:], (call.k, call.v, call.beta, None), strict=True)
-    )
-    if call.log_decay is not None and totals[4] is not None:
-        dlog_decay = decay_gradient(totals[4], call.log_decay)
-    return dq, dk, dv, dbeta, dS.view_as(call.S), dlog_decay
+    if call.log_decay is not None and dlog_decay is not None:
+        dlog_decay = decay_gradient(dlog_decay, call.log_decay)
+    return dq, summed(dk, call.k), summed(dv, call.v), summed(dbeta, call.beta), dS.view_as(call.S), dlog_decay
 
 
-def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
     work, S_in, dy = s.work, s.again(E, S), s.place.cut(dy)

@@ -89,7 +89,7 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
             beside = [x.unsqueeze(i).movedim(i + 1, -3) for x in beside]
     k, v, beta = (spread(x, lead) for x in (call.k, call.v, call.beta))
     log_decay = None if call.log_decay is None else spread(call.log_decay, lead)
-    return DeltaCall(beside[0], k, v, beta, call.S.reshape(-1, *call.S.shape[-2:]), log_decay), beside[1:]
+    return DeltaCall(beside[0], k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), beside[1:]
 
 
 def spread(x: Tensor, lead: tuple[int, ...]) -> Tensor:

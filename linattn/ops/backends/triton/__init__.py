@@ -4,21 +4,27 @@
 cores multiply bfloat16 as it is, float16 as TF32, float32 as three products of TF32, and sum in float32."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from linattn.ops.backends.operator import Backend
-from linattn.ops.backends.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported
+from linattn.ops.backends.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported, untried
+
+
+@cache
+def _found(module: str, function: str) -> Callable[..., Any]:
+    return getattr(import_module(f"{__name__}.{module}"), function)
 
 
 def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) -> Backend:
     """The backend of these functions of a module that imports Triton."""
 
     def later(function: str) -> Callable[..., Any]:
-        return lambda *arguments: getattr(import_module(f"{__name__}.{module}"), function)(*arguments)
+        return lambda *arguments: _found(module, function)(*arguments)
 
     forward, gradient, empty, empty_gradient = map(later, functions)
-    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES)
+    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES, untried=untried)
 
 
 CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")

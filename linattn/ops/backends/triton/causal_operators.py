@@ -5,7 +5,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.operator import Tensors
-from linattn.ops.backends.triton import causal_gradient_kernels, causal_kernels
+from linattn.ops.backends.triton import causal_gradient_kernels, causal_kernels, one_token
 from linattn.ops.backends.triton.launch import (
     Call,
     Rows,
@@ -14,18 +14,10 @@ from linattn.ops.backends.triton.launch import (
     sum_splits,
     summed,
 )
-from linattn.ops.backends.triton.layout import States, empty_like_tokens, readable
+from linattn.ops.backends.triton.layout import States, empty_outputs, readable
+from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
-from linattn.ops.backends.triton.step_kernel import step
-from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values, step_tiles
-
-
-def _readable(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
-    """Return the call, whose rows are those of the queries, and its state."""
-    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = given
-    tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
-    call = Call(given.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
-    return call, S.contiguous(), z.contiguous()
+from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values
 
 
 def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
@@ -38,26 +30,24 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 
 
 def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    call, S, z = _readable(given)
-    y, S_end, z_end = empty_like_tokens(call.tokens["q"], call.dv), torch.empty_like(S), torch.empty_like(z)
-    rows = Rows(call, {**call.tokens, "y": y}, z)
-    if call.n == 1:
-        kernel, tiles, splits, state = step, step_tiles(call.f, call.dv), Split(1, 1), rows.shared(S, z)
-    else:
-        kernel, tiles = causal_kernels.forward, over_values(*call.shape)
-        splits = rows.split(tiles)
-        state = _entering(rows, S, z, splits)
-    rows.launch(kernel, tiles, splits, state=state, end=rows.shared(S_end, z_end))
+    if given.q.shape[-2] == 1:
+        return one_token.forward(given)
+    call, S, z = readable_call(given)
+    y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
+    rows, tiles = Rows(call, {**call.tokens, "y": y}, z), over_values(*call.shape)
+    splits = rows.split(tiles)
+    state, end = _entering(rows, S, z, splits), rows.shared(S_end, z_end)
+    rows.launch(causal_kernels.forward, tiles, splits, state=state, end=end)
     return y, S_end, z_end
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    y = empty_like_tokens(readable(call.q, call.lead), call.v.shape[-1])
+    y = empty_outputs(readable(call.q, call.lead), call.lead, call.v.shape[-1])
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 
 def gradient(given: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    (call, S, z), log_decay, (dy, dS_end, dz_end) = _readable(given), given.log_decay, grads
+    (call, S, z), log_decay, (dy, dS_end, dz_end) = readable_call(given), given.log_decay, grads
     assert dy is not None and dS_end is not None and dz_end is not None
     dy = readable(dy, call.lead)
     dq, denominators, earlier = _query_gradient(call, S, z, dy)
@@ -91,7 +81,7 @@ def _crossing(rows: Rows, programs: int) -> Tensor:
 
 def _query_gradient(call: Call, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return dq, the denominators, and the sums over pairs with earlier keys."""
-    dq, tiles = empty_like_tokens(call.tokens["q"], call.f), over_queries(*call.shape)
+    dq, tiles = call.empty_gradient("q"), over_queries(*call.shape)
     rows = Rows(call, {**call.tokens, "dy": dy, "dq": dq}, z)
     splits, crossing = rows.split(tiles), _crossing(rows, tiles.parts)
     state = _entering(rows, S, z, splits)

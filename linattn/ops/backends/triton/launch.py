@@ -97,14 +97,21 @@ class Rows:
     def launch(self, kernel: Any, tiles: Tiles, splits: Split, **arguments: object) -> None:
         self.run(kernel, splits.number, splits, **self.arguments, **tiles._asdict(), **arguments)
 
-    def run(self, kernel: Any, programs: int, splits: Split, *, parts: int, **arguments: Any) -> None:
-        """Give a kernel the arguments that it names, and each row so many programs times its parts, which start side by
-        side as they read the same tokens. Without rows, nothing is launched."""
-        arguments["walk"] = Walk(*opaque(self.call.n, *splits, parts, self.size1, self.size2))
-        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
+    def run(self, kernel: Any, programs: int, splits: Split, **arguments: Any) -> None:
+        """Launch so many programs for each row, times its parts. Without rows, nothing is launched."""
+        grid, named = self.prepared(kernel, programs, splits, **arguments)
         if self.number:
             with torch.cuda.device_of(self.first):
-                kernel[(self.number * programs * parts,)](**{name: arguments[name] for name in wanted})
+                kernel[grid](**named)
+
+    def prepared(
+        self, kernel: Any, programs: int, splits: Split, *, parts: int, **arguments: Any
+    ) -> tuple[tuple[int], dict[str, Any]]:
+        """Return a grid, in which the parts of a row start side by side, as they read the same tokens, and the
+        arguments that a kernel names."""
+        arguments["walk"] = Walk(*opaque(self.call.n, *splits, parts, self.size1, self.size2))
+        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
+        return (self.number * programs * parts,), {name: arguments[name] for name in wanted}
 
     def enter(self, state: States, sums: "Sums", splits: Split, **constants: bool) -> States:
         """Turn each split's own sums into the states that enter it, in place."""

@@ -62,7 +62,7 @@ class Walk(NamedTuple):
 def opaque(*integers: int) -> tuple[int, ...]:
     """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
     another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
-    return tuple(16 * x for x in integers)
+    return tuple([16 * x for x in integers])
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
@@ -114,6 +114,14 @@ def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
     if channels == x.shape[-1] and x.stride(-1) == 1 and not many(x.shape[:-2]):
         return torch.empty_like(x)
     return x.new_empty(*x.shape[:-1], channels)
+
+
+def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
+    """Return outputs without numbers, one for each row, also of those that share queries. They lie as q does if it has
+    all rows."""
+    if q.shape[:-2] == torch.Size(lead):
+        return empty_like_tokens(q, channels)
+    return q.new_empty(*lead, q.shape[-2], channels)
 
 
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:

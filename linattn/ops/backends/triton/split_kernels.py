@@ -16,7 +16,8 @@ def key_sums(
     features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     k, v = dev.in_row((k, v), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
-    S_i, z_i, decay = tl.zeros((BF, BV), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
+    # transposed, as in `query_gradient`; and no operand of a product stays in registers from chunk to chunk
+    S_i, z_i, decay = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
@@ -25,10 +26,10 @@ def key_sums(
             _, until, whole, _ = dev.load_decay(log_decay, tokens)
             k_j = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i, decay = S_i * whole, z_i * whole, decay * whole
-        S_i += dev.product(tl.trans(k_j), v_j, PRECISION)
+        S_i += dev.product(tl.trans(v_j), k_j, PRECISION)
         z_i += tl.sum(k_j.to(tl.float32), 0)
     first = dev.part(walk) == 0
-    dev.store_state(sums, row, split, features, values, S_i, z_i, True, first, F, DV)
+    dev.store_state(sums, row, split, features, values, tl.trans(S_i), z_i, True, first, F, DV)
     tl.store(kept + dev.place(walk), decay, mask=first)
 
 
@@ -44,7 +45,7 @@ def query_sums(
     q, dy = dev.in_row((q, dy), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
-    dS_j, dz_j, decay = tl.zeros((BF, BV), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
+    dS_j, dz_j, decay = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
@@ -59,11 +60,11 @@ def query_sums(
             scale *= since
             dS_j, dz_j, decay = dS_j * whole, dz_j * whole, decay * whole
         q_i = dev.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
-        dS_j += dev.product(tl.trans(q_i), dy_i, PRECISION)
+        dS_j += dev.product(tl.trans(dy_i), q_i, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, tokens)[:, None], 0)
     first = dev.part(walk) == 0
-    dev.store_state(sums, row, split, features, values, dS_j, dz_j, True, first, F, DV)
+    dev.store_state(sums, row, split, features, values, tl.trans(dS_j), dz_j, True, first, F, DV)
     tl.store(kept + dev.place(walk), decay, mask=first)
 
 

@@ -14,7 +14,7 @@ LARGEST = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INSTALLED = importlib.util.find_spec("triton") is not None
 # Triton's own switch, which it reads once too: kernels are then run by Python, on tensors of the CPU
-DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+DEVICES = ("cuda", "xpu", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda", "xpu")
 
 
 def unsupported(call: CausalCall) -> str | None:
@@ -54,9 +54,17 @@ def cannot(x: Tensor, f: int, dv: int) -> str | None:
     return None if x.device.type == "cpu" else _device_cannot(x)
 
 
+def untried(call: CausalCall | SumCall | ReadCall) -> str | None:
+    """Triton compiles for AMD's and Intel's GPUs too, but nobody has run these kernels there."""
+    device = call[0].device.type
+    if device == "xpu" or (device == "cuda" and torch.version.hip is not None):
+        return "has not been tried on this kind of GPU, and runs there when named"
+    return None
+
+
 def _device_cannot(x: Tensor) -> str | None:
-    if torch.version.hip is not None:
-        return "is written for NVIDIA GPUs"
+    if x.device.type != "cuda" or torch.version.hip is not None:
+        return None
     capability = torch.cuda.get_device_capability(x.device)
     return None if capability >= (8, 0) else f"needs compute capability 8.0 or more, but the device has {capability}"
 

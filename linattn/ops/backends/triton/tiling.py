@@ -44,6 +44,7 @@ class Rule(NamedTuple):
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
+    """Three stages where shared memory allows, as with two the loads of a chunk wait for the products before them."""
     widest, memory = max(_power(f), _power(dv)), shared_memory(device)
     large, roomy = memory > 200 * 1024, memory > 160 * 1024
     if dtype == torch.float32:
@@ -51,23 +52,21 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
     if dtype == torch.float16:
         if widest > 128:
             return Rule(16, 2048, 8, 1)
-        return Rule(64 if roomy else 32, 4096, 8, 1)
+        return Rule(64 if roomy else 32, 4096, 8, 3 if large else 1)
     if widest > 128 or not roomy:
-        return Rule(32, 4096, 4, 2)
+        return Rule(32, 4096, 4, 3 if large else 2)
     if not large:
-        return Rule(64, 4096, 4, 2) if widest <= 64 else Rule(64, 8192, 8, 2)
-    # three stages, as with two the loads of a chunk wait for the products of the one before. The weights of a decay
-    # leave no registers for 128 tokens, nor shared memory for three stages of 128 channels
-    if widest <= 64:
-        return Rule(64 if decayed else 128, 4096, 8, 3)
-    return Rule(64, 16384, 8, 2 if decayed else 3)
+        return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
+    # the weights of a decay leave no registers for 128 tokens
+    return Rule(64 if decayed else 128, 4096, 8, 3) if widest <= 64 else Rule(64, 16384, 8, 3)
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others of
+    NVIDIA's; 64 on those that do not say."""
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024)
+    return (64 if device.type == "xpu" else 227) * 1024
 
 
 def _power(size: int) -> int:
@@ -107,8 +106,13 @@ def over_both(
     chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
-        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
-    return [(over_features(f, dv, dtype, device, decayed), True, False), (over_values(f, dv, dtype, device, decayed), False, True)]
+        # with the weights of a decay, three stages of 128 channels would exceed 227 KiB by three
+        stages = 2 if decayed and BF * BV > 8192 else chosen.num_stages
+        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8, num_stages=stages)), True, True)]
+    return [
+        (over_features(f, dv, dtype, device, decayed), True, False),
+        (over_values(f, dv, dtype, device, decayed), False, True),
+    ]
 
 
 def step_tiles(f: int, dv: int) -> Tiles:

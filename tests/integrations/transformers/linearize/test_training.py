@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import TrainingArguments
 
 from linattn.integrations.transformers.linearize import (
     Budget,
+    Rates,
     choose_layers,
     convert,
     divergence,
@@ -152,3 +154,32 @@ def test_only_labels_are_compared():
     present = (each[0].sum() + each[1, :5].sum()) / 14
     batch = {"input_ids": ids, "attention_mask": mask}
     assert divergence(model, teacher, [batch]) == pytest.approx(present.item(), rel=1e-4)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    conversion, batches = start(DECODERS["llama"])
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="trains in one process, but there are 2"):
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
+
+
+def test_wrong_calls_are_refused():
+    conversion, batches = start(DECODERS["llama"])
+    model, teacher = conversion.model, conversion.teacher
+    with pytest.raises(ValueError, match="give steps, minutes or both"):
+        Budget()
+    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are 0 and None"):
+        Budget(steps=0)
+    with pytest.raises(ValueError, match="at least one batch"):
+        transfer(model, teacher, [], Budget(steps=1))
+    with pytest.raises(ValueError, match="count must be from 0 to 2, the linear layers, but is 3"):
+        choose_layers(model, teacher, batches, 3)
+    conversion.undo()
+    with pytest.raises(ValueError, match="no layer of this LlamaForCausalLM is linear"):
+        transfer(model, teacher, batches, Budget(steps=1))
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    conversion, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="the loss is not finite at step"):
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30))

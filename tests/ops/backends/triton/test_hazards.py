@@ -46,3 +46,10 @@ def test_a_loop_is_followed_around() -> None:
     loop = ("MOV R1, R2", ".L_x_1:", "MOV R89, R3", PRODUCT, "@P0 BRA `(.L_x_1)", WAIT, "EXIT")
     assert hazards().overwritten(listing(*loop))
     assert not hazards().overwritten(listing(*(x for x in loop if "BRA" not in x)))
+
+
+def test_a_wait_may_leave_groups() -> None:
+    leave, write, other = WAIT.replace("0x0", "0x1"), "MOV R90, R1", PRODUCT.replace("R88", "R96")
+    assert hazards().overwritten(listing(PRODUCT, leave, write, WAIT, "EXIT"))
+    assert not hazards().overwritten(listing(PRODUCT, other, leave, write, WAIT, "EXIT"))
+    assert hazards().overwritten(listing(PRODUCT, other, leave, "MOV R96, R1", WAIT, "EXIT"))

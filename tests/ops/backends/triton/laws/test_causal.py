@@ -96,7 +96,6 @@ def test_every_map(feature_map: str, device: torch.device) -> None:
         (100, 24, torch.float32),
         (24, 100, torch.bfloat16),
         (130, 40, torch.float16),
-        (150, 256, torch.bfloat16),
     ],
 )
 def test_every_width(f: int, dv: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -258,6 +257,13 @@ def test_grouped_queries_share_a_key_head(device: torch.device) -> None:
     step, _ = causal_linear_attention(*one, after, **TRITON)
     exact, _ = causal_linear_attention(*one, after, backend="recurrent")
     assert_close(step, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_states_with_decays_of_their_own_share_queries_and_keys(n: int, device: torch.device) -> None:
+    q, k, _ = tokens(n, device, lead=(2, 1))
+    v, decay = tokens(n, device, lead=(2, 3))[2], decays(n, device, lead=(2, 3))
+    compare([q, k, v, *state(device, lead=(2, 3)), decay], 1e-5, decayed=True, normalize=None)
 
 
 @pytest.mark.parametrize("lead", [(), (2, 2, 2, 2)])

@@ -90,7 +90,9 @@ def test_decays(dtype: torch.dtype, mean: float, normalize: str | None, device: 
 
 
 @pytest.mark.parametrize("normalize", ["output", None])
-def test_wide_features_and_splits(normalize: str | None, device: torch.device, in_splits: Callable[[int], None]) -> None:
+def test_wide_features_and_splits(
+    normalize: str | None, device: torch.device, in_splits: Callable[[int], None]
+) -> None:
     """Several programs share the features of a row, and others its tokens."""
     in_splits(64)
     assert tiling.over_queries(80, 80, torch.float16, device).parts > 1
@@ -171,3 +173,20 @@ def test_nothing_at_a_masked_key_reaches_queries(rubbish: float, device: torch.d
     for i, (a, b) in enumerate(zip(derivatives(k, v, key_mask=present), alone, strict=True)):
         assert_close(a if i % 3 == 0 else a[:, present], b, rtol=1e-4, atol=1e-5)
         assert i % 3 == 0 or not a[:, ~present].any()
+
+
+@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize("normalize", ["output", None])
+def test_heads_that_share_queries_and_keys(n: int, normalize: str | None, device: torch.device) -> None:
+    q, k = (torch.rand(2, 1, n, 8, device=device) for _ in range(2))
+    v, log_decay = torch.randn(2, 3, n, 5, device=device), -torch.rand(2, 3, n, device=device)
+    S, z = torch.randn(2, 3, 8, 5, device=device), torch.rand(2, 3, 8, device=device)
+    leaves = [x.requires_grad_() for x in (q, k, v, S, z, log_decay)]
+
+    def run(backend: str) -> tuple[Tensor, ...]:
+        options = {"log_decay": log_decay, "normalize": normalize, "backend": backend}
+        y, state = causal_linear_attention(q, k, v, LinearState(S, z), **options)
+        loss = y.square().sum() + state.S.square().sum() + state.z.sum()
+        return y, state.S, state.z, *torch.autograd.grad(loss, leaves)
+
+    assert_close(run("triton"), run("reference"), rtol=1e-4, atol=1e-4)

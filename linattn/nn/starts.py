@@ -1,0 +1,39 @@
+"""Packed rows: several sequences in one row, where a mask tells with which tokens they begin."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from linattn.types import TokenMask
+
+# the age of a token whose sequence began before this call
+UNKNOWN = 2**40
+
+
+def check_starts(x: Tensor, starts: Tensor | None) -> None:
+    """Raise ValueError unless the starts are boolean (b, n), as x, or None."""
+    if starts is None:
+        return
+    if starts.dtype != torch.bool:
+        raise ValueError(f"starts must be boolean, True where a sequence begins, but is {starts.dtype}")
+    if starts.shape != x.shape[:2]:
+        raise ValueError(f"starts must be {tuple(x.shape[:2])}, as x, but is {tuple(starts.shape)}")
+
+
+def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
+    """Return the number of present tokens before each token in its sequence, and before a next token: `UNKNOWN` or
+    more if the sequence began before the first token here."""
+    present = torch.ones_like(starts) if key_mask is None else key_mask
+    count = present.cumsum(1)
+    before = count - present.long()
+    begun = torch.where(starts, before, -UNKNOWN)
+    # a first column, so that there is one with no tokens too
+    begun = torch.cat([begun.new_full((len(begun), 1), -UNKNOWN), begun], 1).cummax(1).values
+    after = torch.cat([count.new_zeros(len(count), 1), count], 1)[:, -1] - begun[:, -1]
+    return before - begun[:, 1:], after
+
+
+def first_present(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> Bool[Tensor, "b n"]:
+    """Return where the first present token of each sequence is."""
+    first = ages(starts, key_mask)[0] == 0
+    return first if key_mask is None else first & key_mask
