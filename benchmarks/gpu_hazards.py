@@ -1,9 +1,10 @@
 """Finds tensor-core products whose operand in registers is written again before they are done, in compiled kernels.
 
-On Hopper a product (HGMMA) runs on while later instructions issue, and reads its left operand from registers meanwhile;
-`WARPGROUP.DEPBAR` waits until so many groups of products are left, each of which ends with a `gsb0`. The ptxas of CUDA 12.8 and 12.9 is reported to move writes of such registers in front
-of that wait (fla-org/flash-linear-attention 984 and 1262, triton-lang/triton 11366 and 11781). Every path from a
-product on is followed, each loop once more, up to the wait."""
+On Hopper a product (HGMMA) runs on while later instructions issue, and reads its left operand from registers meanwhile.
+`WARPGROUP.DEPBAR` waits until so many groups of products are left, each of which ends with a `gsb0`. The ptxas of CUDA
+12.8 and 12.9 is reported to move writes of such registers in front of that wait (fla-org/flash-linear-attention 984 and
+1262, triton-lang/triton 11366 and 11781). Every path from a product on is followed, each loop once more, up to the
+wait."""
 
 import re
 import subprocess

@@ -23,7 +23,8 @@ def causal_delta_attention(
     /,
     state: Float[Tensor, "*#b d dv"] | None = None,
     *,
-    log_decay: Float[Tensor, "*#b n d"] | Float[Tensor, "*#b #n"] | None = None,
+    # (…, n), or (…, n, d): one annotation for both would take either for the other
+    log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
@@ -34,7 +35,7 @@ def causal_delta_attention(
     exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
     normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has k's
     shape (None: zeros). `key_mask` is True for each present token (None: all); leading dimensions broadcast.
-    `backend` is "recurrent" (one token), "chunked" or "reference", or None: the first that can run.
+    `backend` is a name that `explain_backend` lists, given `beta`, or None: the first that can run.
 
     A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
     sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is

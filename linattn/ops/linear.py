@@ -29,7 +29,8 @@ def causal_linear_attention(
     /,
     state: LinearState | None = None,
     *,
-    log_decay: Float[Tensor, "*#b n d"] | Float[Tensor, "*#b #n"] | None = None,
+    # (…, n), or (…, n, d): one annotation for both would take either for the other
+    log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
     normalize: str | None = "output",
     feature_map: str = "identity",

@@ -35,7 +35,8 @@ def inputs(n: int, lead: tuple[int, ...] = (2, 3), d: int = D, dv: int = DV) -> 
 def call(given: Inputs, backend: str | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     state = LinearState(given["S"], given["z"]) if "S" in given else None
     masks = {name: given[name] for name in ("log_decay", "key_mask") if name in given}
-    y, after = causal_linear_attention(*(given[x] for x in "qkv"), state, **masks, backend=backend, **options)
+    q, k, v = (given[name] for name in "qkv")
+    y, after = causal_linear_attention(q, k, v, state, **masks, backend=backend, **options)
     return y, after.S, after.z
 
 
@@ -173,7 +174,8 @@ def test_a_masked_token_neither_writes_nor_decays(backend: str, normalize: str |
     for n in (1, 65) if backend == "chunked" else (7,):
         given = inputs(n)
         attend = attention(backend, normalize=normalize, feature_map="softplus")
-        laws.a_masked_key_is_a_missing_key(attend, *(given[name] for name in "qkv"), laws.masks(n)[kind])
+        q, k, v = (given[name] for name in "qkv")
+        laws.a_masked_key_is_a_missing_key(attend, q, k, v, laws.masks(n)[kind])
         _, *state = run(given | {"key_mask": torch.zeros(2, 1, n, dtype=torch.bool)}, backend, normalize=normalize)
         assert_close(state, [given["S"], given["z"]], rtol=0, atol=0)
 

@@ -28,6 +28,15 @@ class Moments(NamedTuple):
     num_queries: int
     num_keys: int
 
+    def plus(self, other: "Moments") -> "Moments":
+        return Moments(
+            self.queries + other.queries,
+            self.keys + other.keys,
+            self.key_sum + other.key_sum,
+            self.num_queries + other.num_queries,
+            self.num_keys + other.num_keys,
+        )
+
     def per_token(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return C_q, the moment of centred keys C_k, and the mean key."""
         mean = self.key_sum / self.num_keys
@@ -45,7 +54,7 @@ def project_closest(
         if call.name in layers:
             found = _moments(call)
             if (before := sums.get(call.name)) is not None:
-                found = Moments(*(a + b for a, b in zip(before, found, strict=True)))
+                found = found.plus(before)
             sums[call.name] = found
 
     for batch in batches:

@@ -76,7 +76,8 @@ def linearized_class(name: str) -> type[Linearized]:
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Load a linearized model with the class it was saved from; the options are those of `from_pretrained`.
 
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same."""
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
+    argument transformers makes the stock model with softmax, and lists our weights as unexpected."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, FIELD, None) is None:
         raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")

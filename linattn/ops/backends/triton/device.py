@@ -251,7 +251,11 @@ def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
         # the leading bits without rounding, which costs less, and then what they leave
         bits = b.to(tl.int32, bitcast=True)
         high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
-        rest = product(a, rounded(b - high, PRECISION), PRECISION)
+        part = rounded(b - high, PRECISION)
+        rest = product(a, part, PRECISION)
+        if PRECISION == "bf16":
+            # two parts have 16 bits, too few for 65,536 values with a mean of ten times their deviation
+            rest += product(a, rounded(b - high - part.to(tl.float32), PRECISION), PRECISION)
         if PRECISION == "bf16" and not _INTERPRETED:
             return tl.dot(a, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest)
         else:
