@@ -125,3 +125,19 @@ def test_an_encoder_has_a_report_too(text, tmp_path):
     made = json.loads((tmp_path / "linear/report.json").read_text("utf-8"))
     assert made["scores"]["linear"]["loss"] is None and made["scores"]["teacher"]["cosine"] == pytest.approx(1)
     assert "cosine" in made["sentences"][0]
+
+
+def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
+    given: dict[str, object] = {}
+
+    def stop(made, teacher, batches, budget, **options):
+        given.update(options, layers=linearized_layers(made), rows=len(batches[0]["input_ids"]), steps=budget.steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "fine_tune", stop)
+    options = ("--lr", "1e-4", "--lora", "4", "--keep", "0", "--window", "0", "--convolution", "2", "--batch", "3")
+    assert linearize(model, text, tmp_path / "linear", *options) == 130
+    (layer,) = given.pop("layers").values()
+    spec = layer.linear_attention.spec
+    assert (spec.index, spec.window, spec.convolution) == (1, 0, 2)
+    assert given == {"rates": (1e-4, 2e-4), "lora": 4, "rows": 3, "steps": 3}

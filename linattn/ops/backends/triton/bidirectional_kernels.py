@@ -6,6 +6,7 @@ A program has some tokens of one row and some channels, and reads its part of th
 
 import triton.language as tl
 
+from linattn.ops.backends.triton import arithmetic as num
 from linattn.ops.backends.triton import device as dev
 
 
@@ -18,13 +19,13 @@ def read(
     features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, y = dev.in_row((q, y), row, UNIT)
     S, z = dev.load_state(state, row, 0, features, values, True, F, DV)
-    S = dev.rounded(S, PRECISION)
+    S = num.rounded(S, PRECISION)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         q_i = dev.mapped(dev.load(q, tokens, features), dev.both(tokens[1], features[1]), PHI, PRECISION)
-        y_i = dev.product(q_i, S, PRECISION)
+        y_i = num.product(q_i, S, PRECISION)
         if NORMALIZED:
-            y_i *= dev.one_over(tl.sum(q_i.to(tl.float32) * z[None, :], 1))[:, None]
+            y_i *= num.one_over(tl.sum(q_i.to(tl.float32) * z[None, :], 1))[:, None]
         dev.store(y, tokens, values, y_i)
 
 
@@ -45,20 +46,20 @@ def read_gradient(
     mean = tl.zeros((BV,), tl.float32)
     if NORMALIZED:
         # as in the causal `query_gradient`
-        mean = dev.mean_value(S, z)
+        mean = num.mean_value(S, z)
         S -= z[:, None] * mean[None, :]
-    S = dev.rounded(S, PRECISION)
+    S = num.rounded(S, PRECISION)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         dy_i, x = dev.load(dy, tokens, values), dev.load(q, tokens, features).to(tl.float32)
-        dq_i = dev.product(dev.rounded(dy_i, PRECISION), tl.trans(S), PRECISION)
+        dq_i = num.product(num.rounded(dy_i, PRECISION), tl.trans(S), PRECISION)
         of_mean = tl.sum(dy_i.to(tl.float32) * mean[None, :], 1)
         if SUMS:
-            q_i = tl.where((features[0] < F)[None, :], dev.rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
+            q_i = tl.where((features[0] < F)[None, :], num.rounded(PHI(x), PRECISION).to(tl.float32), 0.0)
             scale, delta_i = tl.sum(q_i * z[None, :], 1), tl.sum(q_i * dq_i, 1)
             share = delta_i + scale * of_mean
             if GRADIENT:
-                scale = dev.one_over(scale)
+                scale = num.one_over(scale)
                 delta_i *= scale
                 share = delta_i + of_mean
             dev.store_numbers(inverse, tokens, scale)
@@ -90,10 +91,10 @@ def key_sums_gradient(
         present = dev.load_present(key_mask, tokens, MASKED)
         x = dev.load(k, tokens, features).to(tl.float32)
         if KEYS:
-            v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            dk_j = (dev.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x, PHI(x))
+            v_j = num.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
+            dk_j = (num.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x, PHI(x))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
             k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
-            dv_j = dev.product(k_j, dev.rounded(dS, PRECISION), PRECISION)
+            dv_j = num.product(k_j, num.rounded(dS, PRECISION), PRECISION)
             dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))

@@ -6,6 +6,7 @@ the first chunk to the last, with the state, and keys' and values' from the last
 
 import triton.language as tl
 
+from linattn.ops.backends.triton import arithmetic as num
 from linattn.ops.backends.triton import device as dev
 
 
@@ -39,7 +40,7 @@ def query_gradient(
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
-        dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
+        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
         x = dev.load(q, tokens, features)
         visible = places[:, None] >= places[None, :]
         scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
@@ -47,20 +48,20 @@ def query_gradient(
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             weight = dev.between(sums, visible, KEYS_FIRST=False)
-            k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
-            A = tl.where(visible, dev.product(q_i, tl.trans(k_j), PRECISION), 0.0)
+            A = tl.where(visible, num.product(q_i, tl.trans(k_j), PRECISION), 0.0)
             if DECAYED:
                 A *= weight
-        G = dev.product(dy_i, tl.trans(v_j), PRECISION)
-        from_state = dev.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, PRECISION)
+        G = num.product(dy_i, tl.trans(v_j), PRECISION)
+        from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, PRECISION)
         if SUMS:
             d_i = tl.sum(A, 1) + tl.sum(q_i.to(tl.float32) * z_i[None, :], 1) * since
             delta_i = tl.sum(tl.where(visible, A * G, 0.0), 1) + tl.sum(q_i.to(tl.float32) * from_state, 1) * since
             if GRADIENT:
-                scale = dev.one_over(d_i)
+                scale = num.one_over(d_i)
                 delta_i *= scale
             dev.store_numbers(inverse, tokens, scale if GRADIENT else d_i)
             dev.store_numbers(delta, tokens, delta_i)
@@ -72,19 +73,19 @@ def query_gradient(
                 from_state -= delta_i[:, None] * z_i[None, :]
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = dev.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION).to(tl.float32)
+                q_end = num.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION).to(tl.float32)
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
                 dev.store_numbers(crossing, tokens, tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 1))
                 G *= weight
                 from_state *= since[:, None]
-            dq_i = (dev.product(dev.rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
+            dq_i = (num.product(num.rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
             slope = DERIVATIVE(x.to(tl.float32), q_i.to(tl.float32))
             if MASKED:
                 slope = tl.where(present[:, None] | (tl.abs(slope) < float("inf")), slope, 0.0)
             dev.store(dq, tokens, features, dq_i * slope)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
-        S_i += dev.product(tl.trans(v_j), k_end, PRECISION)
+        S_i += num.product(tl.trans(v_j), k_end, PRECISION)
         z_i += tl.sum(k_end.to(tl.float32), 0)
 
 
@@ -122,7 +123,7 @@ def key_gradients(
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
-        dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
+        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
         x = dev.load(k, tokens, features).to(tl.float32)
         # features[1] is a constant if F fills the tile: φ is then computed in the layout of products, and spills
         k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
@@ -135,36 +136,36 @@ def key_gradients(
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             weight = scale[None, :] * dev.between(sums, visible, KEYS_FIRST=True)
-            q_end, k_end = scale * since, dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-            q_end = dev.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
+            q_end, k_end = scale * since, num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            q_end = num.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
         else:
-            q_i = dev.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
+            q_i = num.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
             q_end, k_end = q_i, k_j
         if VALUES or DECAYED:
-            A = dev.product(k_j, tl.trans(q_i), PRECISION)
+            A = num.product(k_j, tl.trans(q_i), PRECISION)
         if KEYS:
-            v_j = dev.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            G = tl.where(visible, dev.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
-            from_state = dev.product_with_state(v_j, dS_j, NORMALIZED or DECAYED, PRECISION) + dz_j[None, :]
+            v_j = num.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
+            G = tl.where(visible, num.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
+            from_state = num.product_with_state(v_j, dS_j, NORMALIZED or DECAYED, PRECISION) + dz_j[None, :]
             if DECAYED:
                 G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 from_state *= until[:, None]
-            dk_j = dev.product(dev.rounded(G, PRECISION), q_i, PRECISION) + from_state
+            dk_j = num.product(num.rounded(G, PRECISION), q_i, PRECISION) + from_state
             slope = DERIVATIVE(x, k_j.to(tl.float32))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j * slope, 0.0))
         if VALUES:
             if DECAYED:
                 A *= weight
-            A = dev.rounded(tl.where(visible, A, 0.0), PRECISION)
-            from_state = dev.product(k_end, dev.rounded(tl.trans(dS_j), PRECISION), PRECISION)
-            dv_j = dev.product(A, dy_i, PRECISION) + from_state
+            A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
+            from_state = num.product(k_end, num.rounded(tl.trans(dS_j), PRECISION), PRECISION)
+            dv_j = num.product(A, dy_i, PRECISION) + from_state
             dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole
-        dS_j += dev.product(tl.trans(dy_i), q_end, PRECISION)
+        dS_j += num.product(tl.trans(dy_i), q_end, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_end.to(tl.float32) * delta_i[:, None], 0)
     # one for each row, to be summed over rows that share a state

@@ -5,6 +5,7 @@ walks from chunk to chunk with the state in registers. With D, r, w and a as in 
 
 import triton.language as tl
 
+from linattn.ops.backends.triton import arithmetic as num
 from linattn.ops.backends.triton import device as dev
 
 
@@ -21,30 +22,30 @@ def forward(
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
     places = tl.arange(0, C)
-    z_i = tl.broadcast_to(z_i[:, None], (BF, dev.COLUMNS))
+    z_i = tl.broadcast_to(z_i[:, None], (BF, num.COLUMNS))
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
-        A = dev.product(q_i, tl.trans(k_j), PRECISION)
-        from_state = dev.product(q_i, dev.rounded(S_i, PRECISION), PRECISION)
-        from_z = tl.sum(dev.product(q_i, dev.in_columns(z_i, PRECISION), PRECISION), 1)
+        A = num.product(q_i, tl.trans(k_j), PRECISION)
+        from_state = num.product(q_i, num.rounded(S_i, PRECISION), PRECISION)
+        from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         visible, k_end = places[:, None] >= places[None, :], k_j
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             A *= dev.between(sums, visible, KEYS_FIRST=False)
             from_state, from_z = from_state * since[:, None], from_z * since
-            k_end = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i = S_i * whole, z_i * whole
         # rounded first, so that outputs are true means of values
-        A = dev.rounded(tl.where(visible, A, 0.0), PRECISION)
-        y_i = dev.product(A, v_j, PRECISION) + from_state
+        A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
+        y_i = num.product(A, v_j, PRECISION) + from_state
         if NORMALIZED:
-            y_i *= dev.one_over(tl.sum(A.to(tl.float32), 1) + from_z)[:, None]
+            y_i *= num.one_over(tl.sum(A.to(tl.float32), 1) + from_z)[:, None]
         dev.store(y, tokens, values, y_i)
-        S_i += dev.product(tl.trans(k_end), v_j, PRECISION)
-        z_i += dev.product(tl.trans(k_end), dev.count(present, PRECISION), PRECISION)
+        S_i += num.product(tl.trans(k_end), v_j, PRECISION)
+        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
     # rows that share their keys have the same sums: the first one writes them
     last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
     dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)

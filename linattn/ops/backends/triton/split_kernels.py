@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+from linattn.ops.backends.triton import arithmetic as num
 from linattn.ops.backends.triton import device as dev
 
 
@@ -24,9 +25,9 @@ def key_sums(
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         if DECAYED:
             _, until, whole, _ = dev.load_decay(log_decay, tokens)
-            k_j = dev.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            k_j = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i, decay = S_i * whole, z_i * whole, decay * whole
-        S_i += dev.product(tl.trans(v_j), k_j, PRECISION)
+        S_i += num.product(tl.trans(v_j), k_j, PRECISION)
         z_i += tl.sum(k_j.to(tl.float32), 0)
     first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, tl.trans(S_i), z_i, True, first, F, DV)
@@ -51,7 +52,7 @@ def query_sums(
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
-        dy_i = dev.rounded(dev.load(dy, tokens, values), PRECISION)
+        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
         scale = tl.where(tokens[1], 1.0, 0.0)
         if NORMALIZED:
             scale = dev.load_numbers(inverse, tokens)
@@ -59,8 +60,8 @@ def query_sums(
             since, _, whole, _ = dev.load_decay(log_decay, tokens)
             scale *= since
             dS_j, dz_j, decay = dS_j * whole, dz_j * whole, decay * whole
-        q_i = dev.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
-        dS_j += dev.product(tl.trans(dy_i), q_i, PRECISION)
+        q_i = num.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
+        dS_j += num.product(tl.trans(dy_i), q_i, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, tokens)[:, None], 0)
     first = dev.part(walk) == 0

@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+from linattn.ops.backends.triton import arithmetic as num
 from linattn.ops.backends.triton import device as dev
 
 
@@ -32,6 +33,6 @@ def step(
     z_i += k_i
     y_i = tl.sum(q_i[:, None] * S_i, 0)
     if NORMALIZED:
-        y_i *= dev.one_over(tl.sum(q_i * z_i, 0))
-    tl.store(y[0] + values[0], dev.cast(y_i, y[0].dtype.element_ty), mask=values[1])
+        y_i *= num.one_over(tl.sum(q_i * z_i, 0))
+    tl.store(y[0] + values[0], num.cast(y_i, y[0].dtype.element_ty), mask=values[1])
     dev.store_state(end, row, 0, features, values, S_i, z_i, dev.owns(end, row), dev.part(walk) == 0, F, DV)

@@ -1,0 +1,118 @@
+"""Numbers as tensor cores multiply them: rounding, products, and sums and quotients of features."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+import triton.language.target_info
+from triton import knobs
+
+# type checkers believe that a compiled function cannot be called
+jit: Any = triton.jit
+
+# the interpreter multiplies bfloat16 wrongly, and cuts off where it should round
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+# as `base.infinite_if_none`: what is smaller has lost its terms to rounding
+_NONE = tl.constexpr(2.0**-126 / 2.0**-23)
+
+
+@jit
+def _nearest_bfloat16(x):
+    """Float32 numbers that bfloat16 holds, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@jit
+def _bfloat16(x):
+    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one."""
+    if _INTERPRETED:
+        return _nearest_bfloat16(x.to(tl.float32)).to(tl.bfloat16)
+    elif x.dtype == tl.float32 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, True, 2)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@jit
+def cast(x, TYPE: tl.constexpr):
+    """Convert float32 to what a tensor holds."""
+    return _bfloat16(x) if tl.bfloat16 == TYPE else x.to(TYPE)
+
+
+@jit
+def rounded(x, PRECISION: tl.constexpr):
+    """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
+    if PRECISION == "bf16":
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x)
+    elif PRECISION == "tf32":
+        return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@jit
+def product(a, b, PRECISION: tl.constexpr):
+    """Multiply rounded tiles, summed in float32."""
+    if PRECISION == "bf16":
+        return tl.dot(a, b)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@jit
+def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
+    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
+    if PRECISE and PRECISION != "tf32x3":
+        # the leading bits without rounding, which costs less, and then what they leave
+        bits = b.to(tl.int32, bitcast=True)
+        high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
+        part = rounded(b - high, PRECISION)
+        rest = product(a, part, PRECISION)
+        if PRECISION == "bf16":
+            # two parts have 16 bits, too few for 65,536 values with a mean of ten times their deviation
+            rest += product(a, rounded(b - high - part.to(tl.float32), PRECISION), PRECISION)
+        if PRECISION == "bf16" and not _INTERPRETED:
+            return tl.dot(a, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest)
+        else:
+            return rest + product(a, high, PRECISION)
+    else:
+        return product(a, rounded(b, PRECISION), PRECISION)
+
+
+# columns of the smallest tile that tensor cores multiply
+COLUMNS: tl.constexpr = tl.constexpr(16)
+
+
+@jit
+def in_columns(z, PRECISION: tl.constexpr):
+    """Write (B, COLUMNS) numbers, equal in every column, as three columns of rounded numbers with the same sum."""
+    high = rounded(z, PRECISION)
+    rest = z - high.to(tl.float32)
+    middle = rounded(rest, PRECISION)
+    low = rounded(rest - middle.to(tl.float32), PRECISION)
+    column = tl.arange(0, COLUMNS)[None, :]
+    return tl.where(column == 0, high, tl.where(column == 1, middle, tl.where(column == 2, low, 0.0)))
+
+
+@jit
+def count(present, PRECISION: tl.constexpr):
+    """(C, COLUMNS): ones for the tokens that are keys, so that φ(k)ᵀ times them is Σ φ(k) in every column."""
+    ones = rounded(tl.where(present, 1.0, 0.0), PRECISION)
+    return tl.broadcast_to(ones[:, None], (present.shape[0], COLUMNS))
+
+
+@jit
+def one_over(denominator):
+    """Zero for a query that resembles no key."""
+    none = tl.abs(denominator) < _NONE
+    return tl.where(none, 0.0, 1 / tl.where(none, 1.0, denominator))
+
+
+@jit
+def mean_value(S, z):
+    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only their differences."""
+    weight = z * one_over(tl.max(tl.abs(z), 0))
+    return tl.sum(weight[:, None] * S, 0) * one_over(tl.sum(weight * z, 0))
