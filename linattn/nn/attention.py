@@ -100,9 +100,9 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution = None
+        self.convolution, self.convolution_on = None, convolution_on
         if convolution:
-            self.convolution = self._make_convolution(convolution, convolution_on)
+            self.convolution = self._make_convolution(convolution)
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
         self.gates = token_gates(
@@ -185,10 +185,11 @@ class MultiheadAttention(nn.Module):
         check_starts(x, starts)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
-        if isinstance(self.convolution, ShortConvolution):
+        # an adapter may stand in the convolution's place, so its class says nothing
+        if self.convolution is not None and self.convolution_on == "inputs":
             mixed, convolution = self.convolution.extend(x, past, key_mask=key_mask, starts=starts)
         q, k, v = self.q_proj(mixed), self.k_proj(mixed), self.v_proj(mixed)
-        if isinstance(self.convolution, ProjectionConvolutions):
+        if self.convolution is not None and self.convolution_on == "projections":
             (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask, starts=starts)
         q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
         if self.unit_keys:
@@ -213,10 +214,10 @@ class MultiheadAttention(nn.Module):
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
         return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
 
-    def _make_convolution(self, width: int, on: str) -> ShortConvolution | ProjectionConvolutions:
-        if on not in CONVOLUTIONS_ON:
-            raise unknown_name("convolution_on", on, CONVOLUTIONS_ON)
-        if on == "inputs":
+    def _make_convolution(self, width: int) -> Any:
+        if self.convolution_on not in CONVOLUTIONS_ON:
+            raise unknown_name("convolution_on", self.convolution_on, CONVOLUTIONS_ON)
+        if self.convolution_on == "inputs":
             return ShortConvolution(self.dim, width)
         return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 

@@ -69,7 +69,7 @@ class GatesFromKeys(InnerAttention):
         return self.inner.extend(q, k, v, state, key_mask=key_mask, gates=self.gates(k))
 
     def _checked_state(self, state):
-        return state
+        return self.inner._checked_state(state)
 
 
 def gates_of(needs: AnyNeeds, k: Tensor) -> Any:

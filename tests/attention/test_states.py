@@ -22,7 +22,7 @@ from linattn.attention import (
     named_attention,
 )
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
-from tests.attention.cases import CAUSAL, CHANNELS, HEADS, KEY_HEADS, heads, make
+from tests.attention.cases import CAUSAL, CHANNELS, HEADS, KEY_HEADS, GatesFromKeys, heads, make
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -89,6 +89,7 @@ def test_a_state_of_other_inputs_is_refused(spec: str) -> None:
     ) -> Any:
         name = spec if h == HEADS else spec.replace(":2", ":4")
         other = named_attention(name, num_heads=h, num_key_heads=hk, head_dim=d, causal=True, window=17).to(dtype)
+        other = other if other.needs is None else GatesFromKeys(other)
         return other.extend(*(torch.randn(2, *size, dtype=dtype) for size in ((h, 5, d), (hk, 5, d), (hk, 5, dv))))[1]
 
     inner, x = make(spec, True), heads(3)
