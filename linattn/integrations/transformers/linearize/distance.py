@@ -47,6 +47,14 @@ def predicts_next(model: PreTrainedModel) -> bool:
     return model.can_generate() and not model.config.is_encoder_decoder
 
 
+def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
+    """Give a language model's batch its tokens as labels, if it has none; padding is not predicted."""
+    if "labels" in batch or not predicts_next(model):
+        return batch
+    labels, mask = batch["input_ids"], batch.get("attention_mask")
+    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORED)}
+
+
 def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
     """Return the mean of `output_distance` over the batches."""
     with evaluating(model), evaluating(teacher):

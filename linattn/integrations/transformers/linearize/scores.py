@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from linattn.integrations.transformers.linearize.distance import IGNORED, predicts_next, with_labels
 from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
-
-IGNORED = -100
-"""The label of a place where nothing is predicted."""
 
 
 class Scores(NamedTuple):
@@ -69,23 +67,11 @@ def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None
     output = run(model, batch)
     y = output["logits"] if "logits" in output else output["last_hidden_state"]
     y = y if y.dtype == torch.float64 else y.float()
-    labels = _labels(model, batch) if "logits" in output else None
+    labels = with_labels(model, batch).get("labels") if "logits" in output else None
     if labels is not None and y.shape[: labels.dim()] == labels.shape:
-        if _predicts_the_next(model):
+        if predicts_next(model):
             y, labels = y[:, :-1], labels[:, 1:]
         asked = labels != IGNORED
         return y[asked], labels[asked]
     mask = batch.get("attention_mask")
     return (y[mask.bool()] if mask is not None and mask.shape == y.shape[:2] else y.flatten(0, -2)), None
-
-
-def _labels(model: PreTrainedModel, batch: Batch) -> Tensor | None:
-    """Return the labels of a batch; a language model's are its tokens, if there are no others."""
-    if "labels" in batch or not _predicts_the_next(model):
-        return batch.get("labels")
-    labels, mask = batch["input_ids"], batch.get("attention_mask")
-    return labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
-
-
-def _predicts_the_next(model: PreTrainedModel) -> bool:
-    return model.can_generate() and not model.config.is_encoder_decoder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import IGNORED, matched_layers, output_distance, predicts_next
+from linattn.integrations.transformers.linearize.distance import matched_layers, output_distance, with_labels
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
@@ -62,7 +62,7 @@ def fine_tune(
     that `transfer` has brought close already keeps more at a quarter of the default rates."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        batch = _with_labels(student, batch)
+        batch = with_labels(student, batch)
         with torch.no_grad():
             target = run(teacher, batch)
         output = run(student, batch)
@@ -90,14 +90,6 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
         ([weight for key, weight in unique.items() if key in new], rates.new),
     ]
     return [{"params": params, "lr": rate} for params, rate in pairs if params]
-
-
-def _with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
-    """Give a language model's batch its tokens as labels, if it has none; padding is not predicted."""
-    if "labels" in batch or not predicts_next(model):
-        return batch
-    labels, mask = batch["input_ids"], batch.get("attention_mask")
-    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, IGNORED)}
 
 
 @contextmanager

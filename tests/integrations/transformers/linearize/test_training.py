@@ -23,6 +23,7 @@ from linattn.integrations.transformers.linearize import (
     restore_layers,
     transfer,
 )
+from linattn.integrations.transformers.linearize.distance import relative_error
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
 from ..test_attention import logits, tokens
@@ -79,14 +80,30 @@ def test_transfer_changes_linear_layers_only():
         assert torch.equal(after[key], before[key]) != key.startswith(name), key
 
 
+def test_the_error_is_a_share_of_the_variance():
+    """Zero for the target, one for its mean, whatever is added to both; absent tokens do not count."""
+    target, offset = torch.randn(2, 50, 3, dtype=torch.float64), torch.tensor([5.0, -3.0, 70.0])
+    spread = target - target.mean((0, 1))
+    # one variance for all channels, as channels of one output share a scale
+    assert_close(relative_error(target + offset - spread, target + offset), torch.ones((), dtype=torch.float64))
+    assert_close(relative_error(target + offset + 0.5 * spread, target + offset), torch.tensor(0.25).double())
+    present = torch.rand(2, 50) < 0.7
+    hidden = torch.where(present.unsqueeze(-1), target, 1e6)
+    expected = relative_error(torch.zeros_like(target[present]), target[present])
+    assert_close(relative_error(torch.zeros_like(target), hidden, present), expected)
+
+
 def test_a_restored_layer_is_the_teachers():
     conversion, batches = start(DECODERS["gpt2"], "taylor2", key_dim=4)
     model, teacher = conversion.model, conversion.teacher
     transfer(model, teacher, batches, Budget(steps=3))
+    before = divergence(model, teacher, batches)
     choice = choose_layers(model, teacher, batches, 1)
+    # the model is what it was
+    assert divergence(model, teacher, batches) == before
     assert set(choice.restored) == {0, 1}
     assert choice.restored[choice.kept[0]] == min(choice.restored.values())
-    assert choice.before == divergence(model, teacher, batches)
+    assert choice.before == before
     restore_layers(model, teacher, choice.kept)
     assert divergence(model, teacher, batches) == choice.restored[choice.kept[0]]
     restore_layers(model, teacher, (0, 1))
