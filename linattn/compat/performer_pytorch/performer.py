@@ -9,7 +9,7 @@ from typing import Any, final
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.layers import Pair, check_context, make_feed_forward, make_pair, make_stack
+from linattn.compat.layers import Pair, check_context, make_pair, make_stack
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.attention import fast_heads, make_attention, mixed_heads
 from linattn.compat.performer_pytorch.options import PerformerOptions
@@ -38,7 +38,7 @@ class Performer(Redrawing):
     @takes(PerformerOptions, f"dim depth heads {_LAYERS} * {_ADDITIONS}", qkv_bias=True)
     def __init__(self, options: PerformerOptions):
         super().__init__()
-        self.net = make_stack(_pairs(options), options.reversible, "sum")
+        self.net = make_stack(options, _pairs(options), "sum")
         self.causal, self.cross_attend = options.causal, options.cross_attend
         self.auto_check_redraw = options.auto_check_redraw
         self.proj_updater = ProjectionUpdater(self.net, options.feature_redraw_interval)
@@ -124,23 +124,17 @@ class PerformerLM(TokenModel, Redrawing):
 
 
 def _pairs(options: PerformerOptions) -> Iterator[Pair]:
+    """Yield self attention and attention to the context of each layer, each with a feed-forward."""
     shift = None
     if options.shift_tokens:
         shift = (0, 1) if options.causal else (-1, 0, 1)
+    norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
+    pair = partial(make_pair, options, norm=None if options.use_rezero else norm, rezero=options.use_rezero)
     attention = partial(make_attention, options, dropout=options.attn_dropout)
     for local in options.local_heads_per_layer:
-        yield _pair(options, attention(mixed_heads(options, local)), shift)
+        yield pair(attention(mixed_heads(options, local)), shift=shift)
         if options.cross_attend:
-            yield _pair(options, attention(fast_heads(options, causal=False), crosses=True))
-
-
-def _pair(options: PerformerOptions, attention: nn.Module, shift: tuple[int, ...] | None = None) -> Pair:
-    feed_forward = make_feed_forward(
-        options.dim, options.ff_mult, glu=options.ff_glu, dropout=options.ff_dropout, chunks=options.ff_chunks
-    )
-    norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
-    make_norm = None if options.use_rezero else partial(norm, options.dim)
-    return make_pair(attention, feed_forward, make_norm, shift, rezero=options.use_rezero)
+            yield pair(attention(fast_heads(options, causal=False), crosses=True))
 
 
 def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:
