@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linattn.models.generation import Sampling, evaluating, nucleus, stream
 from linattn.models.loss import next_token_loss
-from linattn.nn.stack import Call
+from linattn.nn.branch import Call
 from linattn.types import TokenIds
 
 Filter = Callable[..., Tensor]

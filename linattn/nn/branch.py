@@ -12,6 +12,17 @@ from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
+class Call(NamedTuple):
+    """The arguments of every branch, beside x."""
+
+    key_mask: TokenMask
+    context: Context
+    context_mask: ContextMask
+
+    def __call__(self, branch: nn.Module, x: Tokens) -> Tokens:
+        return branch(x, **self._asdict())
+
+
 class BranchState(NamedTuple):
     """`shift` is the last inputs of the token shift (None without one), `module` the module's own state (in cross
     attention, the context's summary)."""

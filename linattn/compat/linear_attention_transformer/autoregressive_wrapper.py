@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
-from linattn.nn.stack import Call
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenMask
 
 

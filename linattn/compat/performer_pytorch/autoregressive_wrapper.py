@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
 from linattn.compat.performer_pytorch.performer import PerformerLM
-from linattn.nn.stack import Call
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask
 
 

@@ -11,7 +11,7 @@ from linattn.compat.performer_pytorch.autoregressive_wrapper import Autoregressi
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
 from linattn.models.generation import evaluating
-from linattn.nn.stack import Call
+from linattn.nn.branch import Call
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 # what makes them an encoder and a decoder
