@@ -3,7 +3,7 @@ tells transformers where that class is. No pickle."""
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,11 @@ def read_tensors(
     folder: str | os.PathLike[str], expected: Mapping[str, Shaped[Tensor, "..."]]
 ) -> dict[str, Shaped[Tensor, "..."]]:
     """Return the weights of a saved model, which must have the expected names and shapes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     path = Path(folder) / WEIGHTS
-    found = _read_tensors(path)
+    found = _read(path, load_file, SafetensorError)
     _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, found, path)
     # copies, or the weights would be views of a file that someone may write to
     return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in found.items()}
@@ -78,7 +81,10 @@ def read_tensors(
 def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
     """Return the configuration of a saved model without reading its weights."""
     path = Path(folder) / CONFIG
-    fields = _read_json(path)
+    # what is not JSON and what is not UTF-8 is a ValueError
+    fields = _read(path, lambda path: json.loads(path.read_text(encoding="utf-8")), ValueError)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
     if fields.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path} is not of a linattn model: its model_type is {fields.get('model_type')!r}")
     check_version(fields.get("linattn_version"), path)
@@ -88,15 +94,6 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
         return LanguageModelConfig.from_dict(fields["language_model"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    # what is not JSON and what is not UTF-8 is a ValueError
-    with _reading(path, ValueError):
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
-    return fields
 
 
 def check_version(version: Any, path: Path) -> None:
@@ -109,18 +106,9 @@ def check_version(version: Any, path: Path) -> None:
         raise ValueError(f"{path} was written by linattn {version}, but this is {__version__}: a newer one is needed")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    with _reading(path, SafetensorError):
-        return load_file(path)
-
-
-@contextmanager
-def _reading(path: Path, corrupt: type[Exception]) -> Iterator[None]:
+def _read(path: Path, load: Callable[[Path], Any], corrupt: type[Exception]) -> Any:
     try:
-        yield
+        return load(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
     except corrupt as error:

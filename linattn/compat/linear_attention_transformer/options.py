@@ -53,10 +53,6 @@ class TransformerOptions(LayerOptions):
         return any(self.local_counts) or self.attend_axially
 
     @property
-    def has_axial_positions(self) -> bool:
-        return self.num_tokens is not REQUIRED and not self.use_rotary_emb and self.use_axial_pos_emb is not False
-
-    @property
     def pad_to_multiple(self) -> int:
         """The number whose multiples `Autopadder` pads to, as the original needs."""
         return math.lcm(self.blindspot_size, self.local_attn_window_size if self.has_window else 1)
@@ -70,7 +66,8 @@ class TransformerOptions(LayerOptions):
             yield ("rotary",), "without local heads"
         if self.use_rotary_emb:
             yield ("use_axial_pos_emb",), "with use_rotary_emb, whose positions are sinusoids"
-        if not self.has_window and not self.has_axial_positions:
+        has_axial_positions = self.num_tokens is not REQUIRED and self.use_axial_pos_emb is not False
+        if not self.has_window and (self.use_rotary_emb or not has_axial_positions):
             reason = "without local heads, without attend_axially and without axial positions"
             yield ("local_attn_window_size",), reason
 

@@ -56,13 +56,6 @@ class PerformerOptions(LayerOptions):
         return (counts,) if isinstance(counts, int) else tuple(counts)
 
     @property
-    def local_heads_per_layer(self) -> tuple[int, ...]:
-        counts = self.local_counts
-        if len(counts) not in (1, self.depth):
-            raise ValueError(f"local_attn_heads needs a number, or one a layer, of {self.depth}, but is {counts}")
-        return counts if len(counts) == self.depth else counts * self.depth
-
-    @property
     def has_fast_heads(self) -> bool:
         """True if some head of self attention attends to more than its window."""
         return any(count != self.heads for count in self.local_counts)

@@ -131,7 +131,10 @@ def _pairs(options: PerformerOptions) -> Iterator[Pair]:
     norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
     pair = partial(make_pair, options, norm=None if options.use_rezero else norm, rezero=options.use_rezero)
     attention = partial(make_attention, options, dropout=options.attn_dropout)
-    for local in options.local_heads_per_layer:
+    counts, depth = options.local_counts, options.depth
+    if len(counts) not in (1, depth):
+        raise ValueError(f"local_attn_heads needs a number, or one a layer, of {depth}, but is {counts}")
+    for local in counts if len(counts) == depth else counts * depth:
         yield pair(attention(mixed_heads(options, local)), shift=shift)
         if options.cross_attend:
             yield pair(attention(fast_heads(options, causal=False), crosses=True))
