@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import Sampling, evaluating, nucleus, stream
+from linattn.models.generation import Sampling, evaluating, nucleus, penalised, stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
 from linattn.types import TokenIds
@@ -54,12 +54,10 @@ class Drawing(NamedTuple):
         return Sampling(temperature=self.temperature or 1.0, filter=lambda logits: keep(self._penalised(logits, rows)))
 
     def _penalised(self, logits: Float[Tensor, "b v"], rows: list[list[int]]) -> Float[Tensor, "b v"]:
-        if self.penalty == 1:
-            return logits
-        marks = torch.zeros_like(logits, dtype=torch.bool)
-        for marked, row in zip(marks, rows, strict=True):
-            marked[row[-self.recent :]] = True
-        return torch.where(marks, torch.where(logits < 0, logits * self.penalty, logits / self.penalty), logits)
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for marks, row in zip(seen, rows, strict=True):
+            marks[row[-self.recent :]] = True
+        return penalised(logits, seen, self.penalty)
 
 
 class WrapperBase(nn.Module, ABC):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.attention import InnerAttention, SplitHeads
 from linattn.compat.options import REQUIRED, Options
@@ -73,11 +73,3 @@ def split_heads(*parts: tuple[int, InnerAttention]) -> InnerAttention:
     """Return the parts, each with its number of heads, as one attention. Parts without heads are left out."""
     parts = tuple(part for part in parts if part[0])
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
-
-
-def check_context(wanted: bool, option: str, context: Tensor | None, context_mask: Tensor | None) -> None:
-    """Raise ValueError for a context that the stack does not attend to, and for a mask without a context."""
-    if context is not None and not wanted:
-        raise ValueError(f"a context was given, but nothing attends to it: {option} is False")
-    if context is None and context_mask is not None:
-        raise ValueError("context_mask is of a context, but none was given")

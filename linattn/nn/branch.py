@@ -19,8 +19,16 @@ class Call(NamedTuple):
     context: Context
     context_mask: ContextMask
 
-    def __call__(self, branch: nn.Module, x: Tokens) -> Tokens:
+    def __call__(self, branch: Any, x: Tokens) -> Any:
         return branch(x, **self._asdict())
+
+    def checked(self, attends: bool, reason: str) -> "Call":
+        """Raise ValueError for a context that nothing attends to, with the reason, and for a mask without a context."""
+        if self.context is not None and not attends:
+            raise ValueError(f"a context was given, but nothing attends to it: {reason}")
+        if self.context is None and self.context_mask is not None:
+            raise ValueError("context_mask is of a context, but none was given")
+        return self
 
 
 class BranchState(NamedTuple):

@@ -14,6 +14,7 @@ from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
+from linattn.nn.branch import Call
 from linattn.nn.residual import PostNormSequence
 from linattn.ops.names import unknown_name
 from linattn.types import Context, ContextMask, TokenMask, Tokens
@@ -100,7 +101,7 @@ class TransformerEncoder(_Transformer):
 
     def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         """Apply the layers. `key_mask` is True where a token is present; it replaces `LengthMask`."""
-        return self.norm(run_stack(self.layers, self.causal, x, key_mask, None, None))
+        return self.norm(run_stack(self.layers, self.causal, x, Call(key_mask, None, None)))
 
     def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state."""
@@ -125,7 +126,7 @@ class TransformerDecoder(_Transformer):
         self, x: Tokens, memory: Float[Tensor, "b m c"], *, key_mask: TokenMask = None, memory_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. The masks are True where a token of x or of the memory is present."""
-        return self.norm(run_stack(self.layers, self.causal, x, key_mask, memory, memory_mask))
+        return self.norm(run_stack(self.layers, self.causal, x, Call(key_mask, memory, memory_mask)))
 
     def extend(
         self,
@@ -152,9 +153,9 @@ def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> l
         sizes = (size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True))
         memory = options.dim if options.cross_model_dimensions is None else options.cross_model_dimensions
         parts.append(_attention(options, options.cross_attention_type, *sizes, context_dim=memory))
-    dropout = {"dropout": options.dropout, "hidden_dropout": options.dropout}
-    activation = ACTIVATIONS[options.activation]
-    return [*parts, FeedForward(options.dim, options.feed_forward_dimensions, activation=activation, **dropout)]
+    sizes, activation = (options.dim, options.feed_forward_dimensions), ACTIVATIONS[options.activation]
+    dropout = options.dropout
+    return [*parts, FeedForward(*sizes, activation=activation, dropout=dropout, hidden_dropout=dropout)]
 
 
 def _attention(

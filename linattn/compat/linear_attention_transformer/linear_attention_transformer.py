@@ -17,7 +17,7 @@ from linattn.attention import (
     LocalAttention,
     RotaryAttention,
 )
-from linattn.compat.layers import Pair, check_context, make_pair, make_stack, split_heads
+from linattn.compat.layers import Pair, make_pair, make_stack, split_heads
 from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
 from linattn.compat.linear_attention_transformer.options import LinformerSettings as LinformerSettings
 from linattn.compat.linear_attention_transformer.options import TransformerOptions
@@ -25,6 +25,7 @@ from linattn.compat.options import takes
 from linattn.feature_maps import EfficientFeatureMap
 from linattn.models.token_model import TokenModel, TokenModelState, run_stack
 from linattn.nn import AxialPositions, LearnedPositions, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
@@ -50,8 +51,8 @@ class LinearAttentionTransformer(nn.Module):
         self, x: Tokens, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. The masks are True where a token is present."""
-        check_context(self.receives_context, "receives_context", context, context_mask)
-        return run_stack(self.stack, self.causal, x, input_mask, context, context_mask)
+        call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
+        return run_stack(self.stack, self.causal, x, call)
 
     def extend(
         self,
@@ -62,8 +63,8 @@ class LinearAttentionTransformer(nn.Module):
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
-        check_context(self.receives_context, "receives_context", context, context_mask)
-        return self.stack.extend(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
+        call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
+        return self.stack.extend(x, state, **call._asdict())
 
 
 @final

@@ -9,13 +9,14 @@ from typing import Any, final
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.layers import Pair, check_context, make_pair, make_stack
+from linattn.compat.layers import Pair, make_pair, make_stack
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.attention import fast_heads, make_attention, mixed_heads
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater, Redrawing
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import AxialPositions, LearnedPositions, ScaleNorm, SinusoidalPositions
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 # the arguments of both constructors, and those that the package does not have, or only for parts
@@ -47,10 +48,10 @@ class Performer(Redrawing):
         self, x: Tokens, mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. `mask` is True where a token is present, `context_mask` where one of the context is."""
-        check_context(self.cross_attend, "cross_attend", context, context_mask)
+        call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
         if self.auto_check_redraw:
             self.proj_updater.redraw_projections()
-        return self.net(x, key_mask=mask, context=context, context_mask=context_mask)
+        return call(self.net, x)
 
     def extend(
         self,
@@ -61,8 +62,8 @@ class Performer(Redrawing):
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
-        check_context(self.cross_attend, "cross_attend", context, context_mask)
-        return self.net.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
+        call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
+        return self.net.extend(x, state, **call._asdict())
 
 
 @final
