@@ -60,7 +60,7 @@ def record(folder) -> Record:
 
 
 def measured(*values: float, method: str = "elu", n: int = 64, work: str = "forward") -> Measurement:
-    return Measurement(SECONDS, work, method, "float32", n, values)
+    return Measurement(work, method, "float32", n, SECONDS, values)
 
 
 def holding(record: Record, *measurements: Measurement) -> Record:

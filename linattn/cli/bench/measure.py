@@ -11,7 +11,7 @@ import timeit
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -29,6 +29,8 @@ from linattn.cli.errors import one_line
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated
 SPAN = 0.01
+# seconds that it takes to begin a process and to make the inputs
+OVERHEAD = 0.3
 # a group is not given more of the time that is left, nor a case more of the machine's memory
 TIME_SHARE, MEMORY_SHARE = 0.5, 0.6
 
@@ -38,8 +40,7 @@ def plan(
 ) -> list[list[Case]]:
     """Return groups of cases that take turns, short sequences first. Peers have no form for one token at a time."""
     groups = []
-    positions = POSITIONS if MODEL_DECODING in workloads else ()
-    for n, workload, dtype in product(sorted({*lengths, *positions}), workloads, dtypes):
+    for n, workload, dtype in product(sorted({*lengths, *POSITIONS}), workloads, dtypes):
         names = MODEL_METHODS if workload in MODEL_WORKLOADS else methods
         group = [Case(workload, name, dtype, n) for name in names if name not in PEERS or workload not in ONE_TOKEN]
         if group and (n in lengths or workload == MODEL_DECODING):
@@ -47,14 +48,20 @@ def plan(
     return groups
 
 
+class Found(NamedTuple):
+    bytes: float
+    seconds: float
+    """Duration of one call, cold."""
+
+
 class Measuring:
+    """Measures groups of cases, short sequences first, until they fail or no longer fit into the limits."""
+
     def __init__(self, setup: Setup, repeats: int, deadline: float) -> None:
         self.setup, self.repeats, self.deadline = setup, repeats, deadline
         self.measurements: list[Measurement] = []
         self.dropped: list[Dropped] = []
         self.ended: dict[Curve, str] = {}
-        # seconds that it takes to begin a process and to make the inputs
-        self.overhead = 0.3
         self.last: dict[Curve, tuple[int, Found]] = {}
         """The last length and its figures, from which those of longer sequences are predicted."""
 
@@ -67,8 +74,11 @@ class Measuring:
     def _within_limits(self, cases: list[Case]) -> list[Case]:
         """Drop what is too large. The fastest methods of the group come first; a curve that has ended stays so."""
         left = TIME_SHARE * (self.deadline - time.monotonic())
-        for case in sorted(cases, key=self._cost):
-            size, seconds = self._predicted(case).bytes, self._cost(case)
+        for case, (size, call) in sorted(
+            ((each, self._predicted(each)) for each in cases), key=lambda each: each[1][1]
+        ):
+            # two calls for the memory, two before the first round, and two per round
+            seconds = OVERHEAD + (4 + 2 * self.repeats) * call
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
             elif size > MEMORY_SHARE * _total_memory(self.setup.device):
@@ -79,11 +89,7 @@ class Measuring:
                 left -= seconds
         return [case for case in cases if case.curve not in self.ended]
 
-    def _cost(self, case: Case) -> float:
-        """Predict the seconds of a case: two calls for its memory, two before the first round, and two per round."""
-        return self.overhead + (4 + 2 * self.repeats) * self._predicted(case).seconds
-
-    def _predicted(self, case: Case) -> "Found":
+    def _predicted(self, case: Case) -> Found:
         n, found = self.last.get(case.curve, (case.n, Found(0.0, 0.01)))
         longer = max(1.0, case.n / n)
         return Found(found.bytes * longer, found.seconds * longer**case.growth)
@@ -91,18 +97,15 @@ class Measuring:
     def _measure_memory(self, case: Case) -> bool:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""
         quantity, measure = (STATE_BYTES, state_size) if case.workload in ONE_TOKEN else (BYTES, peak_memory)
-        start = time.monotonic()
         try:
-            found = measure(self.setup, case, max(1.0, self.deadline - start))
+            found = measure(self.setup, case, max(1.0, self.deadline - time.monotonic()))
         # another package may fail in any way; the rest of the run is still worth having
         except Exception as error:
             self._drop(case, one_line(error)[:200])
             return False
         self.last[case.curve] = case.n, found
-        # the first process imports torch, so no single one counts for much
-        self.overhead += (time.monotonic() - start - 2 * found.seconds - self.overhead) / 8
         if not math.isnan(found.bytes):
-            self.measurements.append(Measurement(quantity, *case.curve, case.n, (found.bytes,)))
+            self.measurements.append(Measurement(*astuple(case), quantity, (found.bytes,)))
         return True
 
     def _measure_time(self, cases: list[Case]) -> None:
@@ -115,12 +118,12 @@ class Measuring:
         for case, values in times.items():
             flop = workloads[case].flop
             limit = flop / products.flop * statistics.median(times[rate]) if flop else None
-            self.measurements.append(Measurement(SECONDS, *case.curve, case.n, tuple(values), limit))
+            self.measurements.append(Measurement(*astuple(case), SECONDS, tuple(values), limit))
             self.last[case.curve] = case.n, self._predicted(case)._replace(seconds=statistics.median(values))
 
     def _drop(self, case: Case, reason: str) -> None:
         self.ended[case.curve] = reason
-        self.dropped.append(Dropped(*case.curve, case.n, reason))
+        self.dropped.append(Dropped(*astuple(case), reason))
 
 
 def _total_memory(device: str) -> float:
@@ -158,12 +161,6 @@ def alternate(
                 call()
             times[name].append(timed(call, counts[name]))
     return times
-
-
-class Found(NamedTuple):
-    bytes: float
-    seconds: float
-    """Duration of one call, cold."""
 
 
 def state_size(setup: Setup, case: Case, patience: float) -> Found:
