@@ -24,10 +24,7 @@ SUMMARY = {
     "validation_bits_per_byte": "validation {:.3f} bits/byte",
     "tokens_per_second": "{:,} tokens/s",
 }
-CURVES = {
-    "training": {"linewidth": 0.8, "alpha": 0.6},
-    "validation": {"marker": "o", "markersize": 4},
-}
+CURVES = {"training": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker": "o", "markersize": 4}}
 
 
 class Reports(TrainerCallback):

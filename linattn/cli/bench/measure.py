@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.utils.benchmark import timer
+from torch.utils.benchmark import Timer, timer
 
-from linattn.attention import map_state
 from linattn.cli.bench import MODEL_DECODING, MODEL_WORKLOADS, ONE_TOKEN, RATE
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Case, Curve, Dropped, Measurement, Setup
 from linattn.cli.bench.workloads import MODEL_METHODS, POSITIONS, Call, batched_products, prepare
 from linattn.cli.errors import one_line
+from linattn.cli.info import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated
@@ -77,8 +76,8 @@ class Measuring:
         for case, (size, call) in sorted(
             ((each, self._predicted(each)) for each in cases), key=lambda each: each[1][1]
         ):
-            # two calls for the memory, two before the first round, and two per round
-            seconds = OVERHEAD + (4 + 2 * self.repeats) * call
+            # two calls for the memory, and two per round
+            seconds = OVERHEAD + 2 * (1 + self.repeats) * call
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
             elif size > MEMORY_SHARE * _total_memory(self.setup.device):
@@ -132,43 +131,32 @@ def _total_memory(device: str) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
-def seconds_per_call(call: Call, count: int) -> float:
-    """Return the mean of `count` calls. torch's timer waits for the GPU."""
-    return timeit.timeit(call, number=count, timer=timer) / count
-
-
 def alternate(
-    calls: Mapping[Name, Call],
-    repeats: int,
-    timed: Callable[[Call, int], float] = seconds_per_call,
-    deadline: float = math.inf,
-    warm: float = 0.0,
+    calls: Mapping[Name, Call], repeats: int, *, deadline: float = math.inf, warm: float = 0.0
 ) -> dict[Name, list[float]]:
     """Time every method `repeats` times, or fewer when the deadline (of `time.monotonic`) passes. Methods take turns: a
     machine that is slow for a while is then slow for all of them.
 
     Each is called untimed right before it is timed, once or for `warm` seconds: a virtual machine's host takes back
     memory that stood free while the others ran."""
-    counts = {name: max(1, math.ceil(SPAN / max(timed(call, 1), 1e-9))) for name, call in calls.items()}
-    times: dict[Name, list[float]] = {name: [] for name in calls}
+    threads, times = torch.get_num_threads(), {name: list[float]() for name in calls}
     for round_ in range(repeats):
         for name, call in calls.items():
             if round_ and time.monotonic() > deadline:
                 return times
             start = time.monotonic()
-            call()
             while time.monotonic() - start < warm:
                 call()
-            times[name].append(timed(call, counts[name]))
+            timed = Timer("call()", globals={"call": call}, num_threads=threads)
+            # torch's timer waits for the GPU, and begins with untimed calls that say how often to repeat the call
+            times[name].append(timed.blocked_autorange(min_run_time=SPAN).mean)
     return times
 
 
 def state_size(setup: Setup, case: Case, patience: float) -> Found:
     workload, start = prepare(setup, case), timer()
     workload.call()
-    seconds, sizes = timer() - start, list[int]()
-    map_state(lambda tensor: sizes.append(tensor.nbytes), workload.state)
-    return Found(sum(sizes), seconds)
+    return Found(num_bytes(workload.state), timer() - start)
 
 
 def peak_memory(setup: Setup, case: Case, patience: float) -> Found:

@@ -14,7 +14,7 @@ import torch
 
 from linattn.cli.atomic import write_atomically
 from linattn.cli.bench import ONE_TOKEN, SOFTMAX
-from linattn.cli.errors import CommandError
+from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import timestamp
 from linattn.version import __version__
 
@@ -135,7 +135,9 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def read_record(path: Path) -> Record:
-    try:
+    if not path.is_file():
+        raise CommandError(f"there is no {path}")
+    with explained(f"{path} was not written by linattn bench", ValueError, KeyError, TypeError, AttributeError):
         fields = json.loads(path.read_bytes())
         if (version := fields.pop("format")) != FORMAT:
             raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
@@ -144,7 +146,3 @@ def read_record(path: Path) -> Record:
         )
         fields["dropped"] = (Dropped(**each) for each in fields["dropped"])
         return Record(**fields | {name: tuple(fields[name]) for name in ("measurements", "dropped", "notes")})
-    except FileNotFoundError as error:
-        raise CommandError(f"there is no {path}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"{path} was not written by linattn bench") from error
