@@ -61,10 +61,10 @@ class Reports(TrainerCallback):
         if "loss" in logs:
             self._write(record := record | self._training(step, logs))
             if self.bar.disable:
-                self._say(f"{summary(record)}, {self._time_left(step)} left")
+                tqdm.write(f"{summary(record)}, {self._time_left(step)} left", file=sys.stderr)
         elif "eval_loss" in logs:
             self._write(record | self._bits(logs["eval_loss"], "validation"))
-            self._say(summary(self.last))
+            tqdm.write(summary(self.last), file=sys.stderr)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -88,9 +88,6 @@ class Reports(TrainerCallback):
         self.last |= record
         with open(self.log, "a") as stream:
             stream.write(json.dumps(record) + "\n")
-
-    def _say(self, line: str) -> None:
-        tqdm.write(line, file=sys.stderr)
 
     def _time_left(self, step: int) -> str:
         progress = self.schedule.progress(step)

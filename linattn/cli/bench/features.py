@@ -18,7 +18,7 @@ from linattn.cli.bench.workloads import num_features
 from linattn.cli.errors import CommandError
 from linattn.cli.main import make_parser
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import ValidationWindows, open_tokens
+from linattn.cli.windows import open_tokens, validation_windows
 from linattn.diagnostics import compare_with_softmax
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
@@ -97,12 +97,12 @@ def _layers(model: LanguageModel, tokens: np.ndarray) -> Layers:
     """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
     if len(tokens) < CONTEXT:
         raise CommandError(f"there must be {CONTEXT} tokens of text to look at, but there are {len(tokens)}")
-    windows = ValidationWindows(tokens, CONTEXT, most=SEQUENCES)
+    windows = [each["input_ids"] for each in validation_windows(tokens, CONTEXT, most=SEQUENCES)]
     layers: Layers = []
     for part in model.eval().modules():
         if isinstance(part, MultiheadAttention):
             # returns None, because another value would replace the inputs
             part.inner.register_forward_pre_hook(lambda _, inputs: layers.append(inputs))
     with torch.no_grad():
-        model(torch.stack([windows[i]["input_ids"] for i in range(len(windows))]))
+        model(torch.stack(windows))
     return layers

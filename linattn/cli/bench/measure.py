@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import psutil
 import torch
 from torch.utils.benchmark import Timer, timer
 
@@ -73,6 +74,8 @@ class Measuring:
     def _within_limits(self, cases: list[Case]) -> list[Case]:
         """Drop what is too large. The fastest methods of the group come first; a curve that has ended stays so."""
         left = TIME_SHARE * (self.deadline - time.monotonic())
+        cuda, memory = self.setup.device == "cuda", psutil.virtual_memory().total
+        most = MEMORY_SHARE * (torch.cuda.get_device_properties("cuda").total_memory if cuda else memory)
         for case, (size, call) in sorted(
             ((each, self._predicted(each)) for each in cases), key=lambda each: each[1][1]
         ):
@@ -80,7 +83,7 @@ class Measuring:
             seconds = OVERHEAD + 2 * (1 + self.repeats) * call
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
-            elif size > MEMORY_SHARE * _total_memory(self.setup.device):
+            elif size > most:
                 self._drop(case, f"it would need about {size / 2**30:,.0f} GiB of memory")
             elif seconds > left:
                 self._drop(case, f"no time was left: {seconds:,.1f} s")
@@ -103,8 +106,7 @@ class Measuring:
             self._drop(case, one_line(error)[:200])
             return False
         self.last[case.curve] = case.n, found
-        if not math.isnan(found.bytes):
-            self.measurements.append(Measurement(*astuple(case), quantity, (found.bytes,)))
+        self.measurements.append(Measurement(*astuple(case), quantity, (found.bytes,)))
         return True
 
     def _measure_time(self, cases: list[Case]) -> None:
@@ -123,12 +125,6 @@ class Measuring:
     def _drop(self, case: Case, reason: str) -> None:
         self.ended[case.curve] = reason
         self.dropped.append(Dropped(*astuple(case), reason))
-
-
-def _total_memory(device: str) -> float:
-    if device == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def alternate(
@@ -197,7 +193,7 @@ def _peak_here(setup: Setup, case: Case, reset: Callable[[], None], highest: Cal
 
 
 def _reset_resident() -> None:
-    """Linux forgets the peak so far. Elsewhere an earlier one may hide the next, and Windows has none."""
+    """Let Linux forget the peak so far. Elsewhere an earlier one may hide the next."""
     forget = Path("/proc/self/clear_refs")
     if forget.exists():
         # free memory that the process keeps would hide what is taken next
@@ -208,7 +204,7 @@ def _reset_resident() -> None:
 
 def _resident_peak() -> float:
     if os.name == "nt":
-        return math.nan
+        return float(psutil.Process().memory_info().peak_wset)
     import resource
 
     unit = 1 if platform.system() == "Darwin" else 1024

@@ -85,12 +85,9 @@ def short(n: float) -> str:
 
 class Panel(NamedTuple):
     quantity: str
+    view: View
     workload: str
     curves: Curves
-
-    @property
-    def view(self) -> View:
-        return VIEWS[self.quantity]
 
     def sentence(self) -> str:
         """Compare the best method with softmax at the greatest length of both, or a map with uniform attention."""
@@ -124,11 +121,11 @@ def pictures(record: Record) -> Iterator[Picture]:
     curves = all_curves(record)
     for dtype in dict.fromkeys(each.dtype for each in record.measurements):
         for kind, title, quantities, workloads in PICTURES:
-            panels = []
-            for workload, quantity in product(workloads, quantities):
-                methods = curves[workload, dtype, quantity]
-                if drawn := {name: points for name, points in methods.items() if name != RATE}:
-                    panels.append(Panel(quantity, workload, drawn))
+            panels = [
+                Panel(quantity, VIEWS[quantity], workload, drawn)
+                for workload, quantity in product(workloads, quantities)
+                if (drawn := {name: each for name, each in curves[workload, dtype, quantity].items() if name != RATE})
+            ]
             if panels:
                 yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", panels)
 
