@@ -168,7 +168,8 @@ class RunTrainer(Trainer):
             model,
             args,
             train_dataset=TrainingWindows(training, options.context, seed=options.seed, length=length),
-            eval_dataset=validation_windows(validation, options.context, most=most),
+            # a list is a dataset, whatever the type says
+            eval_dataset=validation_windows(validation, options.context, most=most),  # pyright: ignore[reportArgumentType]
             callbacks=[self.schedule, self.reports, GatherTiedEmbeddings()],
         )
         # our callback reports instead

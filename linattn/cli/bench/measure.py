@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -106,7 +106,7 @@ class Measuring:
             self._drop(case, one_line(error)[:200])
             return False
         self.last[case.curve] = case.n, found
-        self.measurements.append(Measurement(*astuple(case), quantity, (found.bytes,)))
+        self.measurements.append(Measurement(*case.curve, case.n, quantity, (found.bytes,)))
         return True
 
     def _measure_time(self, cases: list[Case]) -> None:
@@ -119,12 +119,12 @@ class Measuring:
         for case, values in times.items():
             flop = workloads[case].flop
             limit = flop / products.flop * statistics.median(times[rate]) if flop else None
-            self.measurements.append(Measurement(*astuple(case), SECONDS, tuple(values), limit))
+            self.measurements.append(Measurement(*case.curve, case.n, SECONDS, tuple(values), limit))
             self.last[case.curve] = case.n, self._predicted(case)._replace(seconds=statistics.median(values))
 
     def _drop(self, case: Case, reason: str) -> None:
         self.ended[case.curve] = reason
-        self.dropped.append(Dropped(*astuple(case), reason))
+        self.dropped.append(Dropped(*case.curve, case.n, reason))
 
 
 def alternate(
