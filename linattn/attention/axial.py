@@ -65,9 +65,6 @@ class AxialAttention(InnerAttention):
             raise ValueError(f"the state must be (b, {self.window}, ...), a row of columns, but is {tuple(x.shape)}")
         return x.flatten(0, 1)
 
-    def extra_repr(self) -> str:
-        return f"window={self.window}"
-
 
 class _Grid(NamedTuple):
     """The token in each cell of the grid, row by row (−1: none), and the cell of each token."""

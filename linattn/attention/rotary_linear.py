@@ -11,7 +11,7 @@ from linattn.attention.base import InnerAttention, causal_view, group_mask, grou
 from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
-from linattn.ops.compaction import finite_queries, without
+from linattn.ops.compaction import present_heads
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import LinearState, check_part
@@ -45,7 +45,7 @@ class RotaryLinearAttention(InnerAttention):
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self._extend(q, k, v, None, key_mask)[0]
+            return super()._attend(q, k, v, key_mask)
         check_same_tokens(q, k)
         positions, _ = count_positions(k, None, key_mask)
         dtype = v.dtype
@@ -75,8 +75,7 @@ class RotaryLinearAttention(InnerAttention):
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
         """Return features of queries, (b hk g n f), those of keys, (b hk 1 n f), and values, (b hk 1 n dv)."""
-        if key_mask is not None:
-            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
+        q, k, v = present_heads(q, k, v, key_mask)
         # numerator and denominator are rounded once, after the division
         dtype, hk = accumulator(v.dtype), k.shape[1]
         queries, keys = self.feature_map.query(q), self.feature_map.key(k)
@@ -91,6 +90,3 @@ class RotaryLinearAttention(InnerAttention):
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = turns(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
         return turn(q, *angles), turn(k, *angles)
-
-    def extra_repr(self) -> str:
-        return f"causal={self.causal}, base={self.base}"
