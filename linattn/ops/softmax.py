@@ -25,10 +25,6 @@ def softmax_attention(q: Queries, k: Keys, v: Values, /, *, causal: bool = False
     """y_i = Σ_j softmax_j(q_i·k_j / √d) v_j over all keys (causal: j ≤ i); zeros where no key is present.
 
     In causal attention a masked token is missing as a query too: its output is zeros."""
-    if causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"causal attention needs as many queries as keys, but there are {q.shape[-2]} and {k.shape[-2]}"
-        )
     if causal or key_mask is None:
         # after packing, a present query sees the present keys before it: no mask is needed, whose size would be
         # quadratic
