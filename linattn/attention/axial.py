@@ -67,9 +67,9 @@ class AxialAttention(InnerAttention):
 
 
 class _Grid(NamedTuple):
-    """The cell of each token, row by row, and the cells that hold a present one."""
+    """The cell of each token, row by row, and the places that hold a present one."""
 
-    cells: Int[Tensor, "b n"]
+    places: Int[Tensor, "b n"]
     held: Bool[Tensor, "b g"]
     column: Int[Tensor, " b"]
     window: int
@@ -83,9 +83,9 @@ class _Grid(NamedTuple):
         # the number of rows serves every column, as a graph cannot depend on numbers in a tensor
         rows = -(-(n if column is None else window - 1 + n) // window)
         column = token.new_zeros(b) if column is None else column
-        cells, present = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
-        held = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, cells, present)
-        return _Grid(cells, held, column, window)
+        places, present = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
+        held = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, places, present)
+        return _Grid(places, held, column, window)
 
     @property
     def mask(self) -> Bool[Tensor, "bw 1 rows"]:
@@ -97,12 +97,12 @@ class _Grid(NamedTuple):
 
     def _fold(self, x: Tensor) -> Tensor:
         grid = x.new_zeros(*x.shape[:2], self.held.shape[1], x.shape[3])
-        grid = grid.scatter(-2, self.cells[:, None, :, None].expand_as(x), x)
+        grid = grid.scatter(-2, self.places[:, None, :, None].expand_as(x), x)
         return grid.unflatten(2, (-1, self.window)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
     def unfold(self, y: Tensor) -> Tensor:
         grid = y.unflatten(0, (-1, self.window)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        return torch.take_along_dim(grid, self.cells[:, None, :, None], -2)
+        return torch.take_along_dim(grid, self.places[:, None, :, None], -2)
 
 
 def _for_all_heads(key_mask: KeyMask) -> KeyMask:

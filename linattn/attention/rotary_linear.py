@@ -71,7 +71,7 @@ class RotaryLinearAttention(InnerAttention):
         return divide(y, total).to(v.dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, end)
 
     def _terms(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask, positions: Tensor) -> tuple[_Term, _Term]:
-        """Return (b hk g n f) queries, (b hk 1 n f) keys and (b hk 1 n dv) values, twice: rotated features and v for the
+        """Return queries (b hk g n f), keys (b hk 1 n f) and values (b hk 1 n dv) twice: rotated features and v for the
         numerator, plain features and ones for the denominator."""
         q, k, v = present_heads(q, k, v, key_mask)
         queries, keys = self.feature_map.query(q), self.feature_map.key(k)
