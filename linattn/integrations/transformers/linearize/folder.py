@@ -38,7 +38,7 @@ class Linearized(PreTrainedModel):
         _refuse_other(config._attn_implementation, REFUSAL, None)
         config._attn_implementation = SOFTMAX
         super().__init__(config, *args, **options)
-        setattr(config, "attn_implementation", REFUSAL)
+        config.attn_implementation = REFUSAL
         described = getattr(config, FIELD)
         check_version(described["linattn_version"], Path("config.json"))
         for name, spec in described["layers"].items():
@@ -90,7 +90,7 @@ def describe(model: PreTrainedModel) -> None:
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
-        setattr(model.config, "attn_implementation", REFUSAL)
+        model.config.attn_implementation = REFUSAL
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
         stock: Any = model.stock
