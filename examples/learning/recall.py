@@ -95,7 +95,7 @@ HALF_STATE = {
 
 
 def _with_silu(model: LanguageModelConfig, **options: Any) -> LanguageModelConfig:
-    """The model with a SiLU on q, k and v, as DeltaNet has. (The convolution of width 1 is a factor and a bias per channel.)"""
+    """The model with a SiLU on q, k and v, as DeltaNet has. The convolution of width 1 is a factor and a bias."""
     return replace(model, convolution=1, convolution_on="projections", **options)
 
 
