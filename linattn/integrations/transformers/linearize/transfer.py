@@ -16,7 +16,7 @@ from linattn.integrations.transformers.linearize.training import Budget, Trainin
 
 
 class Rates(NamedTuple):
-    """The learning rates at the beginning, of weights that the model had and of `new` ones."""
+    """Holds the learning rates at the beginning, of `stock` weights, which the model had, and of `new` ones."""
 
     stock: float
     new: float
@@ -35,7 +35,9 @@ def transfer(
     rates: Rates = TRANSFER_RATES,
 ) -> Training:
     """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay."""
+    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay.
+
+    Training repeats the `batches` within the `budget`; the `rates` fall from their beginning to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
@@ -58,7 +60,7 @@ def fine_tune(
     """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end. A model
+    Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end. A model
     that `transfer` has brought close already keeps more at a quarter of the default rates."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
