@@ -7,6 +7,4 @@ sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()
 batches = [{"input_ids": torch.randint(256, (2, 64))}]
 conversion = convert(model, plan(model, batches[0]), batches)
-print(
-    conversion.model is model, list(linearized_layers(model))
-)  # True ['model.layers.0.self_attn', 'model.layers.1.self_attn']
+print(conversion.model is model, len(linearized_layers(model)))  # True 2

@@ -58,8 +58,8 @@ part if there is a window."""
 @final
 class LinearizedAttention(InnerAttention):
     """Attends as the `spec` says, from projected queries and keys, after a short convolution of its layer's input x, of
-    which gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local is
-    softmax over the last tokens with queries and keys as they were.
+    which gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local
+    is softmax over the last tokens with queries and keys as they were.
 
     It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections as `closed_form`
     makes them, and mostly by the window. `arguments` are the names of those of its module's `forward`, in order."""

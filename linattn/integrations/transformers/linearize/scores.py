@@ -15,8 +15,8 @@ from linattn.integrations.transformers.linearize.observe import Batch, evaluatin
 
 class Scores(NamedTuple):
     """Holds means over the places where something is predicted: `loss` and `kl`, the divergence from the teacher, in
-    bits, `accuracy` and `agreement` with the teacher as shares of 1, and the `cosine` of the output vectors. None stands
-    where the model has no such output. `losses` are those of each batch."""
+    bits, `accuracy` and `agreement` with the teacher as shares of 1, and the `cosine` of the output vectors. None
+    stands where the model has no such output. `losses` are those of each batch."""
 
     loss: float | None
     accuracy: float | None
