@@ -61,7 +61,8 @@ def fine_tune(
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters
-    of this rank, which are merged in the end. A model that `transfer` has brought close already keeps more at a quarter of the default rates."""
+    of this rank, which are merged in the end. A model that `transfer` has brought close already keeps more at a quarter
+    of the default rates."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
