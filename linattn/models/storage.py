@@ -50,7 +50,7 @@ def write_model(
     }
     weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # the weights are last in and first out: a folder with a configuration is a folder with a model
-    with _replacing(folder / CONFIG) as config_file, _replacing(folder / WEIGHTS) as weights_file:
+    with atomic_file(folder / CONFIG) as config_file, atomic_file(folder / WEIGHTS) as weights_file:
         config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         _write_tensors(weights, weights_file)
         write_loader(folder)
@@ -60,7 +60,7 @@ def write_loader(folder: Path) -> None:
     """Write the file by which transformers finds our classes with `trust_remote_code=True`, if linattn is installed."""
     names = ", ".join(CLASSES.values())
     text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
-    with _replacing(folder / LOADER) as file:
+    with atomic_file(folder / LOADER) as file:
         file.write_text(text, encoding="utf-8")
 
 
@@ -140,19 +140,19 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside the path, so on the same disk. Its file takes the path's name when it is on the disk."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a hidden name beside the path, on the same disk. Its file takes the path's name once it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
         return  # Windows has no descriptor of a folder
     descriptor = os.open(path, os.O_RDONLY)
