@@ -53,14 +53,7 @@ def read_masks(masks: TorchMasks) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
 
 
 def torch_softmax(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    masks: TorchMasks,
-    *,
-    causal: bool = False,
-    dropout: float = 0.0,
-    need_weights: bool = False,
+    q: Queries, k: Keys, v: Values, masks: TorchMasks, *, causal: bool, dropout: float, need_weights: bool
 ) -> tuple[Outputs, Float[Tensor, "b h n m"] | None]:
     """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
 
