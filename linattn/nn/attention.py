@@ -155,12 +155,7 @@ class MultiheadAttention(nn.Module):
         return self._merge(x, self.inner.read(_split(self.q_proj(x), self.key_dim), summary))
 
     def extend(
-        self,
-        x: Tokens,
-        state: AttentionState | None = None,
-        *,
-        key_mask: TokenMask = None,
-        starts: TokenMask = None,
+        self, x: Tokens, state: AttentionState | None = None, *, key_mask: TokenMask = None, starts: TokenMask = None
     ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
