@@ -186,9 +186,7 @@ def draw(
 ) -> Int[Tensor, " b"]:
     """Draw the next token of each row; `seen` is True for the tokens that are penalised."""
     logits = logits.float()
-    if sampling.repetition_penalty != 1:
-        penalised = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
+    logits = penalised(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits / sampling.temperature
@@ -200,6 +198,13 @@ def draw(
     if sampling.filter is not None:
         logits = sampling.filter(logits)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def penalised(logits: Float[Tensor, "b v"], seen: Bool[Tensor, "b v"], penalty: float) -> Float[Tensor, "b v"]:
+    """Make the tokens that were seen less likely, the more the larger the penalty; 1 changes nothing."""
+    if penalty == 1:
+        return logits
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:

@@ -155,16 +155,13 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         y = inner(q, k, v if keep is None else v * keep, key_mask=key_mask)[..., skipped:, :]
         if not need_weights:
             return y, None
-        return y, self._weights(inner, q, k, key_mask, keep)[..., skipped:, :]
-
-    def _weights(
-        self, inner: InnerAttention, q: Queries, k: Keys, key_mask: Tensor | None, keep: Tensor | None
-    ) -> Float[Tensor, "b h n columns"]:
-        """Return the weights with columns in torch's order; `keep` is the factor of each value after dropout."""
         if isinstance(inner, LinformerAttention):
-            return projected_weights(inner, q, k, key_mask=key_mask)
-        weights = attention_weights(inner, q, k, key_mask=key_mask)
-        return (weights if keep is None else weights * keep.mT).roll(-self._extra_keys, -1)
+            weights = projected_weights(inner, q, k, key_mask=key_mask)
+        else:
+            weights = attention_weights(inner, q, k, key_mask=key_mask)
+            # the columns in torch's order
+            weights = (weights if keep is None else weights * keep.mT).roll(-extra, -1)
+        return y, weights[..., skipped:, :]
 
     def _causal(self) -> InnerAttention:
         form = self._causal_form[0]

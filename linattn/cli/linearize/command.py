@@ -34,9 +34,8 @@ from linattn.integrations.transformers.linearize import (
     transfer,
 )
 from linattn.integrations.transformers.linearize.report import Probes, report
+from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
 
-FIRST_STAGE = 0.25
-"""The share of the training that fits the layers one by one."""
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
@@ -161,7 +160,7 @@ def _train(
         restore_layers(model, teacher, chosen.kept)
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
-    rates = Rates(arguments.lr, 2 * arguments.lr)
+    rates = Rates.of(arguments.lr)
     losses["fine-tune"] = _stage(
         "fine-tune",
         lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),

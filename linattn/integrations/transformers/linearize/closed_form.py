@@ -6,6 +6,7 @@ no softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_
 logits of rank r that are nearest to the model's own in the mean over its queries and keys (Eckart and Young, 1936)."""
 
 from collections.abc import Iterable, Mapping
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linattn.attention import InnerAttention, SoftmaxAttention
+from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.integrations.transformers.linearize.observe import Attended, Batch, observe
 from linattn.integrations.transformers.linearize.parts import LinearizedAttention
 from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
@@ -34,13 +36,7 @@ class Moments(NamedTuple):
     num_keys: int
 
     def plus(self, other: "Moments") -> "Moments":
-        return Moments(
-            self.queries + other.queries,
-            self.keys + other.keys,
-            self.key_sum + other.key_sum,
-            self.num_queries + other.num_queries,
-            self.num_keys + other.num_keys,
-        )
+        return Moments(*map(add, self, other))
 
     def per_token(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return C_q, the moment of centred keys C_k, and the mean key."""
@@ -58,9 +54,7 @@ def project_closest(
     def note(call: Attended) -> None:
         if call.name in layers:
             found = _moments(call)
-            if (before := sums.get(call.name)) is not None:
-                found = found.plus(before)
-            sums[call.name] = found
+            sums[call.name] = sums[call.name].plus(found) if call.name in sums else found
 
     for batch in batches:
         observe(teacher, batch, note)
@@ -86,9 +80,8 @@ def _roots(c: Tensor) -> tuple[Tensor, Tensor]:
     seen = values > SMALLEST * values.amax(-1, keepdim=True)
     root = values.clamp(min=0).sqrt()
     inverse = torch.where(seen, 1 / root.masked_fill(~seen, 1), 0)
-    return (vectors * torch.where(seen, root, 0).unsqueeze(-2)) @ vectors.mT, (
-        vectors * inverse.unsqueeze(-2)
-    ) @ vectors.mT
+    root, inverse = ((vectors * x.unsqueeze(-2)) @ vectors.mT for x in (torch.where(seen, root, 0), inverse))
+    return root, inverse
 
 
 def _moments(call: Attended) -> Moments:
@@ -99,17 +92,18 @@ def _moments(call: Attended) -> Moments:
 
 @torch.no_grad()
 def _set_projections(own: LinearizedAttention, moments: Moments) -> None:
-    assert own.query_map is not None and own.key_map is not None
+    query_map, key_map = own.query_map, own.key_map
+    assert isinstance(query_map, PerHeadLinear) and isinstance(key_map, PerHeadLinear)
+    assert query_map.bias is not None and key_map.bias is not None
     queries, keys, mean = moments.per_token()
-    d, r = own.query_map.weight.shape[1:]
+    d, r = query_map.weight.shape[1:]
     p_q, p_k = closest_projections(queries, keys, r)
     # attention divides the products of r channels by √r, where the model divides those of d by √d
     p_q, p_k = (p * (r / d) ** 0.25 for p in (p_q, p_k))
-    own.query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
-    own.key_map.weight.copy_(p_k)
-    assert own.query_map.bias is not None and own.key_map.bias is not None
-    own.query_map.bias.zero_()
-    own.key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)
+    query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
+    query_map.bias.zero_()
+    key_map.weight.copy_(p_k)
+    key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)
 
 
 @torch.no_grad()
@@ -141,7 +135,7 @@ def _share_products(own: LinearizedAttention, call: Attended) -> Float[Tensor, "
     q, k = call.q * call.scaling * own.spec.head_dim**0.5, call.k
     exact = _attend(SoftmaxAttention(causal=call.causal), call, q, k)
     near = _attend(own.window, call, q, k)
-    far = _attend(own.inner, call, own.queries(q), own.keys(k), gates) - near
+    far = _attend(own.inner, call, own.query_map(q), own.key_map(k), gates) - near
     return torch.stack([((exact - near) * far).sum((1, 2)), far.square().sum((1, 2))])
 
 

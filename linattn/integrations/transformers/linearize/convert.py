@@ -50,7 +50,7 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
         raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
     attention, teacher = model.config._attn_implementation, make_teacher(model)
     owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
-    project_closest(teacher, {name: own for name, own in owns.items() if own.key_map is not None}, batches)
+    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
     for name, own in owns.items():
         module = model.get_submodule(name)
         weight = next(module.parameters())
