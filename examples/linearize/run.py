@@ -37,9 +37,9 @@ Line = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A conversion with `share` of the teacher's steps. `kept` layers stay softmax, and are chosen after the first stage.
-    Linear attention has a `window` of softmax beside it, of the task's size. A control trains without a teacher for as
-    many processor seconds as the row `as_long_as` took."""
+    """A conversion with `share` of the teacher's steps. `kept` layers stay softmax; they are chosen after the first
+    stage. Linear attention has a `window` of softmax beside it, of the task's size. A control trains without a teacher
+    for as many processor seconds as the row `as_long_as` took."""
 
     method: str = "taylor2"
     share: float = 0.0
@@ -87,7 +87,7 @@ def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str,
 
 def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Line) -> dict[str, Any]:
     steps = round(row.share * task.steps)
-    first = round(FIRST_STAGE * steps)
+    first = max(1, round(FIRST_STAGE * steps))
     clock = Clock()
     with clock:
         planned = plan(model, data.batch(), method=row.method, window=task.window if row.window else 0)

@@ -181,7 +181,7 @@ def _stage(
     """Train, or take the result of a run that was interrupted after this stage; return the losses."""
     done, share = work / f"{name}.pt", FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     if not done.exists():
-        steps = None if arguments.steps is None else max(1, round(share * arguments.steps))
+        steps = None if arguments.steps is None else _steps(name, arguments.steps)
         minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
         with Bar(name) as bar:
             budget = Budget(
@@ -194,6 +194,12 @@ def _stage(
     saved = torch.load(done, map_location=model.device, weights_only=True)
     model.load_state_dict(saved["weights"])
     return list(saved["losses"])
+
+
+def _steps(stage: str, total: int) -> int:
+    """Divide all steps between the stages, at least one each."""
+    first = max(1, round(FIRST_STAGE * total))
+    return first if stage == "transfer" else max(1, total - first)
 
 
 def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tensor]], context: int) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def train(
     budget: Budget,
 ) -> Training:
     """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
-    fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the groups change."""
+    then fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the
+    groups change."""
     if not batches:
         raise ValueError("training needs at least one batch, but there is none")
     with ExitStack() as stack:

@@ -16,8 +16,8 @@ from linattn.integrations.transformers.linearize.training import Budget, Trainin
 
 
 class Rates(NamedTuple):
-    """The peak learning rates: of `new` weights, of the others in linear `layers`, and of the `rest` of the model, which
-    only `fine_tune` trains."""
+    """Holds the highest learning rates: of `new` weights, of the others in linear `layers`, and of the `rest` of the
+    model, which only `fine_tune` trains."""
 
     rest: float
     layers: float
