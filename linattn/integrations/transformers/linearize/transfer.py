@@ -68,8 +68,8 @@ def fine_tune(
     """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters
-    of this rank, which are merged in the end."""
+    Training repeats the `batches` within the `budget`; the `rates` fall to zero. All weights train; with `lora`, only
+    the new ones and adapters of this rank, which are merged in the end."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
