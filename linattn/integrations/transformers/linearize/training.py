@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -124,19 +124,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class _Repeated(Dataset[Batch]):
-    """The batches, over and over."""
-
-    def __init__(self, batches: Sequence[Batch], length: int):
-        self.batches, self.length = batches, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batches[index % len(self.batches)]
-
-
 class _ObjectiveTrainer(Trainer):
     def __init__(
         self,
@@ -154,7 +141,7 @@ class _ObjectiveTrainer(Trainer):
             model,
             _arguments(model, budget, folder, steps),
             data_collator=itemgetter(0),
-            train_dataset=_Repeated(batches, steps),
+            train_dataset=cast(Dataset[Batch], batches),
             callbacks=[self.schedule],
         )
         self.remove_callback(PrinterCallback)
