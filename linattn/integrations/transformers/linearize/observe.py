@@ -77,7 +77,7 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], Non
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(watched(SOFTMAX, see))
-        model(**batch)
+        run(model, batch)
 
 
 def input_sizes(model: PreTrainedModel, batch: Batch) -> dict[str, int | None]:

@@ -23,7 +23,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 EXACT = (LocalAttention, SoftmaxAttention)
 """Attentions beside which a window of softmax adds nothing."""
-# the logit of the share of the linear part: an eighth
+# the logit of the share of the linear part where no data tell a better one: an eighth
 MOSTLY_WINDOW = -2.0
 
 
@@ -61,8 +61,8 @@ class LinearizedAttention(InnerAttention):
     gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local is
     softmax over the last tokens with queries and keys as they were.
 
-    It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections as `closed_form`
-    makes them, and mostly by the window. `arguments` are the names of those of its module's `forward`, in order."""
+    It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections and the share of
+    the linear part as `closed_form` makes them. `arguments` names those of its module's `forward`, in order."""
 
     arguments: tuple[str, ...]
 

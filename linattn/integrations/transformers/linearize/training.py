@@ -25,6 +25,8 @@ from linattn.integrations.transformers.schedule import Schedule
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
 """The loss of a model on a batch."""
 
+WARMUP = 0.1
+"""The share of a training in which the learning rates rise: full steps at once would undo what is near already."""
 # a limit for runs that end by time
 MOST_STEPS = 10**9
 
@@ -77,8 +79,9 @@ def train(
     groups: list[dict[str, Any]],
     budget: Budget,
 ) -> Training:
-    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which fall along half a
-    cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the groups change."""
+    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
+    then fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the
+    groups change."""
     if not batches:
         raise ValueError("training needs at least one batch, but there is none")
     with ExitStack() as stack:
@@ -145,7 +148,7 @@ class _ObjectiveTrainer(Trainer):
     ):
         self.objective, self.groups, self.budget, self.folder = objective, groups, budget, folder
         steps = budget.steps or MOST_STEPS
-        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=0.0)
+        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=WARMUP)
         super().__init__(
             model,
             _arguments(model, budget, folder, steps),
