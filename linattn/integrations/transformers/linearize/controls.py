@@ -90,8 +90,8 @@ class _Equal(FeatureMap):
 
 
 def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
-    """Return the mean entropy of the attention weights of each layer in bits, by the name of its module. Weights of
-    either sign, as the delta rule has them, count by their size."""
+    """Return the mean entropy of the attention weights of each layer on a `batch`, in bits, by the name of its module.
+    Weights of either sign, as the delta rule has them, count by their size."""
     found: dict[str, float] = {}
     linear = {own_attention(layer): name for name, layer in linearized_layers(model).items()}
 

@@ -26,10 +26,11 @@ TAYLOR_CHANNELS = 16
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Describes one attention module, the `index`-th that the model runs.
+    """Describes the attention module `name`, the `index`-th that the model runs.
 
-    `spec` says what replaces it; None means that it stays, for the `reason`. `state_numbers` is the size of its state
-    per sequence, where the cache of keys and values has `cache_numbers` per token."""
+    `spec` says what replaces it, with so many `new_weights`; None means that it stays, for the `reason`.
+    `state_numbers` is the size of its state per sequence, where the cache of keys and values has `cache_numbers` per
+    token."""
 
     index: int
     name: str

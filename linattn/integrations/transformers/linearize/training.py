@@ -32,7 +32,8 @@ MOST_STEPS = 10**9
 
 
 class Progress(NamedTuple):
-    """A step that is done, the last of which is `steps` (None: the time decides), with its loss and the time left."""
+    """Tells which `step` is done, of how many `steps` (None: the time decides), with what `loss`, and the
+    `seconds_left`."""
 
     step: int
     steps: int | None
@@ -62,7 +63,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Training:
-    """Records a training: the loss of each step, those before an interruption included, and the seconds it took."""
+    """Records a training: the `losses` of its steps, those before an interruption included, and the `seconds`."""
 
     losses: tuple[float, ...]
     seconds: float
