@@ -249,7 +249,7 @@ def test_permuted_and_strided_inputs(backend: str, decay: str | None, batch: int
 
 @every_backend
 @pytest.mark.parametrize("decay", ["head", "channel"])
-@pytest.mark.parametrize("strength", [-1e-3, -1.0, -20.0, -1000.0])
+@pytest.mark.parametrize("strength", [-1e-3, -1.0, -5.0, -20.0, -1000.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype: torch.dtype) -> None:
     """Compared in float64. The gradients of decays count by themselves: those of strong ones are small."""

@@ -157,25 +157,27 @@ def load(call: CausalCall, tile: Tile, work: Workspace) -> Block:
         asking = q.unflatten(1, (-1, tile.chunk))
         asking.masked_fill_(missing.unsqueeze(1) & ~asking.sum(-1, keepdim=True).isfinite(), 0)
     if call.log_decay is not None:
-        decay = decay_weights(tile.flat(tile.chunks(call.log_decay).to(k.dtype)).squeeze(-1), tile)
+        inside, since, until = decay_weights(tile.flat(tile.chunks(call.log_decay).to(k.dtype)))
+        decay = Decay(inside, since, until, since[:, 0, -1:].unflatten(0, (tile.number, -1)))
     return Block(q, k, v, missing, decay, call.normalize, phi.nonnegative, tile, work)
 
 
-def decay_weights(log_decay: Tensor, tile: Tile) -> Decay:
-    """Sum logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
+def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what decays between tokens of chunks, (B 1 C C), since they began and until they end, (B 1 C 1), given
+    (B C 1). Logarithms are summed in float64, so that differences of long sums stay exact; −inf starts a sequence."""
+    log_decay, dtype = log_decay.mT, log_decay.dtype
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    fresh, dtype = log_decay == -torch.inf, log_decay.dtype
+    fresh = log_decay == -torch.inf
     # on a CPU torch's exp2 takes a fifth of the time of exp
-    total = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1).mul_(math.log2(math.e))
-    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(dtype).exp2_().tril_()
-    since, until = (x.to(dtype).exp2() for x in (total, total[..., -1:] - total))
+    total = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
+    inside = (total - total.mT).to(dtype).exp2_().tril_()
+    since, until = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
     if log_decay.device.type != "cpu" or fresh.any():
-        count = fresh.cumsum(-1)
-        inside.mul_(count.unsqueeze(-1) == count.unsqueeze(-2))
+        count = fresh.cumsum(-1).unsqueeze(-1)
+        inside.mul_(count == count.mT)
         since.mul_(count == 0)
-        until.mul_(count[..., -1:] == count)
-    over = since[..., -1:, None].unflatten(0, (tile.number, -1))
-    return Decay(inside.unsqueeze(1), since[:, None, :, None], until[:, None, :, None], over)
+        until.mul_(count[..., -1:, :] == count)
+    return inside, since, until
 
 
 def states(block: Block, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

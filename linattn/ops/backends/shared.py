@@ -132,11 +132,10 @@ class Block:
 
     def _weights(self, log_decay: Tensor) -> Weights:
         """Compute the weights from decays (c *b *H C 1)."""
-        rows = len(self.q), -1
-        inside, since, until, over = decay_weights(log_decay.flatten(0, -3).squeeze(-1), self.tile)
-        assert inside is not None and since is not None and until is not None and over is not None
-        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in (inside, since, until))
-        over = over.view(self.tile.number, -1, 1, self.v.shape[1], 1).expand(*[-1] * 4, self.v.shape[-1]).flatten(-2)
+        rows = self.v.shape[:2]
+        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in decay_weights(log_decay.flatten(0, -3)))
+        over = since[:, :, -1].unflatten(0, (self.tile.number, len(self.q) // self.tile.number))
+        over = over.expand(*[-1] * 3, self.v.shape[-1]).flatten(-2).unsqueeze(2)
         return Weights(inside, since, until, over)
 
     def by_token(self, x: Tensor, weight: Tensor, name: str) -> Tensor:

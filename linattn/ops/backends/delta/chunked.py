@@ -34,12 +34,10 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
             if save:
                 S_saved[i, states] = S
             segment = Segment(given, place, work)
-            E, S_ends = segment.run(segment.load(given.v, "v"), S)
+            E, y_part, S = segment.run(segment.load(given.v, "v"), S)
             if save:
                 place.write(E_saved, E)
-            y_part = torch.bmm(segment.P, E, out=work("y")).baddbmm_(segment.q_in, S_ends[:-1].flatten(0, 1))
             place.write(y_view, y_part)
-            S = S_ends[-1]
         S_end[states] = S
     return results
 
@@ -62,13 +60,11 @@ class Segment:
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         self.asking[:, :-1].view(q.shape).copy_(q)
         keys = self.asking[:, -1]
-        keys.view(k.shape).copy_(k)
-        keys.neg_()
+        torch.mul(k, -1, out=keys.view(k.shape))
         self.less = self.load(given.beta, "less").neg_()
         self.written = torch.mul(keys, self.less, out=work("written"))
         self.inside = self._inside(given.log_decay)
-        asking_in, self.k_out = self.inside.asking_in, self.inside.written_out
-        self.q_in, self.k_in = asking_in[:, :-1].flatten(1, 2), asking_in[:, -1]
+        self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
         self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
         self.M = inverse(A, work("M"))
 
@@ -83,17 +79,19 @@ class Segment:
         x = self.place.cut(x)
         return self.work(name, x.shape).copy_(x).flatten(0, -3)
 
-    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E (B C dv) and the states at the ends of all chunks, (c+1 b d dv), given V, which is overwritten."""
-        E, S_ends = self.work("E", v.shape), self.ends("S", S, 0)
-        parts = zip(S_ends, S_ends[1:], *map(self.place.chunks, (v, E, self.M, self.k_in, self.k_out)), strict=False)
-        for (before, after, v, e, M, k_in, k_out), a in zip(parts, self.over(), strict=True):
-            torch.bmm(M, v.baddbmm_(k_in, before), out=e)
-            if a is None:
-                torch.baddbmm(before, k_out.mT, e, out=after)
-            else:
-                torch.mul(before, a, out=after).baddbmm_(k_out.mT, e)
-        return E, S_ends
+    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E (B C dv), the outputs (B gC dv) and the last state, given V, which is overwritten, and the first."""
+        (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
+        E, y = self.work("E", v.shape), self.work("y", (count, self.P.shape[1], dv))
+        S = self.work("S", S.shape).copy_(S)
+        parts = map(self.place.chunks, (v, E, y, self.M, self.P, self.asking_in, self.k_out))
+        for (v, e, y_part, M, P, asking, k_out), a in zip(zip(*parts, strict=True), self.over(), strict=True):
+            # one product for queries and keys
+            told = torch.bmm(asking, S, out=self.work("told"))
+            torch.bmm(M, v.add_(told[:, -chunk:]), out=e)
+            torch.baddbmm(told[:, :-chunk], P, e, out=y_part)
+            (S if a is None else S.mul_(a)).baddbmm_(k_out.mT, e)
+        return E, y, S
 
     def again(self, E: Tensor, S: Tensor) -> Tensor:
         """Return the states that enter the chunks, (B d dv), given E."""

@@ -8,13 +8,19 @@ and returns that of `log_decay`. A key's product with itself means nothing, and 
 
 No logarithms are subtracted from one another and no factor is above 1, so a decay of −∞ needs no care: it is zero."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.delta.halves import between, corners, halves, in_blocks
+from linattn.ops.backends.chunked import decay_weights
+from linattn.ops.backends.chunked_gradient import sum_crossing
+from linattn.ops.backends.delta.halves import corners, diagonal, halves, in_blocks
 from linattn.ops.backends.workspace import Workspace
+
+# exp(RANGE) times queries, keys and gradients, and exp(−RANGE) times them, are far from the ends of float32's range
+RANGE = 40
 
 
 class NoDecay:
@@ -32,11 +38,10 @@ class NoDecay:
 class PerHead:
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
         self.asking, self.written, self.work = asking, written, work
-        decay = log_decay.exp()
-        D = between(decay)
-        self.since, self.until, self.between = D[..., :1] * decay[:, :1], D[:, -1:].mT, D.unsqueeze(1)
+        self.between, since, until = decay_weights(log_decay)
+        self.since, self.until = since.squeeze(1), until.squeeze(1)
         self.over = self.since[:, -1:]
-        self.asking_in = torch.mul(asking, self.since.unsqueeze(1), out=work("asking_in"))
+        self.asking_in = torch.mul(asking, since, out=work("asking_in"))
         self.written_out = torch.mul(written, self.until, out=work("written_out"))
         self.products = _products(asking, written, work).mul_(self.between)
 
@@ -45,37 +50,49 @@ class PerHead:
         dwritten.mul_(self.until)
         since = torch.mul(self.asking, dasking, out=self.work("scratch")).sum((1, 3))
         until = torch.mul(self.written, dwritten, out=self.work("scratch")).sum(-1)
-        # the pairs that cross each token, i ≥ t > j
-        pairs = (dproducts * self.products).sum(1)
-        later = pairs.new_ones(pairs.shape[-2:]).triu()
-        crossing = (pairs @ later.triu(1)).tril().sum(1)
+        pairs = torch.mul(dproducts, self.products, out=self.work("scratch")).sum(1)
         _of_products(dproducts.mul_(self.between), self, dasking, dwritten)
-        dlog_decay = crossing + since @ later.mT + until @ later.triu(1)
-        return dlog_decay.unsqueeze(-1) + self.over * dover.sum((1, 2), keepdim=True)
+        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1))
+        dlog_decay += until.cumsum(-1).sub_(until).unsqueeze(-1)
+        return dlog_decay + self.over * dover.sum((1, 2), keepdim=True)
 
 
 class _Level(NamedTuple):
-    """Blocks of `size` tokens meet: the second of each two, (B m r s d), and the first, (B m s d), decayed since or
-    until their border; and what decays over each block, (B 2m 1 d)."""
+    """Blocks of `size` tokens meet: those that ask, (B m r s d), and those written, (B m s d), decayed since or until
+    their border; and what decays over each block, (B 2m 1 d)."""
 
     size: int
-    second: Tensor
-    first: Tensor
+    asking: Tensor
+    written: Tensor
     over: Tensor
 
 
 class PerChannel:
-    """A chunk is halved again and again. A query and a key are in two neighbouring blocks of s tokens for exactly one
-    s, and what decays between them is what decays from the key until the border times what decays since the border."""
+    """A chunk is cut into leaves, which are joined two by two again and again. A query and a key are in two
+    neighbouring blocks of s tokens for exactly one s, and what decays between them is what decays from the key until
+    the border times what decays since the border. In a leaf it is f_i / f_j, with f what decays after its first token,
+    which is in range because decays that are stronger make leaves smaller, one token at the least."""
 
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
-        self.asking, self.written, self.work, self.levels = asking, written, work, list[_Level]()
-        self.decay = log_decay.exp_()
-        self.asking_in = torch.mul(asking, self.decay.unsqueeze(1), out=work("asking_in"))
-        self.written_out = work("written_out", written.shape).copy_(written)
+        self.work, self.levels, size = work, list[_Level](), leaf_size(log_decay)
+        logs = in_blocks(log_decay, size)
+        self.first = logs[..., :1, :].exp()
+        logs[..., :1, :] = 0
+        # on a CPU torch's exp2 takes a fifth of the time of exp
+        self.since = torch.cumsum(logs, -2, out=work("since")).mul_(math.log2(math.e)).exp2_()
+        view = in_blocks(asking, size).movedim(1, 2)
+        self.leaves = _Level(
+            size,
+            torch.mul(view, self.since.unsqueeze(2), out=work("leaves_asking", view.shape)),
+            torch.div(in_blocks(written, size), self.since, out=work("leaves_written")),
+            self.since[..., -1:, :],
+        )
+        self.asking_in, self.written_out = work("asking_in", asking.shape), work("written_out", written.shape)
         self.products = work("products", (*asking.shape[:-1], asking.shape[-2])).zero_()
-        self.products[:, :-1].diagonal(dim1=-2, dim2=-1).copy_((asking[:, :-1] * written.unsqueeze(1)).sum(-1))
-        over, size = self.decay.unsqueeze(-2), 1
+        torch.mul(self.leaves.asking, self.first.unsqueeze(2), out=in_blocks(self.asking_in, size).movedim(1, 2))
+        torch.mul(self.leaves.written, self.leaves.over, out=in_blocks(self.written_out, size))
+        diagonal(self.products, size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
+        over = self.first * self.leaves.over
         while size < asking.shape[-2]:
             over = self._double(size, over)
             size *= 2
@@ -84,13 +101,13 @@ class PerChannel:
     def _double(self, size: int, over: Tensor) -> Tensor:
         (second, first), work = self._sides(self.asking_in, self.written_out, size), self.work
         level = _Level(size, work(f"second{size}", second.shape), work(f"first{size}", first.shape), over)
-        level.second.copy_(second)
-        level.first.copy_(first)
+        level.asking.copy_(second)
+        level.written.copy_(first)
         self.levels.append(level)
         corners(self.products, size).copy_(_meeting(level).movedim(2, 1))
         over_first, over_second = halves(over)
-        torch.mul(level.second, over_first.unsqueeze(2), out=second)
-        torch.mul(level.first, over_second, out=first)
+        torch.mul(level.asking, over_first.unsqueeze(2), out=second)
+        torch.mul(level.written, over_second, out=first)
         return over_first * over_second
 
     def _sides(self, asking: Tensor, written: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -101,38 +118,62 @@ class PerChannel:
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
-        dlog_decay, same = dlog_over.squeeze(-2), dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        # a loop over heads needs no memory for its terms
-        for asking, dx, G in zip(self.asking.unbind(1), dasking.unbind(1), same.unbind(1), strict=True):
-            dlog_decay.addcmul_(asking, dx.mul_(self.decay))
-            dx.addcmul_(G, self.written)
-            dwritten.addcmul_(G, asking)
-        return dlog_decay
+        return self._of_leaves(diagonal(dproducts, self.leaves.size).tril_(), dasking, dwritten, dlog_over)
+
+    def _of_leaves(self, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
+        """Return the gradients of the logarithms of decays, given those of `over`."""
+        size, asking, written, over = self.leaves
+        dasking, dwritten = in_blocks(dasking, size).movedim(1, 2), in_blocks(dwritten, size)
+        dasking.mul_(self.first.unsqueeze(2))
+        dwritten.mul_(over)
+        dlog_first = dlog_over + torch.mul(asking, dasking, out=self.work("scratch")).sum((2, 3)).unsqueeze(-2)
+        dlog_over = dlog_over + torch.mul(written, dwritten, out=self.work("scratch")).sum(2, keepdim=True)
+        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
+        dasking.add_(through_asking)
+        dwritten.add_(through_written)
+        dlog_since = torch.mul(asking, dasking, out=self.work("scratch")).sum(2).addcmul_(written, dwritten, value=-1)
+        dlog_since[..., -1:, :] += dlog_over
+        dasking.mul_(self.since.unsqueeze(2))
+        dwritten.div_(self.since)
+        dlog_decay = dlog_since.flip(-2).cumsum(-2).flip(-2)
+        dlog_decay[..., :1, :] = dlog_first
+        return dlog_decay.flatten(1, 2)
 
     def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
         """Go back from blocks of 2s tokens to those of s; return the gradients of the logarithms of `over`."""
         (dsecond, dfirst), (over_first, over_second) = self._sides(dasking, dwritten, level.size), halves(level.over)
-        dlog_first = over_first * (level.second * dsecond).sum((2, 3)).unsqueeze(-2)
-        dlog_second = over_second * (level.first * dfirst).sum(2, keepdim=True)
+        dlog_first = over_first * (level.asking * dsecond).sum((2, 3)).unsqueeze(-2)
+        dlog_second = over_second * (level.written * dfirst).sum(2, keepdim=True)
         through_second, through_first = _meeting_gradient(level, G.movedim(1, 2))
         torch.addcmul(through_second, dsecond, over_first.unsqueeze(2), out=dsecond)
         torch.addcmul(through_first, dfirst, over_second, out=dfirst)
         return torch.stack([dlog_first, dlog_second], 2).add_(dlog_over.unsqueeze(2)).flatten(1, 2)
 
 
+def leaf_size(log_decay: Tensor) -> int:
+    """Return how many tokens, a power of two, can decay after the first of them by no more than e^−RANGE in any
+    channel, given decays (B C d)."""
+    size = log_decay.shape[-2]
+    # another device would have to wait for the answer
+    most = -log_decay.amin().item() if log_decay.device.type == "cpu" and log_decay.numel() else math.inf
+    while size > 1 and most * (size - 1) > RANGE:
+        size //= 2
+    return size
+
+
 def _meeting(level: _Level) -> Tensor:
-    """Return the products of second and first blocks, (B m r s s). Those of matrices as small as 1 are more work."""
+    """Return the products of blocks that ask and those written, (B m r s s). Those of matrices as small as 1 are more work."""
     if level.size == 1:
-        return (level.second * level.first.unsqueeze(2)).sum(-1, keepdim=True)
-    return (level.second.flatten(2, 3) @ level.first.mT).view(*level.second.shape[:-1], level.size)
+        return (level.asking * level.written.unsqueeze(2)).sum(-1, keepdim=True)
+    return (level.asking.flatten(2, 3) @ level.written.mT).view(*level.asking.shape[:-1], level.size)
 
 
 def _meeting_gradient(level: _Level, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of second and first blocks, given that of their products."""
+    """Return the gradients of blocks that ask and those written, given that of their products."""
     if level.size == 1:
-        return G * level.first.unsqueeze(2), (G * level.second).sum(2)
+        return G * level.written.unsqueeze(2), (G * level.asking).sum(2)
     G = G.flatten(2, 3)
-    return (G @ level.first).view(level.second.shape), G.mT @ level.second.flatten(2, 3)
+    return (G @ level.written).view(level.asking.shape), G.mT @ level.asking.flatten(2, 3)
 
 
 def _products(asking: Tensor, written: Tensor, work: Workspace) -> Tensor:
