@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, add, forward
+from linattn.ops.backends.delta.chunked import Segment, forward
 from linattn.ops.backends.delta.places import arrange, cut
 from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.workspace import Workspace, empty_like
