@@ -2,6 +2,7 @@
 
 from abc import ABC
 from copy import copy
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,9 +21,9 @@ class InnerAttention(nn.Module, ABC):
     as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
     are numbers per token that it needs if `needs` says so.
 
-    The public methods check their arguments, and call what a subclass defines: `_attend`; `state_kind`, `_extend` and
-    `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values;
-    `_extend_gated`, and `_attend_gated` if it can be faster, in the place of the first two if it needs gates."""
+    The public methods check their arguments, and call what a subclass defines: `state_kind`, `_extend` and `as_causal`
+    if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values; `_attend` if
+    there is neither, or a faster way than these. If it needs gates, they are the last argument of `_extend`."""
 
     causal: bool
     state_kind: type = tuple
@@ -32,9 +33,8 @@ class InnerAttention(nn.Module, ABC):
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
         q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
-        if gates is None and self.needs is None:
-            return self._attend(q, k, v, key_mask)
-        return self._attend_gated(q, k, v, key_mask, checked_gates(self, gates, k))
+        own = checked_gates(self, gates, k)
+        return self._extend(q, k, v, None, key_mask, *own)[0] if own else self._attend(q, k, v, key_mask)
 
     def extend(
         self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
@@ -46,9 +46,7 @@ class InnerAttention(nn.Module, ABC):
             )
         state = None if state is None else self._checked_state(state)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
-        if gates is None and self.needs is None:
-            return self._extend(q, k, v, state, key_mask)
-        return self._extend_gated(q, k, v, state, key_mask, checked_gates(self, gates, k))
+        return self._extend(q, k, v, state, key_mask, *checked_gates(self, gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         """Return what `read` needs to know about the keys and values, for example about an encoder's output.
@@ -73,17 +71,11 @@ class InnerAttention(nn.Module, ABC):
         return self if self.causal else None
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        raise NotImplementedError
-
-    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: Any) -> Outputs:
-        return self._extend_gated(q, k, v, None, key_mask, gates)[0]
+        if self.causal:
+            return self._extend(q, k, v, None, key_mask)[0]
+        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
 
     def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
-        raise NotImplementedError
-
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: Any
-    ) -> tuple[Outputs, Any]:
         raise NotImplementedError
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
@@ -91,6 +83,13 @@ class InnerAttention(nn.Module, ABC):
 
     def _checked_state(self, state: Any) -> Any:
         return checked_kind(state, self.state_kind)
+
+    def extra_repr(self) -> str:
+        """Show every option that is a number, a name, a tuple or None."""
+        options = {name: x for name, x in vars(self).items() if name[0] != "_" and name != "training"}
+        return ", ".join(
+            f"{name}={x!r}" for name, x in options.items() if isinstance(x, (int, float, str, tuple, NoneType))
+        )
 
 
 _Inner = TypeVar("_Inner", bound=InnerAttention)

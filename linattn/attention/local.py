@@ -41,6 +41,3 @@ class LocalAttention(InnerAttention):
         self, q: Queries, k: Keys, v: Values, state: LocalState | None, key_mask: KeyMask
     ) -> tuple[Outputs, LocalState]:
         return extend_local(q, k, v, state, window=self.window, key_mask=key_mask)
-
-    def extra_repr(self) -> str:
-        return f"{self.size}, causal={self.causal}, bucketed={self.bucketed}"

@@ -30,6 +30,3 @@ class SoftmaxAttention(InnerAttention):
         self, q: Queries, k: Keys, v: Values, state: SoftmaxState | None, key_mask: KeyMask
     ) -> tuple[Outputs, SoftmaxState]:
         return extend_softmax(q, k, v, state, key_mask=key_mask)
-
-    def extra_repr(self) -> str:
-        return f"causal={self.causal}"

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.compat.autoregressive import Drawing, Filter, Given, LogitsOrLoss, LossMask, top_k
+from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, top_k
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
 from linattn.models.generation import evaluating
+from linattn.nn.branch import Call
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 # what makes them an encoder and a decoder
@@ -78,7 +79,7 @@ class PerformerEncDec(Redrawing):
         with evaluating(self):
             encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         drawing = Drawing(temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx)
-        given = Given(dec_mask, encodings, enc_mask)
+        given = Call(dec_mask, encodings, enc_mask)
         return self.dec.draw_tokens(seq_out_start, seq_len, eos_token, drawing, given)
 
 

@@ -53,6 +53,18 @@ def register_attention(method: str) -> str:
     return PREFIX + method
 
 
+def set_attention(model: nn.Module, method: str) -> dict[str, nn.Module]:
+    """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model`; return the modules
+    that attend, by name."""
+    name = register_attention(method)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation(name)
+    return {
+        name: module for name, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
+    }
+
+
 def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
     """Run the model on `inputs`, and return the names of the modules that attended by our method.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import divergence, exchanged
+from linattn.integrations.transformers.linearize.distance import divergence
 from linattn.integrations.transformers.linearize.observe import Batch
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 
@@ -31,7 +31,11 @@ def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Seq
         raise ValueError(f"count must be from 0 to {len(layers)}, the linear layers, but is {count}")
     restored = {}
     for name, layer in layers.items():
-        with exchanged(model, teacher, name):
-            restored[own_attention(layer).spec.index] = divergence(model, teacher, batches)
+        index = own_attention(layer).spec.index
+        model.set_submodule(name, teacher.get_submodule(name))
+        try:
+            restored[index] = divergence(model, teacher, batches)
+        finally:
+            model.set_submodule(name, layer)
     kept = sorted(restored, key=lambda index: restored[index])[:count]
     return Choice(tuple(kept), divergence(model, teacher, batches), restored)

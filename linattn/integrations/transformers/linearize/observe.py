@@ -41,10 +41,11 @@ class Attended(NamedTuple):
 
 
 @contextmanager
-def through_softmax(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model's attention through our softmax, which refuses by name what none of our methods can replace."""
+def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let the model attend by this function of transformers for a while. Our softmax refuses by name what none of our
+    methods can replace."""
     before = model.config._attn_implementation or "eager"
-    model.set_attn_implementation(SOFTMAX)
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], Non
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         stack.enter_context(watched(SOFTMAX, see))
-        model(**batch)
+        run(model, batch)
 
 
 def input_sizes(model: PreTrainedModel, batch: Batch) -> dict[str, int | None]:

@@ -10,7 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linattn.attention.states import map_state
-from linattn.integrations.transformers.linearize.observe import Attended, Batch, input_sizes, observe, through_softmax
+from linattn.integrations.transformers.linearize.observe import (
+    SOFTMAX,
+    Attended,
+    Batch,
+    attending_by,
+    input_sizes,
+    observe,
+)
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
 
 TAYLOR_CHANNELS = 16
@@ -87,7 +94,7 @@ def plan(
         )
     calls: dict[str, Attended] = {}
     batch = model.dummy_inputs if batch is None else batch
-    with through_softmax(model):
+    with attending_by(model, SOFTMAX):
         observe(model, batch, lambda call: calls.update({call.name: calls.get(call.name, call)}))
         sizes = input_sizes(model, batch)
     if unknown := sorted(set(keep) - set(range(len(calls)))):
