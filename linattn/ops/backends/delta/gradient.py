@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import decay_gradient, summed
+from linattn.ops.backends.blocks import Workspace, empty_like
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, forward
-from linattn.ops.backends.delta.places import arrange, cut
+from linattn.ops.backends.delta.chunked import Segment, arrange, forward, sizes
 from linattn.ops.backends.operator import Tensors
-from linattn.ops.backends.workspace import Workspace, empty_like
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
@@ -30,10 +29,12 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     dk, dv, dbeta = (empty_like(x, x.shape) for x in given[1:4])
     dlog_decay = None if given.log_decay is None else empty_like(dS, given.log_decay.shape)
     E_saved, dS = E_saved.view(given.v.shape), dS.reshape(given.S.shape).clone()
-    for states, places in cut(call):
+    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         for i, place in reversed(list(enumerate(places))):
             segment = Segment(given, place, work)
-            *found, dS[states] = _of_segment(segment, segment.load(E_saved, "E"), S_saved[i, states], dy, dS[states])
+            *found, dS[states] = _of_segment(
+                segment, place.load(E_saved, "E", work), S_saved[i, states], dy, dS[states]
+            )
             for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
                     place.write(total, part)
@@ -45,7 +46,7 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
-    work, S_in, dy = s.work, s.again(E, S), s.place.cut(dy)
+    work, S_in, dy = s.work, s.again(E, S), s.place.chunks(dy)
     upstream = work("upstream", (*s.asking.shape[:-1], E.shape[-1]))
     upstream[:, :-1].view(dy.shape).copy_(dy)
     dS_ends = _of_states(s, upstream, dS)
@@ -67,7 +68,7 @@ def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:
     `upstream` (B g+1 C dv)."""
     work, dS_ends, chunk = s.work, s.ends("dS", dS, -1), upstream.shape[2]
     dE = torch.bmm(s.P.mT, upstream[:, :-1].flatten(1, 2), out=work("dE"))
-    parts = map(s.place.chunks, (dE, upstream.flatten(1, 2), s.M, s.asking_in, s.k_out))
+    parts = map(s.place.each, (dE, upstream.flatten(1, 2), s.M, s.asking_in, s.k_out))
     for before, after, a, de, rows, M, asking, k_out in reversed(
         list(zip(dS_ends, dS_ends[1:], s.over(), *parts, strict=False))
     ):

@@ -1,40 +1,33 @@
-"""Products inside the chunks of a segment under each kind of decay: none, per head, per channel, and their gradients.
+"""Products inside chunks under a decay per head or per channel, and their gradients.
 
-`asking` (B r C d) are queries and keys, `written` (B C d) keys times β, `log_decay` (B C 1) or (B C d). Each kind holds
-`asking_in`, since the chunk began, the token's own decay included, `written_out`, until the chunk ends, `over`, what
-decays over the chunk, (B e 1), and `products` (B r C C), those of asking_i and written_j with what decays between them
-for j ≤ i, else 0. Its `gradient` turns the gradients of the first two into those of `asking` and `written`, in place,
-and returns that of `log_decay`. A key's product with itself means nothing, and must have no gradient.
+`asking` (B r C d) are queries, and keys under the delta rule; they meet keys, which are `written` (B C d). Decays are
+(B C 1) or (B C d). Each kind holds `asking_in`, since the chunk began, the token's own decay included, `written_out`,
+until the chunk ends, `over`, what decays over the chunk, (B e 1), and `products` (B r C C), those of asking_i and
+written_j with what decays between them for j ≤ i, else 0. Its `gradient` turns the gradients of the first two into
+those of `asking` and `written`, in place, given also that of `over`, and returns that of the decays' logarithms, which
+is a sum over what crosses each token.
 
-No logarithms are subtracted from one another and no factor is above 1, so a decay of −∞ needs no care: it is zero."""
+Decays per channel are those of Yang et al., Gated Linear Attention, https://arxiv.org/abs/2312.06635."""
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linattn.ops.backends.chunked import decay_weights
-from linattn.ops.backends.chunked_gradient import sum_crossing
-from linattn.ops.backends.delta.halves import corners, diagonal, halves, in_blocks
-from linattn.ops.backends.workspace import Workspace
+from linattn.ops.backends.blocks import Workspace
+from linattn.ops.backends.halves import corners, diagonal, halves, in_blocks
 
 # exp(RANGE) times queries, keys and gradients, and exp(−RANGE) times them, are far from the ends of float32's range
 RANGE = 40
 
 
-class NoDecay:
-    over = None
-
-    def __init__(self, asking: Tensor, written: Tensor, work: Workspace):
-        self.asking = self.asking_in = asking
-        self.written = self.written_out = written
-        self.products = _products(asking, written, work).tril_()
-
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor) -> None:
-        _of_products(dproducts.tril_(), self, dasking, dwritten)
+def decayed_products(asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace) -> "PerHead | PerChannel":
+    """Return the products under the kind of decay that is given. The decays are overwritten."""
+    return (PerHead if log_decay.shape[-1] == 1 else PerChannel)(asking, written, log_decay, work)
 
 
 class PerHead:
@@ -45,18 +38,51 @@ class PerHead:
         self.over = self.since[:, -1:]
         self.asking_in = torch.mul(asking, since, out=work("asking_in"))
         self.written_out = torch.mul(written, self.until, out=work("written_out"))
-        self.products = _products(asking, written, work).mul_(self.between)
 
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor) -> Tensor:
+    @cached_property
+    def products(self) -> Tensor:
+        products = torch.bmm(self.asking.flatten(1, 2), self.written.mT, out=self.work("products"))
+        # what must not be seen is overwritten, not multiplied by zero: it may be infinite
+        return products.view(*self.asking.shape[:-1], self.asking.shape[-2]).mul_(self.between).tril_()
+
+    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> Tensor:
+        assert dover is not None
         dasking.mul_(self.since.unsqueeze(1))
         dwritten.mul_(self.until)
         since = torch.mul(self.asking, dasking, out=self.work("scratch")).sum((1, 3))
         until = torch.mul(self.written, dwritten, out=self.work("scratch")).sum(-1)
         pairs = torch.mul(dproducts, self.products, out=self.work("scratch")).sum(1)
-        _of_products(dproducts.mul_(self.between), self, dasking, dwritten)
+        G = dproducts.mul_(self.between).tril_().flatten(1, 2)
+        dasking.flatten(1, 2).baddbmm_(G, self.written)
+        dwritten.baddbmm_(G.mT, self.asking.flatten(1, 2))
         dlog_decay = sum_crossing(pairs, since.unsqueeze(-1))
         dlog_decay += until.cumsum(-1).sub_(until).unsqueeze(-1)
         return dlog_decay + self.over * dover.sum((1, 2), keepdim=True)
+
+
+def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what decays between tokens of chunks, (B 1 C C), since they began and until they end, (B 1 C 1), given
+    (B C 1). Logarithms are summed in float64, so that differences of long sums stay exact; −inf starts a sequence."""
+    log_decay, dtype = log_decay.mT, log_decay.dtype
+    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
+    fresh = log_decay == -torch.inf
+    # on a CPU torch's exp2 takes a fifth of the time of exp
+    total = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
+    inside = (total - total.mT).to(dtype).exp2_().tril_()
+    since, until = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
+    if log_decay.device.type != "cpu" or fresh.any():
+        count = fresh.cumsum(-1).unsqueeze(-1)
+        inside.mul_(count == count.mT)
+        since.mul_(count == 0)
+        until.mul_(count[..., -1:, :] == count)
+    return inside, since, until
+
+
+def sum_crossing(pairs: Tensor, Q: Tensor) -> Tensor:
+    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, and Q_i (cb C 1) over i ≥ t, for the state before the
+    chunk. A difference of sums over all pairs would leave their rounding where decays are strong."""
+    before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
+    return before.tril().sum(1).unsqueeze(-1)
 
 
 class _Level(NamedTuple):
@@ -90,15 +116,21 @@ class PerChannel:
             written_apart = torch.div(written_apart, self.since, out=work("leaves_written"))
         self.leaves = _Level(size, asking_apart, written_apart, self.since[..., -1:, :])
         self.asking_in, self.written_out = work("asking_in", asking.shape), work("written_out", written.shape)
-        self.products = work("products", (*asking.shape[:-1], asking.shape[-2])).zero_()
         torch.mul(self.leaves.asking, self.first.unsqueeze(2), out=in_blocks(self.asking_in, size).movedim(1, 2))
         torch.mul(self.leaves.written, self.leaves.over, out=in_blocks(self.written_out, size))
-        diagonal(self.products, size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
         over = self.first * self.leaves.over
         while size < asking.shape[-2]:
             over = self._double(size, over)
             size *= 2
         self.over = over.squeeze(1).mT
+
+    @cached_property
+    def products(self) -> Tensor:
+        products = self.work("products", (*self.asking_in.shape[:-1], self.asking_in.shape[-2])).zero_()
+        diagonal(products, self.leaves.size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
+        for level in self.levels:
+            corners(products, level.size).copy_(_meeting(level).movedim(2, 1))
+        return products
 
     def _double(self, size: int, over: Tensor) -> Tensor:
         (second, first), work = self._sides(self.asking_in, self.written_out, size), self.work
@@ -106,7 +138,6 @@ class PerChannel:
         level.asking.copy_(second)
         level.written.copy_(first)
         self.levels.append(level)
-        corners(self.products, size).copy_(_meeting(level).movedim(2, 1))
         over_first, over_second = halves(over)
         torch.mul(level.asking, over_first.unsqueeze(2), out=second)
         torch.mul(level.written, over_second, out=first)
@@ -116,7 +147,8 @@ class PerChannel:
         """View the second blocks as (B m r s d) and the first as (B m s d)."""
         return halves(in_blocks(asking, size))[1].movedim(1, 2), halves(in_blocks(written, size))[0]
 
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor) -> Tensor:
+    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> Tensor:
+        assert dover is not None
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
@@ -186,12 +218,3 @@ def _meeting_gradient(level: _Level, G: Tensor) -> tuple[Tensor, Tensor]:
         return G * level.written.unsqueeze(2), (G * level.asking).sum(2)
     G = G.flatten(2, 3)
     return (G @ level.written).view(level.asking.shape), G.mT @ level.asking.flatten(2, 3)
-
-
-def _products(asking: Tensor, written: Tensor, work: Workspace) -> Tensor:
-    return torch.bmm(asking.flatten(1, 2), written.mT, out=work("products")).unflatten(1, asking.shape[1:3])
-
-
-def _of_products(G: Tensor, s: NoDecay | PerHead, dasking: Tensor, dwritten: Tensor) -> None:
-    dasking.flatten(1, 2).baddbmm_(G.flatten(1, 2), s.written)
-    dwritten.baddbmm_(G.flatten(1, 2).mT, s.asking.flatten(1, 2))
