@@ -2,7 +2,7 @@
 
 from typing import final
 
-from linattn.attention.base import InnerAttention, causal_view
+from linattn.attention.base import InnerAttention
 from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -17,7 +17,6 @@ class SoftmaxAttention(InnerAttention):
     """
 
     state_kind = SoftmaxState
-    as_causal = causal_view
 
     def __init__(self, *, causal: bool = False):
         super().__init__()
