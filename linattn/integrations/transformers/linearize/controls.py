@@ -44,7 +44,8 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
-        return control(Call(own, *args, options.get("key_mask"), y))
+        q, k, v = args
+        return control(Call(own, q, k, v, options.get("key_mask"), y))
 
     with ExitStack() as stack:
         for layer in linearized_layers(model).values():

@@ -35,7 +35,8 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
     total = sum(n for n, _ in found)
     means = {name: math.fsum(n * figures[name] for n, figures in found) / total for name in found[0][1]}
     losses = tuple(figures["loss"] for _, figures in found if "loss" in figures)
-    return Scores(**dict.fromkeys(Scores._fields) | means | {"losses": losses})
+    loss, accuracy, kl, agreement = (means.get(name) for name in ("loss", "accuracy", "kl", "agreement"))
+    return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
 def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:
