@@ -26,12 +26,13 @@ def _nearest_bfloat16(x):
 
 
 @jit
-def _bfloat16(x):
-    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one."""
+def _bfloat16(x, ONCE: tl.constexpr):
+    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one. ONCE: and
+    it may not compute them again wherever they are used."""
     if _INTERPRETED:
         return _nearest_bfloat16(x.to(tl.float32)).to(tl.bfloat16)
     elif x.dtype == tl.float32 and tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, False, 2)
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, not ONCE, 2)
     else:
         return x.to(tl.bfloat16)
 
@@ -51,14 +52,14 @@ def beside(x, y):
 @jit
 def cast(x, TYPE: tl.constexpr):
     """Convert float32 to what a tensor holds."""
-    return _bfloat16(x) if tl.bfloat16 == TYPE else x.to(TYPE)
+    return _bfloat16(x, False) if tl.bfloat16 == TYPE else x.to(TYPE)
 
 
 @jit
-def rounded(x, PRECISION: tl.constexpr):
+def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = False):
     """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
     if PRECISION == "bf16":
-        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x)
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)
     elif PRECISION == "tf32":
         return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:

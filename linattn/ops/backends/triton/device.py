@@ -196,7 +196,7 @@ def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted
 @jit
 def mapped(x, inside, PHI: tl.constexpr, PRECISION: tl.constexpr):
     """φ of a tile, rounded; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
-    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION)
+    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION, True)
 
 
 @jit
