@@ -98,11 +98,11 @@ class InnerAttention(nn.Module, ABC):
 
 
 class KeysAndValues(NamedTuple):
-    """The summary for attentions that need every key and value."""
+    """The summary, or the past, of attentions that need every key and value: it grows with every token."""
 
-    k: Float[Tensor, "b hk m d"]
-    v: Float[Tensor, "b hk m dv"]
-    key_mask: Bool[Tensor, " b #hk m"] | None
+    k: Keys
+    v: Values
+    key_mask: Bool[Tensor, " b #hk m"] | None = None
 
 
 def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:
