@@ -200,7 +200,10 @@ def test_a_masked_token_neither_writes_nor_decays(backend: str, normalize: str |
 def test_what_a_masked_token_holds_reaches_no_gradient(backend: str, normalize: str | None) -> None:
     n = 70 if backend == "chunked" else 9
     given = inputs(n)
-    mask, options = laws.masks(n)["holes"].expand(2, 3, n), {"normalize": normalize, "feature_map": "softplus"}
+    holes, options = laws.masks(n)["holes"], {"normalize": normalize, "feature_map": "softplus"}
+    tokens, attend = (given[name] for name in "qkv"), attention(backend, **options)
+    laws.a_masked_token_has_no_effect_on_gradients(attend, *tokens, holes, torch.nan, queries=True)
+    mask = holes.expand(2, 3, n)
     upstream = upstream_of(given | {"key_mask": mask}, **options)
     clean = everything(given | {"key_mask": mask}, upstream, backend, **options)
     for name in ("k", "v", "log_decay"):
