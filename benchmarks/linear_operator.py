@@ -72,7 +72,7 @@ def measure(n: int, repeats: int) -> list[Measurement]:
         if work != DECODING and name not in (SOFTMAX, RATE):
             needed = operator_flop(HEADS * n, CHANNELS, CHANNELS, causal=True, training=work == TRAINING)
             limit = needed * per_flop
-        found.append(Measurement(SECONDS, work, name, "float32", n, tuple(values), limit))
+        found.append(Measurement(work, name, "float32", n, SECONDS, tuple(values), limit))
     return found
 
 
@@ -93,7 +93,7 @@ def main() -> None:
         options={"batch": 1, "heads": HEADS, "head_dim": CHANNELS, "causal": True, "repeats": options.repeats},
         measurements=(
             *measure(options.tokens, options.repeats),
-            Measurement(BYTES, FORWARD, ELU, "float32", LONG, (peak,)),
+            Measurement(FORWARD, ELU, "float32", LONG, BYTES, (peak,)),
         ),
         dropped=(),
         seconds=round(time.monotonic() - started, 1),

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linattn.attention.checks import checked_heads
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
 from linattn.ops.backends.base import accumulator, divide
@@ -88,7 +89,11 @@ def compare_with_softmax(
 
     Raises ValueError for shapes that do not fit."""
     feature_map = checked_feature_map(feature_map, FeatureMap)
-    _check(q, k, v, causal)
+    q, k, values, _ = checked_heads(q, k, k if v is None else v, key_mask)
+    if 0 in (q.numel(), k.numel()):
+        raise ValueError(f"an empty tensor has no weights, but q is {tuple(q.shape)} and k is {tuple(k.shape)}")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"a causal comparison needs a query for every key, not {q.shape[2]} for {k.shape[2]}")
     dtype, group = accumulator(q.dtype), q.shape[1] // k.shape[1]
     q, k = q.to(dtype), k.to(dtype)
     queries, by_key = feature_map.query(q), feature_map.normalize == "keys"
@@ -98,7 +103,7 @@ def compare_with_softmax(
     log_scale = k.new_zeros(k.shape[:-1]) if log_scale is None else log_scale
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))
-    v = None if v is None else v.to(dtype).repeat_interleave(group, 1)
+    v = None if v is None else values.to(dtype).repeat_interleave(group, 1)
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     size = max(1, _WEIGHTS_AT_A_TIME // (q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], size):
@@ -118,18 +123,6 @@ def compare_with_softmax(
         small_features=_small_features(phi_k, log_scale, present).cpu(),
         norm_product=_norm_product(q, k, present).cpu(),
     )
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor | None, causal: bool) -> None:
-    shapes = f"q is {tuple(q.shape)} and k is {tuple(k.shape)}"
-    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or not q.numel() * k.numel():
-        raise ValueError(f"q must be (b, h, n, d) and k (b, hk, m, d), none of them empty, but {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the number of key heads must divide that of query heads, but {shapes}")
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"a causal comparison needs a query for every key, but {shapes}")
-    if v is not None and v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"every key must have a value, but k is {tuple(k.shape)} and v is {tuple(v.shape)}")
 
 
 def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Visible:

@@ -18,14 +18,16 @@ from linattn.integrations.transformers.linearize.probes import Cost, costs, nati
 LENGTHS = (256, 1_024, 4_096, 8_192)
 
 
-def measured(lengths: Sequence[int], rows: int) -> list[list[Cost]]:
+def measured(lengths: Sequence[int], rows: int, *, compiled: bool = False) -> list[list[Cost]]:
     """Softmax with the cache of keys and values, and linear attention, at each length."""
     torch.manual_seed(0)
     model = byte_lm.model().eval()
     batch = byte_lm.ByteText(0).batch()
     teacher = convert(model, plan(model, batch), [batch]).teacher
+    # the compiler's own time is that of the first few
+    repeats = 64 if compiled else 16
     with native(teacher):
-        return [costs([teacher, model], tokens, rows=rows) for tokens in lengths]
+        return [costs([teacher, model], tokens, rows=rows, repeats=repeats, compiled=compiled) for tokens in lengths]
 
 
 def table(pairs: Sequence[Sequence[Cost]]) -> str:
@@ -56,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--rows", type=int, default=8, help="sequences that are generated at once (default: 8)")
+    parser.add_argument("--compile", action="store_true", help="compile the tokens of both models by torch.compile")
     parser.add_argument("--out", type=Path, required=True, help="the picture")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    pairs = measured(options.lengths, options.rows)
+    pairs = measured(options.lengths, options.rows, compiled=options.compile)
     draw(pairs, options.out)
     print(table(pairs))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.learning.run import read
-from examples.linearize.run import GENTLE, ROWS, TASKS, Row
+from examples.linearize.run import ROWS, TASKS, Row
 from examples.linearize.task import Task
 
 Run = dict[str, Any]
@@ -50,10 +50,7 @@ def _label(row: Row) -> str:
         what = "the teacher trained on" if row.method == "softmax" else "linear from scratch"
         return f"*{what}, as long as that of {100 * ROWS[row.as_long_as].share:.0f} %*"
     method = "a window alone" if row.method == "local" else row.method
-    parts = [method, *["without a window"] * (not row.window), *["without decay"] * (not row.decay)]
-    parts += [f"{row.kept} layer stays softmax"] * bool(row.kept)
-    parts += [f"{row.key_dim} channels"] * bool(row.key_dim)
-    parts += ["smaller steps"] * (row.rates == GENTLE)
+    parts = [method, *["without a window"] * (not row.window), *[f"{row.kept} layer stays softmax"] * row.kept]
     return ", ".join([*parts, f"{100 * row.share:.0f} % of the steps"])
 
 

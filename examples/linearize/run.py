@@ -19,7 +19,6 @@ from examples.linearize.training import fit, teacher
 from linattn.integrations.transformers.linearize import (
     Budget,
     Progress,
-    Rates,
     choose_layers,
     convert,
     fine_tune,
@@ -30,30 +29,22 @@ from linattn.integrations.transformers.linearize import (
 )
 from linattn.integrations.transformers.linearize.controls import CONTROLS, controlled
 from linattn.integrations.transformers.linearize.scores import scores
-from linattn.integrations.transformers.linearize.transfer import TUNING_RATES
+from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
 
 TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder)}
-FIRST_STAGE = 0.25
-"""The share of a conversion's steps that train the layers alone."""
-GENTLE = Rates(5e-4, 1e-3)
-"""Learning rates for a teacher whose own had fallen to zero."""
 Line = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A conversion with `share` of the teacher's steps, in the second stage at the learning `rates`. `kept` layers stay
-    softmax, and are chosen after the first stage. Linear attention has a `window` of softmax beside it, of the task's
-    size, and queries and keys of `key_dim` channels (None: 16). A control trains without a teacher
+    """A conversion with `share` of the teacher's steps. `kept` layers stay softmax; they are chosen after the first
+    stage. Linear attention has a `window` of softmax beside it, of the task's size. A control trains without a teacher
     for as many processor seconds as the row `as_long_as` took."""
 
     method: str = "taylor2"
     share: float = 0.0
     kept: int = 0
     window: bool = True
-    decay: bool = True
-    key_dim: int | None = None
-    rates: Rates = TUNING_RATES
     as_long_as: str | None = None
 
 
@@ -64,20 +55,14 @@ ROWS: dict[str, Row] = {
     "kept_20": Row(share=0.2, kept=1),
     "plain_20": Row(share=0.2, window=False),
     "plain_50": Row(share=0.5, window=False),
-    "plain_80": Row(share=0.8, window=False),
-    "gentle_20": Row(share=0.2, rates=GENTLE),
-    "gentle_50": Row(share=0.5, rates=GENTLE),
-    "wide_50": Row(share=0.5, key_dim=32),
-    "wide_80": Row(share=0.8, key_dim=32),
-    "undecayed_50": Row(share=0.5, decay=False),
-    "delta_20": Row(method="gated_delta", share=0.2),
+    "hedgehog_50": Row(method="hedgehog", share=0.5),
     "delta_50": Row(method="gated_delta", share=0.5),
     "window_20": Row(method="local", share=0.2),
     "window_50": Row(method="local", share=0.5),
-    "teacher_20": Row(method="softmax", as_long_as="plain_20"),
-    "teacher_50": Row(method="softmax", as_long_as="plain_50"),
-    "scratch_20": Row(as_long_as="plain_20"),
-    "scratch_50": Row(as_long_as="plain_50"),
+    "teacher_20": Row(method="softmax", as_long_as="linear_20"),
+    "teacher_50": Row(method="softmax", as_long_as="linear_50"),
+    "scratch_20": Row(as_long_as="linear_20"),
+    "scratch_50": Row(as_long_as="linear_50"),
 }
 
 
@@ -102,12 +87,10 @@ def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str,
 
 def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Line) -> dict[str, Any]:
     steps = round(row.share * task.steps)
-    first = round(FIRST_STAGE * steps)
+    first = max(1, round(FIRST_STAGE * steps))
     clock = Clock()
     with clock:
-        window = task.window if row.window else 0
-        options = {"method": row.method, "window": window, "decay": row.decay, "key_dim": row.key_dim}
-        planned = plan(model, data.batch(), **options)
+        planned = plan(model, data.batch(), method=row.method, window=task.window if row.window else 0)
         conversion = convert(model, planned, [data.batch() for _ in range(4)])
     frozen = conversion.teacher
     record: dict[str, Any] = {"steps": steps, "new_weights": planned.new_weights}
@@ -122,7 +105,7 @@ def _converted(task: Task, row: Row, model: PreTrainedModel, data: Data, say: Li
     record["transferred"] = _scores(model, frozen, data)
     with clock:
         budget = _budget("fine-tune", steps - first, say)
-        fine_tune(model, frozen, _batches(data, steps - first), budget, rates=row.rates)
+        fine_tune(model, frozen, _batches(data, steps - first), budget)
     controls = {}
     for name, control in CONTROLS.items():
         with controlled(model, control):

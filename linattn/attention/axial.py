@@ -47,17 +47,13 @@ class AxialAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: AxialState | None, key_mask: KeyMask
     ) -> tuple[Outputs, AxialState]:
+        inner = None if state is None else map_state(self._columns, state.inner)
         packed = pack_heads(q, k, v, _for_all_heads(key_mask))
         grid = _Grid.over(k, self.window, packed.total, state and state.column)
-        inner = None if state is None else map_state(self._columns, state.inner)
         y, inner = self.inner.extend(*grid.fold(packed.q, packed.k, packed.v), inner, key_mask=grid.mask)
         inner = map_state(lambda x: x.unflatten(0, (-1, self.window)), inner)
         arrived = k.shape[-2] if packed.total is None else packed.total.squeeze(1)
         return packed.unpack(grid.unfold(y)), AxialState(inner, (grid.column + arrived) % self.window)
-
-    def as_causal(self) -> "AxialAttention | None":
-        inner = self.inner.as_causal()
-        return None if inner is None else AxialAttention(inner, self.window)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Make each column a sequence: (b, window, …) becomes (b · window, …)."""
@@ -65,46 +61,39 @@ class AxialAttention(InnerAttention):
             raise ValueError(f"the state must be (b, {self.window}, ...), a row of columns, but is {tuple(x.shape)}")
         return x.flatten(0, 1)
 
-    def extra_repr(self) -> str:
-        return f"window={self.window}"
-
 
 class _Grid(NamedTuple):
-    """The token in each cell of the grid, row by row (−1: none), and the cell of each token."""
+    """The cell of each token, row by row, and the cells that hold a present one."""
 
-    tokens: Int[Tensor, "b g"]
     places: Int[Tensor, "b n"]
+    held: Bool[Tensor, "b g"]
     column: Int[Tensor, " b"]
     window: int
 
     @staticmethod
     def over(k: Tensor, window: int, total: Tensor | None = None, column: Tensor | None = None) -> "_Grid":
-        """Place the first `total` tokens of k (None: all) from `column` on (None: from the start of a row)."""
-        n = k.shape[-2]
+        """Place the tokens of k, of which the first `total` are present (None: all), from `column` on (None: from the
+        start of a row)."""
+        (b, _, n, _), token = k.shape, torch.arange(k.shape[-2], device=k.device)
         check_exported_length(n, "AxialAttention")
         # the number of rows serves every column, as a graph cannot depend on numbers in a tensor
         rows = -(-(n if column is None else window - 1 + n) // window)
-        if column is None:
-            column = torch.zeros(k.shape[0], dtype=torch.long, device=k.device)
-        tokens = torch.arange(rows * window, device=k.device) - column.unsqueeze(1)
-        held = (tokens >= 0) & (tokens < (n if total is None else total))
-        places = torch.arange(n, device=k.device) + column.unsqueeze(1)
-        return _Grid(tokens.masked_fill(~held, -1), places, column, window)
+        column = token.new_zeros(b) if column is None else column
+        places, present = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
+        held = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, places, present)
+        return _Grid(places, held, column, window)
 
     @property
     def mask(self) -> Bool[Tensor, "bw 1 rows"]:
-        held = (self.tokens >= 0).unflatten(1, (-1, self.window))
-        return held.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+        return self.held.unflatten(1, (-1, self.window)).transpose(1, 2).flatten(0, 1).unsqueeze(1)
 
     def fold(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rearrange (b, h, n, d) to (b · window, h, rows, d)."""
         return self._fold(q), self._fold(k), self._fold(v)
 
     def _fold(self, x: Tensor) -> Tensor:
-        index = self.tokens.clamp(min=0)[:, None, :, None]
-        grid = (
-            torch.take_along_dim(x, index, -2) if x.shape[-2] else x.new_zeros(*x.shape[:2], index.shape[2], x.shape[3])
-        )
+        grid = x.new_zeros(*x.shape[:2], self.held.shape[1], x.shape[3])
+        grid = grid.scatter(-2, self.places[:, None, :, None].expand_as(x), x)
         return grid.unflatten(2, (-1, self.window)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
     def unfold(self, y: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from abc import ABC
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,9 +21,9 @@ class InnerAttention(nn.Module, ABC):
     as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
     are numbers per token that it needs if `needs` says so.
 
-    The public methods check their arguments, and call what a subclass defines: `_attend`; `state_kind`, `_extend` and
-    `as_causal` if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values;
-    `_extend_gated`, and `_attend_gated` if it can be faster, in the place of the first two if it needs gates."""
+    The public methods check their arguments, and call what a subclass defines: `state_kind` and `_extend` if it can be
+    causal; `_summarize` and `read` if there is a summary smaller than the keys and values; `_attend` if there is
+    neither, or a faster way than these. If it needs gates, they are the last argument of `_extend`."""
 
     causal: bool
     state_kind: type = tuple
@@ -32,9 +33,8 @@ class InnerAttention(nn.Module, ABC):
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
         q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
-        if gates is None and self.needs is None:
-            return self._attend(q, k, v, key_mask)
-        return self._attend_gated(q, k, v, key_mask, checked_gates(self, gates, k))
+        own = checked_gates(self, gates, k)
+        return self._extend(q, k, v, None, key_mask, *own)[0] if own else self._attend(q, k, v, key_mask)
 
     def extend(
         self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
@@ -46,9 +46,7 @@ class InnerAttention(nn.Module, ABC):
             )
         state = None if state is None else self._checked_state(state)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
-        if gates is None and self.needs is None:
-            return self._extend(q, k, v, state, key_mask)
-        return self._extend_gated(q, k, v, state, key_mask, checked_gates(self, gates, k))
+        return self._extend(q, k, v, state, key_mask, *checked_gates(self, gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         """Return what `read` needs to know about the keys and values, for example about an encoder's output.
@@ -70,20 +68,19 @@ class InnerAttention(nn.Module, ABC):
     def as_causal(self) -> "InnerAttention | None":
         """Return the same attention over j ≤ i, a view that shares the weights: register, move and save only the
         original. None means that there is no causal form, as for Linformer."""
-        return self if self.causal else None
+        if self.causal or type(self)._extend is InnerAttention._extend:
+            return self if self.causal else None
+        inside = {name: part.as_causal() for name, part in self.named_children() if isinstance(part, InnerAttention)}
+        view = copy(self)
+        view.causal, view._modules = True, self._modules | inside
+        return None if None in inside.values() else view
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        raise NotImplementedError
-
-    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: Any) -> Outputs:
-        return self._extend_gated(q, k, v, None, key_mask, gates)[0]
+        if self.causal:
+            return self._extend(q, k, v, None, key_mask)[0]
+        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
 
     def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
-        raise NotImplementedError
-
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: Any
-    ) -> tuple[Outputs, Any]:
         raise NotImplementedError
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
@@ -92,23 +89,20 @@ class InnerAttention(nn.Module, ABC):
     def _checked_state(self, state: Any) -> Any:
         return checked_kind(state, self.state_kind)
 
-
-_Inner = TypeVar("_Inner", bound=InnerAttention)
-
-
-def causal_view(self: _Inner) -> _Inner:
-    """Return a shallow copy with `causal` set: `as_causal` of attentions that need no more to be causal."""
-    view = copy(self)
-    view.causal = True
-    return view
+    def extra_repr(self) -> str:
+        """Show every option that is a number, a name, a tuple or None."""
+        options = {name: x for name, x in vars(self).items() if name[0] != "_" and name != "training"}
+        return ", ".join(
+            f"{name}={x!r}" for name, x in options.items() if isinstance(x, (int, float, str, tuple, NoneType))
+        )
 
 
 class KeysAndValues(NamedTuple):
-    """The summary for attentions that need every key and value."""
+    """The summary, or the past, of attentions that need every key and value: it grows with every token."""
 
-    k: Float[Tensor, "b hk m d"]
-    v: Float[Tensor, "b hk m dv"]
-    key_mask: Bool[Tensor, " b #hk m"] | None
+    k: Keys
+    v: Values
+    key_mask: Bool[Tensor, " b #hk m"] | None = None
 
 
 def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:

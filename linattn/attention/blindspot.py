@@ -47,9 +47,6 @@ class BlindspotAttention(InnerAttention):
         checked_ungated(inner, "BlindspotAttention")
         self.inner, self.size = inner, size
 
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self._extend(q, k, v, None, key_mask)[0]
-
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: BlindspotState | None, key_mask: KeyMask
     ) -> tuple[Outputs, BlindspotState]:
@@ -137,9 +134,6 @@ class BlindspotAttention(InnerAttention):
         if state.size != self.size:
             raise ValueError(f"the state was made with a blindspot of {state.size}, but here it is {self.size}")
         check_tokens(state.block.k, state.block.v, k, v, state.block.k.shape[2])
-
-    def extra_repr(self) -> str:
-        return f"size={self.size}"
 
 
 def _accumulate(first: Tensor | None, new: Tensor, log_decay: Tensor | None) -> Tensor:

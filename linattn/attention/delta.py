@@ -11,7 +11,7 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import unit
 from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import finite_queries, without
+from linattn.ops.compaction import present_heads
 from linattn.ops.delta import causal_delta_attention
 from linattn.ops.state import check_part
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -21,6 +21,9 @@ class DeltaAttentionState(NamedTuple):
     """S answers any key: Sᵀ k is near the value that was written at k last."""
 
     S: Float[Tensor, "b hk 1 d dv"]
+
+
+_Past = DeltaAttentionState | None
 
 
 @final
@@ -39,17 +42,16 @@ class DeltaAttention(InnerAttention):
         self.needs = checked_needs(GateNeeds(decay, "strength"))
         self.decay, self.unit_keys = decay, unit_keys
 
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: DeltaAttentionState | None, key_mask: KeyMask, gates: Gates
+    def _extend(
+        self, q: Queries, k: Keys, v: Values, state: _Past, key_mask: KeyMask, gates: Gates | None = None
     ) -> tuple[Outputs, DeltaAttentionState]:
-        if key_mask is not None:
-            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
+        q, k, v = present_heads(q, k, v, key_mask)
         hk, d, dv = k.shape[1], k.shape[3], v.shape[3]
         if state is not None:
             check_part("S", state.S, accumulator(v.dtype), hk, 1, d, dv)
         if self.unit_keys:
             q, k = unit(q), unit(k)
-        assert gates.beta is not None
+        assert gates is not None and gates.beta is not None
         y, S = causal_delta_attention(
             group_queries(q * d**-0.5, hk),
             k.unsqueeze(2),
@@ -60,6 +62,3 @@ class DeltaAttention(InnerAttention):
             key_mask=group_mask(key_mask),
         )
         return y.flatten(1, 2), DeltaAttentionState(S)
-
-    def extra_repr(self) -> str:
-        return f"decay={self.decay!r}, unit_keys={self.unit_keys}"

@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, finite, group_queries
+from linattn.attention.base import InnerAttention, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
-from linattn.ops.compaction import finite_queries
+from linattn.ops.backends.reference import present
+from linattn.ops.compaction import present_heads
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
@@ -45,7 +46,6 @@ class FlooredFavorAttention(InnerAttention):
     takes the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
     state_kind = FlooredFavorState
-    as_causal = causal_view
 
     def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
         super().__init__()
@@ -54,13 +54,8 @@ class FlooredFavorAttention(InnerAttention):
         self.feature_map = checked_feature_map(feature_map, FavorFeatureMap)
         self.epsilon, self.causal = epsilon, causal
 
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        if self.causal:
-            return self._extend(q, k, v, None, key_mask)[0]
-        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
-
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FlooredFavorState:
-        keys = self._keys(k, v, key_mask)
+        keys = self._keys(present(k, key_mask), present(v, key_mask), key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
         features = (keys.exponent - finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
@@ -76,7 +71,7 @@ class FlooredFavorAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: FlooredFavorState | None, key_mask: KeyMask
     ) -> tuple[Outputs, FlooredFavorState]:
-        q = q if key_mask is None else finite_queries(q, key_mask)
+        q, k, v = present_heads(q, k, v, key_mask)
         keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
         if state is None:
             start, past, floor = _no_key(k), None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)
@@ -110,13 +105,12 @@ class FlooredFavorAttention(InnerAttention):
 
     def _keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> _Keys:
         v = v.to(accumulator(v.dtype))
-        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        if key_mask is None:
-            return _Keys(*self._exponents(k), values)
-        missing = ~key_mask.unsqueeze(-1)
-        exponent, largest = self._exponents(k.masked_fill(missing, 0))
-        exponent, largest = exponent.masked_fill(missing, -torch.inf), largest.masked_fill(~key_mask, -torch.inf)
-        return _Keys(exponent, largest, values.masked_fill(missing, 0))
+        exponent, largest = self._exponents(k)
+        values = present(torch.cat([v, torch.ones_like(v[..., :1])], -1), key_mask)
+        if key_mask is not None:
+            exponent = exponent.masked_fill(~key_mask.unsqueeze(-1), -torch.inf)
+            largest = largest.masked_fill(~key_mask, -torch.inf)
+        return _Keys(exponent, largest, values)
 
     def _exponents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.feature_map.projection(x)
@@ -128,9 +122,6 @@ class FlooredFavorAttention(InnerAttention):
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)
-
-    def extra_repr(self) -> str:
-        return f"epsilon={self.epsilon}, causal={self.causal}"
 
 
 def _no_key(k: Tensor) -> Float[Tensor, "b hk 1"]:

@@ -69,9 +69,12 @@ def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]
     return gates._replace(log_decay=torch.where(first, -torch.inf, log_decay))
 
 
-def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> Any:
-    """Raise ValueError unless the gates are what the attention needs, with the shape of the keys."""
-    name, needs = type(attention).__name__, attention.needs
+def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates, ...]:
+    """Return the gates of an attention that needs some, else nothing. Raise ValueError for gates that do not fit."""
+    needs = attention.needs
+    if gates is needs is None:
+        return ()
+    name = type(attention).__name__
     if needs is None:
         raise ValueError(f"{name} takes no gates here, but some came")
     if gates is None:
@@ -81,12 +84,12 @@ def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> Any:
             raise ValueError(
                 f"{name} needs a tuple with the gates of each of {len(needs.parts)} parts, but came {gates!r}"
             )
-        return gates
+        return (gates,)
     if not isinstance(gates, Gates):
         raise ValueError(f"{name} needs Gates, but these are a {type(gates).__name__}")
     _check_gate("log_decay", gates.log_decay, k, {None: 0, "head": 3, "channel": 4}[needs.decay])
     _check_gate("beta", gates.beta, k, 0 if needs.write is None else 3)
-    return gates
+    return (gates,)
 
 
 def _check_gate(name: str, gate: Tensor | None, k: Tensor, ndim: int) -> None:

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, finite, group_mask, group_queries
+from linattn.attention.base import InnerAttention, finite, group_mask, group_queries
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import finite_queries, without
+from linattn.ops.backends.reference import present
+from linattn.ops.compaction import present_heads
 from linattn.ops.linear import NORMALIZATIONS, causal_linear_attention, checked_decay, read, summarize
 from linattn.ops.names import unknown_name
 from linattn.ops.scale import running_scale
@@ -29,6 +30,9 @@ class LinearAttentionState(NamedTuple):
     log_scale: Float[Tensor, "b hk 1 1"] | None
 
 
+_Past = LinearAttentionState | None
+
+
 @final
 class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
@@ -39,7 +43,6 @@ class LinearAttention(InnerAttention):
     constant size."""
 
     state_kind = LinearAttentionState
-    as_causal = causal_view
 
     def __init__(
         self,
@@ -64,15 +67,9 @@ class LinearAttention(InnerAttention):
         self.feature_map, self.decay, self.needs = feature_map, decay, needs
         self.causal, self.normalize = causal, normalize
 
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        if self.causal:
-            return self._extend(q, k, v, None, key_mask)[0]
-        return self.read(q, self._summarize(k, v, key_mask)).to(v.dtype)
-
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> LinearAttentionState:
         """Return S and z, whose size does not depend on m."""
-        if key_mask is not None:
-            k, v = without(k, key_mask), without(v, key_mask)
+        k, v = present(k, key_mask), present(v, key_mask)
         key_mask, top = group_mask(key_mask), None
         keys, log_size = per_key_head(self.feature_map.key(k).scalable(), key_mask)
         if log_size is not None:
@@ -88,17 +85,10 @@ class LinearAttention(InnerAttention):
         return self.rescaled(y, queries.log_scale, summary.log_scale).flatten(1, 2).to(q.dtype)
 
     def _extend(
-        self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask
+        self, q: Queries, k: Keys, v: Values, state: _Past, key_mask: KeyMask, gates: Gates | None = None
     ) -> tuple[Outputs, LinearAttentionState]:
-        return self._extend_gated(q, k, v, state, key_mask, Gates())
-
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: LinearAttentionState | None, key_mask: KeyMask, gates: Gates
-    ) -> tuple[Outputs, LinearAttentionState]:
-        beta = gates.beta
-        if key_mask is not None:
-            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
-            beta = None if beta is None else torch.where(key_mask, beta, 0)
+        gate, beta = gates or Gates()
+        q, k, v = present_heads(q, k, v, key_mask)
         v = v if beta is None else (v * beta.unsqueeze(-1)).to(v.dtype)
         key_mask = group_mask(key_mask)
         queries, keys = self.feature_map.query(q), self.feature_map.key(k).scalable()
@@ -108,9 +98,9 @@ class LinearAttention(InnerAttention):
         if state is not None:
             self.check_state(state, keys, v, scaled=log_size is not None)
         sums, log_scale = state or (None, None)
-        top, log_decay = None, self._log_decay(gates.log_decay)
+        top, log_decay = None, self._log_decay(gate)
         if log_size is not None:
-            if gates.log_decay is not None and gates.log_decay.ndim == k.ndim:
+            if gate is not None and gate.ndim == k.ndim:
                 raise ValueError(
                     f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which channels "
                     "that fade by themselves would not share: give it a decay per head"
@@ -167,9 +157,6 @@ class LinearAttention(InnerAttention):
         if not scales or self.normalize == "output":
             return y
         return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return f"causal={self.causal}, normalize={self.normalize!r}"
 
 
 def per_key_head(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:

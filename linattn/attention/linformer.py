@@ -113,9 +113,6 @@ class LinformerAttention(InnerAttention):
         self.key_projection = key_projection
         self.value_projection = key_projection if value_projection is None else value_projection
 
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self.read(q, self._summarize(k, v, key_mask))
-
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> KeysAndValues:
         """Return the r projected keys and values."""
         m, longest = k.shape[-2], min(self.key_projection.max_length, self.value_projection.max_length)

@@ -1,6 +1,7 @@
 """Every attention by name, for configurations, command lines and first experiments. `ATTENTIONS` is the table."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,37 +44,12 @@ class Heads(NamedTuple):
 
 
 Builder = Callable[[Heads], InnerAttention]
+_identity = partial(ElementwiseFeatureMap, "identity")
 
 
 def _linear(name: str) -> Builder:
     make = FEATURE_MAPS[name]
     return lambda x: LinearAttention(make(x.head_dim, x.num_heads, x.num_key_heads), causal=x.causal)
-
-
-def _only_causal(name: str, make: Callable[[Heads], InnerAttention]) -> Builder:
-    def build(x: Heads) -> InnerAttention:
-        if not x.causal:
-            raise ValueError(f"{name} is causal only, but causal is False: give causal=True to named_attention")
-        return make(x)
-
-    return build
-
-
-def _state_space(x: Heads) -> InnerAttention:
-    return LinearAttention(
-        ElementwiseFeatureMap("identity"), causal=True, normalize=None, needs=GateNeeds(decay="head", write="step")
-    )
-
-
-# a state that fades or is overwritten: there is no form without an order of tokens
-_ONLY_CAUSAL: dict[str, Callable[[Heads], InnerAttention]] = {
-    "retention": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads)),
-    "gla": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, needs=GateNeeds(decay="channel")),
-    "ssd": _state_space,
-    "delta": lambda x: DeltaAttention(),
-    "gated_delta": lambda x: DeltaAttention(decay="head"),
-    "kda": lambda x: DeltaAttention(decay="channel"),
-}
 
 
 def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Builder:
@@ -89,10 +65,14 @@ def _linformer(projection: Callable[[int, int, int], SequenceProjection]) -> Bui
 
 ATTENTIONS: dict[str, Builder] = {
     **{name: _linear(name) for name in FEATURE_MAPS},
-    "linear_unnormalized": lambda x: LinearAttention(
-        ElementwiseFeatureMap("identity"), causal=x.causal, normalize=None
-    ),
-    **{name: _only_causal(name, make) for name, make in _ONLY_CAUSAL.items()},
+    "linear_unnormalized": lambda x: LinearAttention(_identity(), causal=x.causal, normalize=None),
+    # a state that fades or is overwritten: there is no form without an order of tokens
+    "retention": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, decay=Decay(x.num_key_heads)),
+    "gla": lambda x: LinearAttention(ScaledFeatureMap(), causal=True, needs=GateNeeds(decay="channel")),
+    "ssd": lambda x: LinearAttention(_identity(), causal=True, normalize=None, needs=GateNeeds("head", "step")),
+    "delta": lambda x: DeltaAttention(),
+    "gated_delta": lambda x: DeltaAttention(decay="head"),
+    "kda": lambda x: DeltaAttention(decay="channel"),
     "roformer": lambda x: RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=x.causal),
     "softmax": lambda x: SoftmaxAttention(causal=x.causal),
     "local": lambda x: LocalAttention(x.window, causal=x.causal),
@@ -126,7 +106,10 @@ def named_attention(
         if count * num_key_heads % num_heads:
             raise ValueError(f"{count} of {num_heads} heads do not divide {num_key_heads} key heads evenly: {spec!r}")
         heads = Heads(count, count * num_key_heads // num_heads, head_dim, causal, window, max_length)
-        parts.append((count, ATTENTIONS[name](heads)))
+        part = ATTENTIONS[name](heads)
+        if part.causal != causal:
+            raise ValueError(f"{name} is causal only, but causal is False: give causal=True to named_attention")
+        parts.append((count, part))
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
 
 

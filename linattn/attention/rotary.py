@@ -38,19 +38,11 @@ class RotaryAttention(InnerAttention):
         self.needs = inner.needs
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self._attend_gated(q, k, v, key_mask, None)
-
-    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: AnyGates) -> Outputs:
         q, k, _ = self._rotated(q, k, None, key_mask)
-        return self.inner(q, k, v, key_mask=key_mask, gates=gates)
+        return self.inner(q, k, v, key_mask=key_mask)
 
     def _extend(
-        self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask
-    ) -> tuple[Outputs, RotaryState]:
-        return self._extend_gated(q, k, v, state, key_mask, None)
-
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask, gates: AnyGates
+        self, q: Queries, k: Keys, v: Values, state: RotaryState | None, key_mask: KeyMask, gates: AnyGates = None
     ) -> tuple[Outputs, RotaryState]:
         if state is not None:
             check_part("position", state.position, torch.int64, k.shape[1])
@@ -65,13 +57,6 @@ class RotaryAttention(InnerAttention):
         angles = turns(positions, k.shape[-1], k.dtype, base=self.base)
         of_queries = (per_query_head(x, q.shape[1]) for x in angles)
         return turn(q, *of_queries), turn(k, *angles), end
-
-    def as_causal(self) -> "RotaryAttention | None":
-        inner = self.inner.as_causal()
-        return None if inner is None else RotaryAttention(inner, base=self.base)
-
-    def extra_repr(self) -> str:
-        return f"base={self.base}"
 
 
 def check_same_tokens(q: Tensor, k: Tensor) -> None:

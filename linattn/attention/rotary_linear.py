@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, group_mask, group_queries
+from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
-from linattn.ops.compaction import finite_queries, without
+from linattn.ops.compaction import present_heads
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import LinearState, check_part
@@ -26,6 +26,9 @@ class RotaryLinearAttentionState(NamedTuple):
     position: Int[Tensor, "b hk"]
 
 
+_Term = tuple[Tensor, Tensor, Tensor]
+
+
 @final
 class RotaryLinearAttention(InnerAttention):
     """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), over all j or, if `causal`, j ≤ i: only the
@@ -36,7 +39,6 @@ class RotaryLinearAttention(InnerAttention):
     φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
 
     state_kind = RotaryLinearAttentionState
-    as_causal = causal_view
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
@@ -45,52 +47,40 @@ class RotaryLinearAttention(InnerAttention):
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
-            return self._extend(q, k, v, None, key_mask)[0]
+            return super()._attend(q, k, v, key_mask)
         check_same_tokens(q, k)
         positions, _ = count_positions(k, None, key_mask)
-        dtype = v.dtype
-        q, k, v = self._features(q, k, v, key_mask)
         attend = partial(linear_attention, key_mask=group_mask(key_mask), normalize=None)
-        numerator = attend(*self._rotated(q, k, positions), v)
-        denominator = attend(q, k, torch.ones_like(v[..., :1]))
-        return divide(numerator, denominator).to(dtype).flatten(1, 2)
+        y, total = (attend(*term) for term in self._terms(q, k, v, key_mask, positions))
+        return divide(y, total).to(v.dtype).flatten(1, 2)
 
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: RotaryLinearAttentionState | None, key_mask: KeyMask
     ) -> tuple[Outputs, RotaryLinearAttentionState]:
-        past, past_keys, start = state or (None, None, None)
+        *past, start = state or (None, None, None)
         if state is not None:
             check_part("position", start, torch.int64, k.shape[1])
         positions, end = count_positions(k, start, key_mask)
-        dtype = v.dtype
-        q, k, v = self._features(q, k, v, key_mask)
-        if state is not None:
-            lead = (k.shape[1], 1, k.shape[-1])
-            check_part("numerator", state.numerator.S, k.dtype, *lead, v.shape[-1])
-            check_part("denominator", state.denominator.S, k.dtype, *lead, 1)
+        terms = self._terms(q, k, v, key_mask, positions)
+        for name, sums, (_, keys, values) in zip(("numerator", "denominator"), past, terms, strict=True):
+            if sums is not None:
+                check_part(name, sums.S, keys.dtype, k.shape[1], 1, keys.shape[-1], values.shape[-1])
         attend = partial(causal_linear_attention, key_mask=group_mask(key_mask), normalize=None)
-        y, numerator = attend(*self._rotated(q, k, positions), v, past)
-        total, denominator = attend(q, k, torch.ones_like(v[..., :1]), past_keys)
-        return divide(y, total).to(dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, end)
+        (y, numerator), (total, denominator) = (attend(*term, sums) for term, sums in zip(terms, past, strict=True))
+        return divide(y, total).to(v.dtype).flatten(1, 2), RotaryLinearAttentionState(numerator, denominator, end)
 
-    def _features(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
-        """Return features of queries, (b hk g n f), those of keys, (b hk 1 n f), and values, (b hk 1 n dv)."""
-        if key_mask is not None:
-            q, k, v = finite_queries(q, key_mask), without(k, key_mask), without(v, key_mask)
-        # numerator and denominator are rounded once, after the division
-        dtype, hk = accumulator(v.dtype), k.shape[1]
+    def _terms(self, q: Tensor, k: Tensor, v: Tensor, key_mask: KeyMask, positions: Tensor) -> tuple[_Term, _Term]:
+        """Return queries (b hk g n f), keys (b hk 1 n f) and values (b hk 1 n dv) twice: rotated features and v for the
+        numerator, plain features and ones for the denominator."""
+        q, k, v = present_heads(q, k, v, key_mask)
         queries, keys = self.feature_map.query(q), self.feature_map.key(k)
         if queries.log_size() is not None or keys.log_size() is not None:
             raise ValueError(
                 f"{type(self.feature_map).__name__} keeps features in range by a scale per token, which rotated and "
                 "plain features would not share: rotate queries and keys before such a map"
             )
-        q, k, v = queries.value().to(dtype), keys.value().to(dtype), v.to(dtype)
-        return group_queries(q, hk), k.unsqueeze(2), v.unsqueeze(2)
-
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        # numerator and denominator are rounded once, after the division
+        q, k, v = (x.to(accumulator(v.dtype)) for x in (queries.value(), keys.value(), v))
+        q, k, v = group_queries(q, k.shape[1]), k.unsqueeze(2), v.unsqueeze(2)
         angles = turns(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
-        return turn(q, *angles), turn(k, *angles)
-
-    def extra_repr(self) -> str:
-        return f"causal={self.causal}, base={self.base}"
+        return (turn(q, *angles), turn(k, *angles), v), (q, k, torch.ones_like(v[..., :1]))

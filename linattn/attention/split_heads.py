@@ -10,6 +10,8 @@ from linattn.attention.gates import SplitNeeds
 from linattn.ops.state import checked_parts
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
+_PerPart = tuple[Any, ...]
+
 
 @final
 class SplitHeads(InnerAttention):
@@ -31,39 +33,28 @@ class SplitHeads(InnerAttention):
         self.parts = nn.ModuleList(part for _, part in parts)
         self.causal = parts[0][1].causal
         needs = tuple(part.needs for _, part in parts)
-        self.needs = None if needs == self._no_gates else SplitNeeds(self.heads, needs)
-
-    @property
-    def _no_gates(self) -> tuple[None, ...]:
-        return (None,) * len(self.heads)
+        self.needs = SplitNeeds(self.heads, needs) if any(needs) else None
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self._attend_gated(q, k, v, key_mask, self._no_gates)
-
-    def _attend_gated(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask, gates: tuple[Any, ...]) -> Outputs:
-        pieces = zip(self.parts, gates, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
-        return torch.cat([part(*piece, key_mask=mask, gates=own) for part, own, *piece, mask in pieces], 1)
+        pieces = zip(self.parts, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
 
     def _extend(
-        self, q: Queries, k: Keys, v: Values, state: tuple[Any, ...] | None, key_mask: KeyMask
-    ) -> tuple[Outputs, tuple[Any, ...]]:
-        return self._extend_gated(q, k, v, state, key_mask, self._no_gates)
-
-    def _extend_gated(
-        self, q: Queries, k: Keys, v: Values, state: tuple[Any, ...] | None, key_mask: KeyMask, gates: tuple[Any, ...]
-    ) -> tuple[Outputs, tuple[Any, ...]]:
+        self, q: Queries, k: Keys, v: Values, state: _PerPart | None, key_mask: KeyMask, gates: _PerPart | None = None
+    ) -> tuple[Outputs, _PerPart]:
         states = checked_parts(state, len(self.parts))
+        gates = gates or (None,) * len(self.heads)
         pieces = zip(self.parts, gates, states, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
         results = [part.extend(*piece, past, key_mask=mask, gates=own) for part, own, past, *piece, mask in pieces]
         ys, states = zip(*results, strict=True)
         return torch.cat(ys, 1), states
 
-    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> tuple[Any, ...]:
+    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> _PerPart:
         """Return a tuple with the summary of each part."""
         pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
-    def read(self, q: Queries, summary: tuple[Any, ...]) -> Outputs:
+    def read(self, q: Queries, summary: _PerPart) -> Outputs:
         pieces = zip(self.parts, self._split_queries(q), checked_parts(summary, len(self.parts)), strict=True)
         return torch.cat([cast(InnerAttention, part).read(piece, kept) for part, piece, kept in pieces], 1)
 
@@ -72,7 +63,7 @@ class SplitHeads(InnerAttention):
         known = [(count, part) for count, part in zip(self.heads, parts, strict=True) if part is not None]
         return SplitHeads(*known) if len(known) == len(parts) else None
 
-    def _checked_state(self, state: Any) -> tuple[Any, ...]:
+    def _checked_state(self, state: Any) -> _PerPart:
         return checked_parts(state, len(self.parts))
 
     def _split_queries(self, q: Tensor) -> tuple[Tensor, ...]:
@@ -92,6 +83,3 @@ class SplitHeads(InnerAttention):
         else:
             masks = key_mask.split(key_heads, 1)
         return k.split(key_heads, 1), v.split(key_heads, 1), masks
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}"

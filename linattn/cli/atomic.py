@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written under another name beside their own, then renamed."""
+"""Atomic writes: files and folders are written under hidden names beside their own, then renamed."""
 
 import os
 import shutil
@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from linattn.models.storage import atomic_file, flush_to_disk
+
+LEFTOVERS = (".*.partial", ".*.removed", ".*.tmp")
+"""The hidden names, of folders and files."""
+
 
 def partial_name(path: Path) -> Path:
-    """Return the name for writing; it is hidden, so that no listing shows it as finished."""
+    """Return the name under which a folder is filled."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -19,7 +24,7 @@ def removed_name(path: Path) -> Path:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed process left under the names for writing and deleting."""
-    for leftover in [*folder.glob(".*.partial"), *folder.glob(".*.removed")]:
+    for leftover in [found for pattern in LEFTOVERS for found in folder.glob(pattern)]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
         else:
@@ -35,18 +40,6 @@ def write_atomically(path: Path, content: str) -> None:
 def copy_atomically(source: Path, path: Path) -> None:
     with atomic_file(path) as partial:
         shutil.copyfile(source, partial)
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a name to write to; the file replaces `path` at the end."""
-    partial = partial_name(path)
-    try:
-        yield partial
-        flush_to_disk(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -84,14 +77,3 @@ def remove_atomically(path: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(path, renamed)
     shutil.rmtree(renamed)
-
-
-def flush_to_disk(path: Path) -> None:
-    # Windows refuses to open folders, and needs no flush of them
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

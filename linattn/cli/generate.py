@@ -16,6 +16,7 @@ from linattn.cli.vocabulary import Vocabulary
 from linattn.models.generation import Sampling, stream
 
 SUMMARY = "generate text with the model of a run"
+SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             model,
             [tokens],
             max_new_tokens=arguments.max_new_tokens,
-            sampling=Sampling(
-                temperature=arguments.temperature,
-                top_k=arguments.top_k,
-                top_p=arguments.top_p,
-                repetition_penalty=arguments.repetition_penalty,
-            ),
+            sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
             stop_tokens=(vocabulary.separator,),
             seed=arguments.seed,
         )

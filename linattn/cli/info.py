@@ -60,12 +60,13 @@ def _model(model: LanguageModel) -> dict[str, Any]:
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "configuration": model.config.to_dict(),
-        "state_bytes": _num_bytes(state),
-        "state_bytes_per_further_token": (_num_bytes(longer) - _num_bytes(state)) / full,
+        "state_bytes": num_bytes(state),
+        "state_bytes_per_further_token": (num_bytes(longer) - num_bytes(state)) / full,
     }
 
 
-def _num_bytes(state: Any) -> int:
+def num_bytes(state: Any) -> int:
+    """Return the size of a state's tensors."""
     sizes: list[int] = []
     map_state(lambda tensor: sizes.append(tensor.nbytes), state)
     return sum(sizes)

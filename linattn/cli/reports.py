@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linattn.cli.atomic import atomic_file
 from linattn.cli.run_folder import Run
 from linattn.integrations.transformers.schedule import Schedule
+from linattn.models.storage import atomic_file
 
 # the bar counts progress from 0 to 1, which also gives a remaining time where --minutes ends the run
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
@@ -24,10 +24,7 @@ SUMMARY = {
     "validation_bits_per_byte": "validation {:.3f} bits/byte",
     "tokens_per_second": "{:,} tokens/s",
 }
-CURVES = {
-    "training": {"linewidth": 0.8, "alpha": 0.6},
-    "validation": {"marker": "o", "markersize": 4},
-}
+CURVES = {"training": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker": "o", "markersize": 4}}
 
 
 class Reports(TrainerCallback):
@@ -64,10 +61,10 @@ class Reports(TrainerCallback):
         if "loss" in logs:
             self._write(record := record | self._training(step, logs))
             if self.bar.disable:
-                self._say(f"{summary(record)}, {self._time_left(step)} left")
+                tqdm.write(f"{summary(record)}, {self._time_left(step)} left", file=sys.stderr)
         elif "eval_loss" in logs:
             self._write(record | self._bits(logs["eval_loss"], "validation"))
-            self._say(summary(self.last))
+            tqdm.write(summary(self.last), file=sys.stderr)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -91,9 +88,6 @@ class Reports(TrainerCallback):
         self.last |= record
         with open(self.log, "a") as stream:
             stream.write(json.dumps(record) + "\n")
-
-    def _say(self, line: str) -> None:
-        tqdm.write(line, file=sys.stderr)
 
     def _time_left(self, step: int) -> str:
         progress = self.schedule.progress(step)

@@ -90,11 +90,9 @@ def open_run(folder: Path) -> Run:
     path = folder / DESCRIPTION
     if not path.is_file():
         raise CommandError(f"there is no run in {folder}: it has no {DESCRIPTION}")
-    try:
+    with explained(f"{path} is corrupt: it is not the description of a run", ValueError, KeyError, TypeError):
         description = json.loads(path.read_bytes())
         version = description["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path} is corrupt: it is not the description of a run") from error
     if version != FORMAT:
         writer = description.get("versions", {}).get("linattn", "unknown")
         raise CommandError(

@@ -27,7 +27,7 @@ from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports, draw_curve
 from linattn.cli.run_folder import Run, open_run, timestamp
 from linattn.cli.vocabulary import Vocabulary
-from linattn.cli.windows import TrainingWindows, ValidationWindows, open_tokens
+from linattn.cli.windows import TrainingWindows, open_tokens, validation_windows
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 from linattn.integrations.transformers.schedule import Schedule, largest
 
@@ -58,8 +58,7 @@ def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> 
             action()
         except (CommandError, OSError) as error:
             failure = [one_line(error)]
-    if args.world_size > 1:
-        broadcast_object_list(failure)
+    broadcast_object_list(failure)
     if failure[0] is not None:
         raise CommandError(failure[0]) if args.process_index == 0 else SystemExit(2)
 
@@ -168,7 +167,8 @@ class RunTrainer(Trainer):
             model,
             args,
             train_dataset=TrainingWindows(training, options.context, seed=options.seed, length=length),
-            eval_dataset=ValidationWindows(validation, options.context, most=most),
+            # a list is a dataset, whatever the type says
+            eval_dataset=validation_windows(validation, options.context, most=most),  # pyright: ignore[reportArgumentType]
             callbacks=[self.schedule, self.reports, GatherTiedEmbeddings()],
         )
         # our callback reports instead

@@ -60,17 +60,8 @@ def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.
     return int(random.integers(slack + 1)), random.permutation(windows)
 
 
-@final
-class ValidationWindows(Dataset):
-    """At most `most` windows, evenly spread; if they cover the row, each token but the first is predicted once."""
-
-    def __init__(self, tokens: np.ndarray, context: int, *, most: int) -> None:
-        self.tokens, self.context = tokens, context
-        fitting = (len(tokens) - 1) // (context - 1)
-        self.chosen = np.linspace(0, fitting - 1, min(most, fitting)).round().astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return window(self.tokens, int(self.chosen[index]) * (self.context - 1), self.context)
+def validation_windows(tokens: np.ndarray, context: int, *, most: int) -> list[dict[str, Tensor]]:
+    """Return at most `most` windows, evenly spread; those that cover the row predict each token but the first once."""
+    fitting = (len(tokens) - 1) // (context - 1)
+    chosen = np.linspace(0, fitting - 1, min(most, fitting)).round().astype(np.int64)
+    return [window(tokens, start * (context - 1), context) for start in chosen.tolist()]

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import Sampling, evaluating, nucleus, stream
+from linattn.models.generation import Sampling, evaluating, nucleus, penalised, stream
 from linattn.models.loss import next_token_loss
-from linattn.types import Context, ContextMask, TokenIds
+from linattn.nn.branch import Call
+from linattn.types import TokenIds
 
 Filter = Callable[..., Tensor]
 # it may leave out the last token, which is a target only
@@ -53,20 +54,10 @@ class Drawing(NamedTuple):
         return Sampling(temperature=self.temperature or 1.0, filter=lambda logits: keep(self._penalised(logits, rows)))
 
     def _penalised(self, logits: Float[Tensor, "b v"], rows: list[list[int]]) -> Float[Tensor, "b v"]:
-        if self.penalty == 1:
-            return logits
-        marks = torch.zeros_like(logits, dtype=torch.bool)
-        for marked, row in zip(marks, rows, strict=True):
-            marked[row[-self.recent :]] = True
-        return torch.where(marks, torch.where(logits < 0, logits * self.penalty, logits / self.penalty), logits)
-
-
-class Given(NamedTuple):
-    """The arguments of a net beside its tokens."""
-
-    mask: Bool[Tensor, "b k"] | None
-    context: Context
-    context_mask: ContextMask
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for marks, row in zip(seen, rows, strict=True):
+            marks[row[-self.recent :]] = True
+        return penalised(logits, seen, self.penalty)
 
 
 class WrapperBase(nn.Module, ABC):
@@ -85,39 +76,35 @@ class WrapperBase(nn.Module, ABC):
         self.net, self.ignore_index, self.pad_value = net, ignore_index, pad_value
         self.max_seq_len = net.max_seq_len
 
-    def _logits_or_loss(self, x: TokenIds, given: Given, *, return_loss: bool) -> LogitsOrLoss:
-        mask = given.mask
+    def _logits_or_loss(self, x: TokenIds, call: Call, *, return_loss: bool) -> LogitsOrLoss:
+        """Return the net's logits or their loss. The call's mask may leave out the last token."""
+        mask, seen = call.key_mask, slice(-1) if return_loss else slice(None)
         if mask is not None and mask.shape[1] == x.shape[1] - 1:
             mask = F.pad(mask, (0, 1), value=True)
-        if not return_loss:
-            return self._logits(x, given._replace(mask=mask))
-        logits = self._logits(x[:, :-1], given._replace(mask=None if mask is None else mask[:, :-1]))
-        return next_token_loss(logits, x, key_mask=mask, ignore_index=self.ignore_index)
-
-    def _logits(self, x: TokenIds, given: Given) -> Float[Tensor, "b n v"]:
-        mask = {self.mask_name: given.mask}
-        return self.net(x, **mask, context=given.context, context_mask=given.context_mask)
+        present = {self.mask_name: None if mask is None else mask[:, seen]}
+        logits = self.net(x[:, seen], **present, context=call.context, context_mask=call.context_mask)
+        return next_token_loss(logits, x, key_mask=mask, ignore_index=self.ignore_index) if return_loss else logits
 
     @torch.no_grad()
     def draw_tokens(
-        self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, drawing: Drawing, given: Given
+        self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, drawing: Drawing, call: Call
     ) -> Int[Tensor, "*b k"]:
         """Return the new tokens per row, fewer than `count` if all rows end; those after a row's end are padding."""
         tokens = torch.atleast_2d(start)
-        present = torch.ones_like(tokens, dtype=torch.bool) if given.mask is None else given.mask
+        present = torch.ones_like(tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
         rows: list[list[int]] = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
         new: list[list[int]] = [[] for _ in rows]
         ended = [False] * len(rows)
         longest = self.net.max_length if self.slides else None
-        call: dict[str, Any] = {"sampling": drawing.sampling(rows)}
-        call["stop_tokens"] = () if eos_token is None else (eos_token,)
-        if given.context is not None:
+        options: dict[str, Any] = {"sampling": drawing.sampling(rows)}
+        options["stop_tokens"] = () if eos_token is None else (eos_token,)
+        if call.context is not None:
             with evaluating(self.net):
-                call["state"] = self.net.begin(given.context, context_mask=given.context_mask)
+                options["state"] = self.net.begin(call.context, context_mask=call.context_mask)
         while count and not all(ended):
             seen = rows if longest is None else [row[-longest:] for row in rows]
             steps = count if longest is None else min(count, longest + 1 - max(map(len, seen)))
-            for step in stream(self.net, seen, max_new_tokens=steps, **call):
+            for step in stream(self.net, seen, max_new_tokens=steps, **options):
                 for i, token in enumerate(step):
                     rows[i] += [] if token is None else [token]
                     new[i].append(self.pad_value if token is None or ended[i] else token)

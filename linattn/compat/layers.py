@@ -1,62 +1,75 @@
-"""The parts that linear-attention-transformer, performer-pytorch and linformer have in common."""
+"""The options and layers that linear-attention-transformer, performer-pytorch and linformer have in common."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from linattn.attention import InnerAttention, SplitHeads
+from linattn.compat.options import REQUIRED, Options
 from linattn.nn import Branch, Chunked, FeedForward, GatedFeedForward, ResidualSequence, ReversibleSequence, TokenShift
 
 Pair = tuple[Branch, Branch]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions(Options):
+    """The options that the packages share."""
+
+    dim: int = REQUIRED
+    depth: int = REQUIRED
+    heads: int = 8
+    dim_head: int | None = None
+    causal: bool = False
+    reversible: bool = False
+    shift_tokens: bool = False
+    ff_mult: int = 4
+    ff_chunks: int = 1
+    ff_glu: bool = False
+    ff_dropout: float = 0.0
+    num_tokens: int = REQUIRED
+    max_seq_len: int = REQUIRED
+
+    @property
+    def channels(self) -> int:
+        """The channels per head. A `dim_head` of None stands for dim / heads."""
+        if self.dim_head is None and self.dim % self.heads:
+            raise ValueError(f"heads must divide dim, or dim_head be given, but they are {self.heads} and {self.dim}")
+        return self.dim // self.heads if self.dim_head is None else self.dim_head
+
+
 def make_pair(
+    options: LayerOptions,
     attention: nn.Module,
-    feed_forward: nn.Module,
-    norm: Callable[[], nn.Module] | None,
-    shift: tuple[int, ...] | None = None,
+    norm: Callable[[int], nn.Module] | None = nn.LayerNorm,
     *,
+    shift: tuple[int, ...] | None = None,
     rezero: bool = False,
 ) -> Pair:
-    """Return the two modules as branches, each with a norm and a token shift of its own."""
+    """Return the attention and a feed-forward as branches, each with a norm and a token shift of its own."""
+    sizes = options.dim, options.ff_mult * options.dim
+    if options.ff_glu:
+        part = GatedFeedForward(*sizes, activation=F.gelu, bias=True, hidden_dropout=options.ff_dropout)
+    else:
+        part = FeedForward(*sizes, hidden_dropout=options.ff_dropout)
+    feed_forward = part if options.ff_chunks == 1 else Chunked(part, options.ff_chunks)
 
     def branch(module: nn.Module) -> Branch:
-        return Branch(module, norm=norm and norm(), shift=TokenShift(shift) if shift else None, rezero=rezero)
+        return Branch(
+            module, norm=norm and norm(options.dim), shift=TokenShift(shift) if shift else None, rezero=rezero
+        )
 
     return branch(attention), branch(feed_forward)
 
 
-def make_stack(pairs: Iterable[Pair], reversible: bool, reduce: str) -> ResidualSequence | ReversibleSequence:
-    if reversible:
+def make_stack(options: LayerOptions, pairs: Iterable[Pair], reduce: str) -> ResidualSequence | ReversibleSequence:
+    if options.reversible:
         return ReversibleSequence(pairs, reduce=reduce)
     return ResidualSequence(branch for pair in pairs for branch in pair)
-
-
-def make_feed_forward(dim: int, mult: int = 4, *, glu: bool = False, dropout: float, chunks: int = 1) -> nn.Module:
-    if glu:
-        module = GatedFeedForward(dim, mult * dim, activation=F.gelu, bias=True, hidden_dropout=dropout)
-    else:
-        module = FeedForward(dim, mult * dim, hidden_dropout=dropout)
-    return module if chunks == 1 else Chunked(module, chunks)
-
-
-def head_channels(dim: int, heads: int, dim_head: int | None) -> int:
-    """Return the channels per head. A `dim_head` of None stands for dim / heads."""
-    if dim_head is None and dim % heads:
-        raise ValueError(f"heads must divide dim, or dim_head be given, but they are {heads} and {dim}")
-    return dim // heads if dim_head is None else dim_head
 
 
 def split_heads(*parts: tuple[int, InnerAttention]) -> InnerAttention:
     """Return the parts, each with its number of heads, as one attention. Parts without heads are left out."""
     parts = tuple(part for part in parts if part[0])
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
-
-
-def check_context(wanted: bool, option: str, context: Tensor | None, context_mask: Tensor | None) -> None:
-    """Raise ValueError for a context that the stack does not attend to, and for a mask without a context."""
-    if context is not None and not wanted:
-        raise ValueError(f"a context was given, but nothing attends to it: {option} is False")
-    if context is None and context_mask is not None:
-        raise ValueError("context_mask is of a context, but none was given")

@@ -84,16 +84,6 @@ class LanguageModelConfig:
         return math.ceil(self.mlp_ratio * self.dim)
 
     @property
-    def channels(self) -> int:
-        """The channels of a head's values and output."""
-        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def key_channels(self) -> int:
-        """The channels of a head's queries and keys."""
-        return self.channels if self.key_dim is None else self.key_dim
-
-    @property
     def layers(self) -> tuple[str, ...]:
         """The attention of each layer."""
         return (self.attention,) * self.depth if isinstance(self.attention, str) else self.attention
@@ -112,10 +102,11 @@ class LanguageModelConfig:
         return int(width)
 
     def inner_attention(self, layer: int) -> InnerAttention:
+        head_dim = self.dim // self.num_heads if self.head_dim is None else self.head_dim
         return named_attention(
             self.layers[layer],
             num_heads=self.num_heads,
-            head_dim=self.key_channels,
+            head_dim=head_dim if self.key_dim is None else self.key_dim,
             num_key_heads=self.num_key_heads,
             causal=self.causal,
             window=self.window,

@@ -19,6 +19,11 @@ from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
 
+# the options that the configuration and the attention have alike
+_ATTENTION_OPTIONS = (
+    *("num_key_heads", "head_dim", "key_dim", "rotary", "convolution", "convolution_on", "unit_keys", "value_skip"),
+    *("head_norm", "gate", "gate_function", "gated_norm", "dropout"),
+)
 _GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
@@ -69,13 +74,10 @@ class LanguageModel(TokenModel):
             if isinstance(module, _HAVE_PROJECTIONS):
                 for name, child in module.named_children():
                     if isinstance(child, (nn.Linear, nn.Embedding)):
-                        self._initialise(name, child)
-
-    def _initialise(self, name: str, module: nn.Linear | nn.Embedding) -> None:
-        joins_residual = name in ("o_proj", "down_proj")
-        nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.depth) if joins_residual else INIT_STD)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+                        shrinks = math.sqrt(2 * self.config.depth) if name in ("o_proj", "down_proj") else 1
+                        nn.init.normal_(child.weight, std=INIT_STD / shrinks)
+                    if isinstance(child, nn.Linear) and child.bias is not None:
+                        nn.init.zeros_(child.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json and model.safetensors into the folder, neither ever in part, and `storage.LOADER`."""
@@ -149,25 +151,9 @@ def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | Gate
     if width is not None:
         return GatedConvolution(config.dim, width, dropout=config.dropout)
     inner = config.inner_attention(layer)
-    return MultiheadAttention(
-        config.dim,
-        config.num_heads,
-        inner,
-        num_key_heads=config.num_key_heads,
-        head_dim=config.channels,
-        key_dim=config.key_dim,
-        rotary=config.rotary,
-        convolution=config.convolution,
-        convolution_on=config.convolution_on,
-        beta_limit=config.beta_limit if needs_strength(inner.needs) else 1.0,
-        unit_keys=config.unit_keys,
-        value_skip=config.value_skip,
-        head_norm=config.head_norm,
-        gate=config.gate,
-        gate_function=config.gate_function,
-        gated_norm=config.gated_norm,
-        dropout=config.dropout,
-    )
+    options = {name: getattr(config, name) for name in _ATTENTION_OPTIONS}
+    beta_limit = config.beta_limit if needs_strength(inner.needs) else 1.0
+    return MultiheadAttention(config.dim, config.num_heads, inner, beta_limit=beta_limit, **options)
 
 
 def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward | None:

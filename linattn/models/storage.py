@@ -3,7 +3,7 @@ tells transformers where that class is. No pickle."""
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def write_model(
     }
     weights = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # the weights are last in and first out: a folder with a configuration is a folder with a model
-    with _replacing(folder / CONFIG) as config_file, _replacing(folder / WEIGHTS) as weights_file:
+    with atomic_file(folder / CONFIG) as config_file, atomic_file(folder / WEIGHTS) as weights_file:
         config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         _write_tensors(weights, weights_file)
         write_loader(folder)
@@ -60,7 +60,7 @@ def write_loader(folder: Path) -> None:
     """Write the file by which transformers finds our classes with `trust_remote_code=True`, if linattn is installed."""
     names = ", ".join(CLASSES.values())
     text = f'"""Lets transformers load this folder: pip install linattn"""\n\nfrom {_INTEGRATION} import {names}\n'
-    with _replacing(folder / LOADER) as file:
+    with atomic_file(folder / LOADER) as file:
         file.write_text(text, encoding="utf-8")
 
 
@@ -68,8 +68,11 @@ def read_tensors(
     folder: str | os.PathLike[str], expected: Mapping[str, Shaped[Tensor, "..."]]
 ) -> dict[str, Shaped[Tensor, "..."]]:
     """Return the weights of a saved model, which must have the expected names and shapes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     path = Path(folder) / WEIGHTS
-    found = _read_tensors(path)
+    found = _read(path, load_file, SafetensorError)
     _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, found, path)
     # copies, or the weights would be views of a file that someone may write to
     return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in found.items()}
@@ -78,7 +81,10 @@ def read_tensors(
 def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
     """Return the configuration of a saved model without reading its weights."""
     path = Path(folder) / CONFIG
-    fields = _read_json(path)
+    # what is not JSON and what is not UTF-8 is a ValueError
+    fields = _read(path, lambda path: json.loads(path.read_text(encoding="utf-8")), ValueError)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
     if fields.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path} is not of a linattn model: its model_type is {fields.get('model_type')!r}")
     check_version(fields.get("linattn_version"), path)
@@ -88,15 +94,6 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
         return LanguageModelConfig.from_dict(fields["language_model"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    # what is not JSON and what is not UTF-8 is a ValueError
-    with _reading(path, ValueError):
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is corrupt: it holds a {type(fields).__name__} and no object")
-    return fields
 
 
 def check_version(version: Any, path: Path) -> None:
@@ -109,18 +106,9 @@ def check_version(version: Any, path: Path) -> None:
         raise ValueError(f"{path} was written by linattn {version}, but this is {__version__}: a newer one is needed")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    with _reading(path, SafetensorError):
-        return load_file(path)
-
-
-@contextmanager
-def _reading(path: Path, corrupt: type[Exception]) -> Iterator[None]:
+def _read(path: Path, load: Callable[[Path], Any], corrupt: type[Exception]) -> Any:
     try:
-        yield
+        return load(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no model in {path.parent}: {path.name} is missing") from error
     except corrupt as error:
@@ -152,19 +140,19 @@ def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: 
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside the path, so on the same disk. Its file takes the path's name when it is on the disk."""
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a hidden name beside the path, on the same disk. Its file takes the path's name once it is on the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        flush_to_disk(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
         return  # Windows has no descriptor of a folder
     descriptor = os.open(path, os.O_RDONLY)

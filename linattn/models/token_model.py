@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
 from linattn.nn import MultiheadAttention
+from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.compaction import compact, pack, unpack
 from linattn.ops.state import check_part, checked_kind
@@ -66,8 +67,8 @@ class TokenModel(nn.Module, ABC):
     ) -> Tokens:
         """Return the vectors that `logits` takes."""
         x, _ = self.embed(tokens, key_mask=key_mask)
-        self._check_context(context, context_mask)
-        return self.norm(run_stack(self.get_stack(), self.causal, x, key_mask, context, context_mask))
+        call = self._checked(Call(key_mask, context, context_mask))
+        return self.norm(run_stack(self.get_stack(), self.causal, x, call))
 
     def begin(self, context: Float[Tensor, "b m c"], *, context_mask: ContextMask = None) -> TokenModelState:
         """Return the state before the first token. It sums up the context, which is not needed again."""
@@ -86,13 +87,12 @@ class TokenModel(nn.Module, ABC):
         """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state.
 
         A context is needed only where there is no state."""
-        self._check_context(context, context_mask)
+        call = self._checked(Call(key_mask, context, context_mask))
         if state is not None:
             state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
             check_part("position", state.position, None if self.positions is None else torch.int64)
         x, position = self.embed(tokens, state and state.position, key_mask=key_mask)
-        call = {"key_mask": key_mask, "context": context, "context_mask": context_mask}
-        x, stack = self.get_stack().extend(x, state and state.stack, **call)
+        x, stack = self.get_stack().extend(x, state and state.stack, **call._asdict())
         return self.norm(x), TokenModelState(stack, position)
 
     def embed(
@@ -122,22 +122,16 @@ class TokenModel(nn.Module, ABC):
             raise ValueError("this model has no head: it gives embeddings, no logits")
         return self.head(x)
 
-    def _check_context(self, context: Context, context_mask: ContextMask) -> None:
-        if context is None and context_mask is not None:
-            raise ValueError("context_mask is of a context, but none was given")
-        if context is not None and not any(
-            isinstance(part, MultiheadAttention) and part.is_cross_attention for part in self.modules()
-        ):
-            raise ValueError("a context was given, but nothing attends to it: the model has no cross attention")
+    def _checked(self, call: Call) -> Call:
+        parts = () if call.context is None else self.modules()
+        attends = any(isinstance(part, MultiheadAttention) and part.is_cross_attention for part in parts)
+        return call.checked(attends, "the model has no cross attention")
 
 
-def run_stack(
-    stack: Any, causal: bool, x: Tokens, key_mask: TokenMask, context: Context, context_mask: ContextMask
-) -> Float[Tensor, "b n o"]:
+def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:
     """Apply the stack. If it is causal, first move the present tokens to the left: padding on the right is future,
     so that no layer needs a mask."""
-    call = {"context": context, "context_mask": context_mask}
-    if key_mask is None or not causal:
-        return stack(x, key_mask=key_mask, **call)
-    where = compact(key_mask)
-    return unpack(stack(pack(x, where), key_mask=None, **call), where, key_mask)
+    if call.key_mask is None or not causal:
+        return call(stack, x)
+    where = compact(call.key_mask)
+    return unpack(call._replace(key_mask=None)(stack, pack(x, where)), where, call.key_mask)

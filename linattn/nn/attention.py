@@ -13,11 +13,11 @@ from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.attention.states import for_batch
 from linattn.feature_maps.base import unit
-from linattn.nn.checks import check_tokens
+from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
-from linattn.nn.starts import UNKNOWN, ages, check_starts, first_present
+from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind
@@ -100,9 +100,8 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution, self.convolution_on = None, convolution_on
-        if convolution:
-            self.convolution = self._make_convolution(convolution)
+        self.convolution_on = convolution_on
+        self.convolution = self._make_convolution(convolution) if convolution else None
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
         self.gates = token_gates(
@@ -139,9 +138,9 @@ class MultiheadAttention(nn.Module):
             self._check_cross_attention()
             check_tokens(x, self.dim)
             check_tokens(context, self.source_dim, key_mask, name="context")
-            q, (k, v) = self._queries(x), self._keys(context)
+            q, (k, v) = _split(self.q_proj(x), self.key_dim), self._keys(context)
         y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=self._gates(x, key_mask, starts))
-        return self._merge(x, self._skip(y, v))
+        return self._merge(x, y, v)
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
@@ -153,15 +152,10 @@ class MultiheadAttention(nn.Module):
         """Return the output of `forward` for any number of queries, given the summary of the context."""
         self._check_cross_attention()
         check_tokens(x, self.dim)
-        return self._merge(x, self.inner.read(self._queries(x), summary))
+        return self._merge(x, self.inner.read(_split(self.q_proj(x), self.key_dim), summary))
 
     def extend(
-        self,
-        x: Tokens,
-        state: AttentionState | None = None,
-        *,
-        key_mask: TokenMask = None,
-        starts: TokenMask = None,
+        self, x: Tokens, state: AttentionState | None = None, *, key_mask: TokenMask = None, starts: TokenMask = None
     ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
@@ -174,7 +168,7 @@ class MultiheadAttention(nn.Module):
         q, k, v, convolution, position = self._project(x, state, key_mask, starts)
         inner, gates = None if state is None else state.inner, self._gates(x, key_mask, starts)
         y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
-        return self._merge(x, self._skip(y, v)), AttentionState(inner, convolution, position)
+        return self._merge(x, y, v), AttentionState(inner, convolution, position)
 
     def _project(
         self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None, starts: Tensor | None
@@ -182,7 +176,7 @@ class MultiheadAttention(nn.Module):
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
         check_tokens(x, self.dim, key_mask)
-        check_starts(x, starts)
+        check_mask(x, starts, starts=True)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
         # an adapter may stand in the convolution's place, so its class says nothing
@@ -208,9 +202,6 @@ class MultiheadAttention(nn.Module):
         gates = None if self.gates is None else self.gates(x)
         return gates if starts is None else begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        return _split(self.q_proj(x), self.key_dim)
-
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
         return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
 
@@ -221,13 +212,9 @@ class MultiheadAttention(nn.Module):
             return ShortConvolution(self.dim, width)
         return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 
-    def _skip(self, y: Tensor, v: Tensor) -> Tensor:
-        if self.value_skip is None:
-            return y
-        skipped = self.value_skip.view(v.shape[1], -1, 1, 1) * v.unsqueeze(2)
-        return y + skipped.flatten(1, 2)
-
-    def _merge(self, x: Tensor, y: Tensor) -> Tensor:
+    def _merge(self, x: Tensor, y: Tensor, v: Tensor | None = None) -> Tensor:
+        if self.value_skip is not None and v is not None:
+            y = y + (self.value_skip.view(v.shape[1], -1, 1, 1) * v.unsqueeze(2)).flatten(1, 2)
         if self.head_norm is not None:
             y = self.head_norm(y)
         y = y.transpose(1, 2).flatten(2)

@@ -12,6 +12,25 @@ from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
+class Call(NamedTuple):
+    """The arguments of every branch, beside x."""
+
+    key_mask: TokenMask
+    context: Context
+    context_mask: ContextMask
+
+    def __call__(self, branch: Any, x: Tokens) -> Any:
+        return branch(x, **self._asdict())
+
+    def checked(self, attends: bool, reason: str) -> "Call":
+        """Raise ValueError for a context that nothing attends to, with the reason, and for a mask without a context."""
+        if self.context is not None and not attends:
+            raise ValueError(f"a context was given, but nothing attends to it: {reason}")
+        if self.context is None and self.context_mask is not None:
+            raise ValueError("context_mask is of a context, but none was given")
+        return self
+
+
 class BranchState(NamedTuple):
     """`shift` is the last inputs of the token shift (None without one), `module` the module's own state (in cross
     attention, the context's summary)."""

@@ -11,13 +11,15 @@ def check_tokens(x: Tensor, dim: int, key_mask: Tensor | None = None, *, name: s
     check_mask(x, key_mask, name=name)
 
 
-def check_mask(x: Tensor, key_mask: Tensor | None, *, name: str = "x") -> None:
-    if key_mask is None:
+def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool = False) -> None:
+    """Raise ValueError unless a key mask, or a mask of `starts`, is boolean (b, n), or None."""
+    if mask is None:
         return
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean, True where a token is present, but is {key_mask.dtype}")
-    if key_mask.shape != x.shape[:2]:
-        raise ValueError(f"key_mask must be {tuple(x.shape[:2])}, as {name}, but is {tuple(key_mask.shape)}")
+    what, where = ("starts", "a sequence begins") if starts else ("key_mask", "a token is present")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{what} must be boolean, True where {where}, but is {mask.dtype}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{what} must be {tuple(x.shape[:2])}, as {name}, but is {tuple(mask.shape)}")
 
 
 def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.states import for_batch
-from linattn.nn.checks import check_tokens
-from linattn.nn.starts import ages, check_starts
+from linattn.nn.checks import check_mask, check_tokens
+from linattn.nn.starts import ages
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
 from linattn.ops.state import check_part, checked_parts
 from linattn.types import TokenMask, Tokens
@@ -54,7 +54,7 @@ class ShortConvolution(nn.Module):
         begin a sequence, which has no neighbours before."""
         check_tokens(x, self.weight.shape[1], key_mask)
         width = self.weight.shape[0] - 1
-        check_starts(x, starts)
+        check_mask(x, starts, starts=True)
         if starts is None:
             return run_on_present(self._filter, x, state, width, key_mask)
         age, after = ages(starts, key_mask)

@@ -1,7 +1,8 @@
 """The gates of an inner attention, made from a layer's input: decays, step sizes and write strengths.
 
-The initial decays are those of Mamba-2: a step between 0.001 and 0.1 times a rate between 1 and 16, so that heads
-forget within one to a thousand tokens. Dao and Gu, https://arxiv.org/abs/2405.21060"""
+The initial decays are in the range of Mamba-2's: a step between 0.001 and 0.1 times a rate between 1 and 16, so that
+heads forget within one to a thousand tokens (Dao and Gu, https://arxiv.org/abs/2405.21060). They are not drawn but
+spread evenly over the heads, as a few random heads may all forget at once."""
 
 import math
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ class HeadDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         _reset_rate(self.A_log)
-        _reset_step(self.dt_bias)
+        _reset_step(self.dt_bias, len(self.A_log))
 
     def forward(self, x: Tokens) -> PerHead:
         return self.fading(self.step(x))
@@ -119,7 +120,7 @@ class ChannelDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         _reset_rate(self.A_log)
-        _reset_step(self.dt_bias)
+        _reset_step(self.dt_bias, self.key_dim)
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _softplus(self.out_proj(self.in_proj(x)), self.dt_bias)
@@ -160,14 +161,22 @@ class WriteStrength(nn.Module):
 
 @torch.no_grad()
 def _reset_rate(A_log: Tensor) -> None:
-    nn.init.uniform_(A_log, 1, 16).log_()
+    """Set the rates to evenly spaced ones between 1 and 16, ascending."""
+    A_log.copy_((1 + 15 * _quantiles(A_log, len(A_log))).log())
 
 
 @torch.no_grad()
-def _reset_step(bias: Tensor) -> None:
-    """Set softplus(bias) to steps between 0.001 and 0.1, uniform in their logarithms."""
-    step = nn.init.uniform_(bias, math.log(0.001), math.log(0.1)).exp_()
-    bias.add_(torch.log(-torch.expm1(-step)))
+def _reset_step(bias: Tensor, count: int) -> None:
+    """Set softplus(bias) to steps between 0.001 and 0.1, evenly spaced in their logarithms, ascending; after `count` of
+    them the next `count` begin."""
+    step = torch.exp(math.log(0.001) + math.log(100) * _quantiles(bias, count))
+    bias.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def _quantiles(x: Tensor, count: int) -> Tensor:
+    """Return (i mod `count` + 1/2) / `count` for each place i of x, sharded as x is."""
+    place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
+    return (place % count + 0.5) / count
 
 
 def _softplus(x: Tensor, bias: Tensor) -> Tensor:

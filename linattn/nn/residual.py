@@ -1,16 +1,63 @@
-"""Stacks of branches, by how a branch's output joins the residual stream."""
+"""Stacks of branches. Each says how a branch's output joins the residual stream, once for whole sequences and for the
+next tokens of a sequence."""
 
-from collections.abc import Iterable
-from typing import final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from linattn.nn.branch import Branch
+from linattn.nn.branch import Branch, Call
 from linattn.nn.reversal import run_reversibly
-from linattn.nn.stack import Call, Hidden, Stack, Step
 from linattn.ops.names import unknown_name
-from linattn.types import Tokens
+from linattn.ops.state import checked_parts
+from linattn.types import Context, ContextMask, TokenMask, Tokens
+
+Step = Callable[[Any, Tokens], Tokens]
+Hidden = Float[Tensor, "b n o"]
+"""The output of a stack, as wide as its input unless projections change that."""
+
+
+class Stack(nn.Module, ABC):
+    """Branches that run in turn; tokens may come piece by piece."""
+
+    branches: nn.ModuleList
+
+    @property
+    def depth(self) -> int:
+        """The number of branches."""
+        return len(self.branches)
+
+    @abstractmethod
+    def run(self, x: Tokens, step: Step) -> Hidden:
+        """Return the stack's output; step(branch, x) returns that of a branch, and is called for each once, in turn."""
+
+    def forward(
+        self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Hidden:
+        return self.run(x, Call(key_mask, context, context_mask))
+
+    def extend(
+        self,
+        x: Tokens,
+        state: tuple[Any, ...] | None = None,
+        *,
+        key_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Hidden, tuple[Any, ...]]:
+        """Process the next tokens; only the first call needs the context."""
+        call, states = Call(key_mask, context, context_mask)._asdict(), []
+        past = iter(checked_parts(state, self.depth))
+
+        def step(branch: Any, x: Tokens) -> Tokens:
+            y, after = branch.extend(x, next(past), **call)
+            states.append(after)
+            return y
+
+        return self.run(x, step), tuple(states)
 
 
 @final

@@ -10,16 +10,6 @@ from linattn.types import TokenMask
 UNKNOWN = 2**40
 
 
-def check_starts(x: Tensor, starts: Tensor | None) -> None:
-    """Raise ValueError unless the starts are boolean (b, n), as x, or None."""
-    if starts is None:
-        return
-    if starts.dtype != torch.bool:
-        raise ValueError(f"starts must be boolean, True where a sequence begins, but is {starts.dtype}")
-    if starts.shape != x.shape[:2]:
-        raise ValueError(f"starts must be {tuple(x.shape[:2])}, as x, but is {tuple(starts.shape)}")
-
-
 def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
     """Return the number of present tokens before each token in its sequence, and before a next token: `UNKNOWN` or
     more if the sequence began before the first token here."""

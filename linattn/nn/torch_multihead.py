@@ -14,8 +14,7 @@ from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
 from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
-from linattn.nn.torch_masks import TorchMasks, read_masks
-from linattn.nn.torch_softmax import torch_softmax
+from linattn.nn.torch_masks import TorchMasks, read_masks, torch_softmax
 from linattn.types import Keys, Outputs, Queries, Values
 
 
@@ -155,16 +154,13 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         y = inner(q, k, v if keep is None else v * keep, key_mask=key_mask)[..., skipped:, :]
         if not need_weights:
             return y, None
-        return y, self._weights(inner, q, k, key_mask, keep)[..., skipped:, :]
-
-    def _weights(
-        self, inner: InnerAttention, q: Queries, k: Keys, key_mask: Tensor | None, keep: Tensor | None
-    ) -> Float[Tensor, "b h n columns"]:
-        """Return the weights with columns in torch's order; `keep` is the factor of each value after dropout."""
         if isinstance(inner, LinformerAttention):
-            return projected_weights(inner, q, k, key_mask=key_mask)
-        weights = attention_weights(inner, q, k, key_mask=key_mask)
-        return (weights if keep is None else weights * keep.mT).roll(-self._extra_keys, -1)
+            weights = projected_weights(inner, q, k, key_mask=key_mask)
+        else:
+            weights = attention_weights(inner, q, k, key_mask=key_mask)
+            # the columns in torch's order
+            weights = (weights if keep is None else weights * keep.mT).roll(-extra, -1)
+        return y, weights[..., skipped:, :]
 
     def _causal(self) -> InnerAttention:
         form = self._causal_form[0]

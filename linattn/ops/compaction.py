@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from linattn.ops.backends.reference import present
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -64,15 +65,13 @@ def last_tokens(
     return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
 
 
-def without(x: Keys, key_mask: Bool[Tensor, "#b #hk m"], /) -> Keys:
-    """Put zeros in the place of masked tokens. A product with zero is not enough, as they may hold NaN."""
-    return torch.where(key_mask.unsqueeze(-1), x, 0)
-
-
-def finite_queries(q: Queries, key_mask: Bool[Tensor, "#b #hk n"], /) -> Queries:
-    """Put zeros in the place of masked queries that are not finite; finite ones may still be asked."""
-    kept = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite().all(-1, keepdim=True)
-    return torch.where(kept, q, 0)
+def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple[Queries, Keys, Values]:
+    """Put zeros in the place of masked keys and values, and of what is not finite in masked queries: a product with
+    zero is not enough. Finite queries may still be asked."""
+    if key_mask is None:
+        return q, k, v
+    asked = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
+    return torch.where(asked, q, 0), present(k, key_mask), present(v, key_mask)
 
 
 class PackedHeads(NamedTuple):

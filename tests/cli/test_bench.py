@@ -60,7 +60,7 @@ def record(folder) -> Record:
 
 
 def measured(*values: float, method: str = "elu", n: int = 64, work: str = "forward") -> Measurement:
-    return Measurement(SECONDS, work, method, "float32", n, values)
+    return Measurement(work, method, "float32", n, SECONDS, values)
 
 
 def holding(record: Record, *measurements: Measurement) -> Record:
@@ -221,17 +221,27 @@ def test_the_plan_goes_from_short_to_long_and_leaves_out_what_cannot_be():
 
 
 def test_methods_take_turns_and_each_is_called_before_it_is_timed():
+    """A call that sleeps longer than the least span is made twice per turn, and its second duration is told."""
     calls = []
-    timed = lambda call, count: (calls.append("timing"), call(), 1.0)[-1]  # noqa: E731
-    times = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, timed)
-    assert times == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    once = ["a", "timing", "a", "b", "timing", "b"]
-    assert calls == ["timing", "a", "timing", "b", *once, *once]
+
+    def call(name):
+        calls.append(name)
+        time.sleep(0.1 if len(calls) % 2 else 0.02)
+
+    times = alternate({"a": lambda: call("a"), "b": lambda: call("b")}, 2)
+    assert calls == ["a", "a", "b", "b"] * 2
+    assert all(len(each) == 2 and 0.02 <= min(each) <= max(each) < 0.1 for each in times.values())
+
+
+def test_short_calls_are_repeated():
+    calls = []
+    ((seconds,),) = alternate({"a": lambda: calls.append("a")}, 1).values()
+    assert 0 < seconds < 1e-3 and len(calls) > 100
 
 
 def test_the_deadline_leaves_one_round():
-    times = alternate({"a": lambda: None, "b": lambda: None}, 5, lambda call, count: 1.0, deadline=-math.inf)
-    assert times == {"a": [1.0], "b": [1.0]}
+    times = alternate({"a": lambda: None, "b": lambda: None}, 5, deadline=-math.inf)
+    assert {name: len(each) for name, each in times.items()} == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("work", PREPARE)

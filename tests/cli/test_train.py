@@ -17,7 +17,7 @@ from linattn.cli.checkpoints import last_step
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.cli.training import RunTrainer
-from linattn.cli.windows import ValidationWindows
+from linattn.cli.windows import validation_windows
 from linattn.integrations.transformers.schedule import Schedule
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
@@ -74,7 +74,7 @@ def nats_of_validation(run: Path, context: int, most: int = 10**9) -> tuple[floa
     """By the definition: the logarithm of each predicted token's probability, and how many are predicted."""
     opened, model = open_run(run), LanguageModel.load(run)
     tokens = np.fromfile(run / "data" / "validation.tokens", opened.vocabulary().dtype)
-    windows = ValidationWindows(tokens, context, most=most)
+    windows = validation_windows(tokens, context, most=most)
     rows = torch.stack([windows[i]["input_ids"] for i in range(len(windows))])
     with torch.no_grad():
         logits = model(rows)[:, :-1]

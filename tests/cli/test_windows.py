@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from linattn.cli.windows import TrainingWindows, ValidationWindows
+from linattn.cli.windows import TrainingWindows, validation_windows
 
 LENGTHS = [(10, 10), (11, 10), (19, 10), (20, 10), (100, 2), (1000, 65), (4096, 64)]
 
@@ -26,7 +26,7 @@ def test_a_pass_predicts_nothing_twice_and_leaves_little_out(tokens, context):
 
 @pytest.mark.parametrize("tokens, context", LENGTHS)
 def test_validation_predicts_each_token_once(tokens, context):
-    windows = ValidationWindows(np.arange(tokens), context, most=10**6)
+    windows = validation_windows(np.arange(tokens), context, most=10**6)
     counts = predicted(windows, range(len(windows)))
     assert max(counts.values()) == 1
     assert sorted(counts) == list(range(1, len(counts) + 1))
@@ -34,7 +34,7 @@ def test_validation_predicts_each_token_once(tokens, context):
 
 
 def test_fewer_validation_windows_are_spread_over_all():
-    windows = ValidationWindows(np.arange(10_001), 11, most=5)
+    windows = validation_windows(np.arange(10_001), 11, most=5)
     assert [int(windows[i]["input_ids"][0]) for i in range(5)] == [0, 2500, 5000, 7490, 9990]
 
 

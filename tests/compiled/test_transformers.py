@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, Trainer, TrainingArguments
 
 from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM, speed_up
+from linattn.integrations.transformers.linearize import convert, plan
 
 SIZE = {"vocab_size": 31, "dim": 32, "depth": 1, "num_heads": 4, "window": 5}
 
@@ -71,6 +73,21 @@ def test_our_attention_in_a_stock_model_is_one_graph():
         cache = model(tokens[:, :19], attention_mask=mask[:, :19]).past_key_values
         last = compiled(tokens[:, 19:], attention_mask=mask, past_key_values=cache).logits
         assert_close(last, expected[:, 19:])
+
+
+def test_a_linearized_model_takes_every_token_by_the_same_graph():
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)).double().eval()
+    tokens, counter = torch.randint(31, (2, 20)), CompileCounter()
+    convert(model, plan(model, window=3, key_dim=4), [{"input_ids": tokens}])
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        expected, cache = model(tokens, use_cache=False).logits, model(tokens[:, :5]).past_key_values
+        logits = [compiled(token, past_key_values=cache).logits for token in tokens[:, 5:].split(1, 1)]
+    assert_close(torch.cat(logits, 1), expected[:, 5:])
+    # numbers of tokens are constants in the first graph, the past has other strides after it, and then all is the same
+    assert counter.frame_count <= 3
 
 
 def test_a_stock_model_with_our_scans_is_one_graph():

@@ -58,11 +58,11 @@ def runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "TASKS", TASKS)
         patch.setattr(encoder, "TEST", 32)
-        patch.setitem(run.ROWS, "plain_20", run.Row(share=1.0, kept=1))
+        patch.setitem(run.ROWS, "linear_20", run.Row(share=1.0, kept=1))
         arguments = ["--task", "encoder", "--folder", str(folder), "--out", str(folder / "runs.jsonl"), "--row"]
-        run.main([*arguments, "plain_20", "teacher_20", "scratch_20"])
+        run.main([*arguments, "linear_20", "teacher_20", "scratch_20"])
         before = (folder / "runs.jsonl").read_text()
-        run.main([*arguments, "plain_20"])
+        run.main([*arguments, "linear_20"])
         assert (folder / "runs.jsonl").read_text() == before
         with pytest.raises(SystemExit, match="which must be run first"):
             run.main([*arguments, "scratch_50"])

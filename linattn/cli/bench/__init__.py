@@ -25,13 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", **FLAG, help="measure complete language models, too: training, prompts, generation")
     add("--workloads", type=comma_separated, metavar="A,B", help="some of forward, training, decoding")
     add("--lengths", type=_lengths, default=LENGTHS, metavar="N,N", help="(default: 256 to 65536)")
-    add(
-        "--dtypes",
-        type=comma_separated,
-        default=("float32",),
-        metavar="A,B",
-        help="float32, bfloat16, float16 (default: float32)",
-    )
+    dtypes = f"some of {', '.join(DTYPES)} (default: float32)"
+    add("--dtypes", type=comma_separated, default=("float32",), metavar="A,B", help=dtypes)
     add("--not-causal", dest="causal", action="store_false", help="let every query see all keys")
     add = parser.add_argument_group("how").add_argument
     add("--repeats", default=7, **COUNT, help="rounds in which methods take turns (default: 7)")

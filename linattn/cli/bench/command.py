@@ -98,10 +98,8 @@ def _complete(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _features(arguments: argparse.Namespace, started: float) -> tuple[tuple[str, ...], list[Measurement]]:
     print("real queries and keys for the feature maps …", file=sys.stderr)
+    seconds = min(TRAINING_MOST, TRAINING_SHARE * arguments.budget)
     with explained("no queries and keys", OSError):
-        if arguments.model is not None:
-            layers, source = layers_of_run(arguments.model, arguments.text)
-        else:
-            seconds = min(TRAINING_MOST, TRAINING_SHARE * arguments.budget)
-            layers, source = layers_of_training(arguments.text, seconds)
+        run, text = arguments.model, arguments.text
+        layers, source = layers_of_run(run, text) if run else layers_of_training(text, seconds)
     return (source,), list(measure_features(layers, started + FEATURES_SHARE * arguments.budget))

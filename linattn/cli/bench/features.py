@@ -1,11 +1,8 @@
 """Distance of each feature map's attention from that of softmax, on the queries and keys of a language model."""
 
-import argparse
-import contextlib
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,23 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linattn import feature_maps as maps
 from linattn.cli import train
 from linattn.cli.bench import UNIFORM, WITH_FEATURES
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
 from linattn.cli.errors import CommandError
+from linattn.cli.main import make_parser
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import open_tokens
+from linattn.cli.windows import open_tokens, validation_windows
 from linattn.diagnostics import compare_with_softmax
-from linattn.feature_maps import (
-    FEATURE_MAPS,
-    FavorFeatureMap,
-    FeatureMap,
-    GeneralizedFeatureMap,
-    HyperbolicFavorFeatureMap,
-    RandomProjection,
-    TrigonometricFavorFeatureMap,
-)
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
 
@@ -39,11 +29,13 @@ SMALL = "--attention softmax --dim 128 --depth 2 --num-heads 2 --convolution 0 -
 BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 COUNTS, DRAWS = (16, 32, 64, 128, 256, 512, 1024), 3
 FIXED = ("elu", "efficient", "taylor", "taylor2")
-RANDOM: dict[str, Callable[[int, int], FeatureMap]] = {
-    "favor": FavorFeatureMap,
-    "favor_hyperbolic": HyperbolicFavorFeatureMap,
-    "favor_trigonometric": TrigonometricFavorFeatureMap,
-    "favor_relu": lambda d, f: GeneralizedFeatureMap(torch.relu, epsilon=1e-3, projection=RandomProjection(d, f)),
+RANDOM: dict[str, Callable[[int, int], maps.FeatureMap]] = {
+    "favor": maps.FavorFeatureMap,
+    "favor_hyperbolic": maps.HyperbolicFavorFeatureMap,
+    "favor_trigonometric": maps.TrigonometricFavorFeatureMap,
+    "favor_relu": lambda d, f: maps.GeneralizedFeatureMap(
+        torch.relu, epsilon=1e-3, projection=maps.RandomProjection(d, f)
+    ),
 }
 Layers = list[tuple[Tensor, Tensor, Tensor]]
 
@@ -53,25 +45,24 @@ def measure_features(layers: Layers, deadline: float) -> Iterator[Measurement]:
 
     Few features go first, and no more follow when the deadline passes."""
     d = layers[0][0].shape[-1]
-    fixed = {name: FEATURE_MAPS[name](d, 1, 1) for name in FIXED}
-    yield _measured(UNIFORM, 1, _error(layers, fixed["elu"], "uniform_output_error"))
+    fixed = {name: maps.FEATURE_MAPS[name](d, 1, 1) for name in FIXED}
+    yield _measured(layers, UNIFORM, 1, [fixed["elu"]], "uniform_output_error")
     for name, feature_map in fixed.items():
-        yield _measured(name, num_features(feature_map, torch.ones(1, 1, 1, d)), _error(layers, feature_map))
+        yield _measured(layers, name, num_features(feature_map, torch.ones(1, 1, 1, d)), [feature_map])
     for count in COUNTS:
         for name, make in RANDOM.items():
             if time.monotonic() > deadline:
                 return
             torch.manual_seed(0)
-            yield _measured(name, count, *(_error(layers, make(d, count)) for _ in range(DRAWS)))
+            yield _measured(layers, name, count, [make(d, count) for _ in range(DRAWS)])
 
 
-def _measured(name: str, count: int, *errors: float) -> Measurement:
-    return Measurement(ERROR, WITH_FEATURES, name, "float32", count, errors)
-
-
-def _error(layers: Layers, feature_map: FeatureMap, error: str = "output_error") -> float:
-    found = [compare_with_softmax(q, k, feature_map, v=v, causal=True) for q, k, v in layers]
-    return torch.stack([getattr(each, error) for each in found]).mean().item()
+def _measured(
+    layers: Layers, name: str, count: int, draws: Sequence[maps.FeatureMap], error: str = "output_error"
+) -> Measurement:
+    found = ([compare_with_softmax(q, k, each, v=v, causal=True) for q, k, v in layers] for each in draws)
+    values = (torch.stack([getattr(one, error) for one in each]).mean().item() for each in found)
+    return Measurement(WITH_FEATURES, name, "float32", count, ERROR, tuple(values))
 
 
 def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
@@ -89,12 +80,10 @@ def layers_of_run(folder: Path, text: Path | None) -> tuple[Layers, str]:
 def layers_of_training(text: Path | None, seconds: float) -> tuple[Layers, str]:
     """Let `linattn train` train a small softmax model for so many seconds, and show it the last tenth of the text."""
     data = [text] if text else sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+    with TemporaryDirectory() as folder:
         run = Path(folder, "run")
         options = ["--out", str(run), "--minutes", str(seconds / 60), *SMALL.split(), *BRIEF.split()]
-        train.run(parser.parse_args([*map(str, data), *options]))
+        train.run(make_parser().parse_args(["train", *map(str, data), *options]))
         *_, last = open_run(run).records()
         layers, _ = layers_of_run(run, None)
     return layers, (
@@ -108,17 +97,12 @@ def _layers(model: LanguageModel, tokens: np.ndarray) -> Layers:
     """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
     if len(tokens) < CONTEXT:
         raise CommandError(f"there must be {CONTEXT} tokens of text to look at, but there are {len(tokens)}")
+    windows = [each["input_ids"] for each in validation_windows(tokens, CONTEXT, most=SEQUENCES)]
     layers: Layers = []
-
-    # a hook's return value would replace the inputs, so it returns None
-    def keep(module: object, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        layers.append(inputs)
-
-    starts = np.linspace(0, len(tokens) - CONTEXT, SEQUENCES).astype(int)
-    windows = np.stack([tokens[start : start + CONTEXT] for start in starts]).astype(np.int64)
     for part in model.eval().modules():
         if isinstance(part, MultiheadAttention):
-            part.inner.register_forward_pre_hook(keep)
+            # returns None, because another value would replace the inputs
+            part.inner.register_forward_pre_hook(lambda _, inputs: layers.append(inputs))
     with torch.no_grad():
-        model(torch.from_numpy(windows))
+        model(torch.stack(windows))
     return layers

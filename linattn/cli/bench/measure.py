@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,19 +15,22 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import psutil
 import torch
-from torch.utils.benchmark import timer
+from torch.utils.benchmark import Timer, timer
 
-from linattn.attention import map_state
 from linattn.cli.bench import MODEL_DECODING, MODEL_WORKLOADS, ONE_TOKEN, RATE
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Case, Curve, Dropped, Measurement, Setup
 from linattn.cli.bench.workloads import MODEL_METHODS, POSITIONS, Call, batched_products, prepare
 from linattn.cli.errors import one_line
+from linattn.cli.info import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated
 SPAN = 0.01
+# seconds that it takes to begin a process and to make the inputs
+OVERHEAD = 0.3
 # a group is not given more of the time that is left, nor a case more of the machine's memory
 TIME_SHARE, MEMORY_SHARE = 0.5, 0.6
 
@@ -38,8 +40,7 @@ def plan(
 ) -> list[list[Case]]:
     """Return groups of cases that take turns, short sequences first. Peers have no form for one token at a time."""
     groups = []
-    positions = POSITIONS if MODEL_DECODING in workloads else ()
-    for n, workload, dtype in product(sorted({*lengths, *positions}), workloads, dtypes):
+    for n, workload, dtype in product(sorted({*lengths, *POSITIONS}), workloads, dtypes):
         names = MODEL_METHODS if workload in MODEL_WORKLOADS else methods
         group = [Case(workload, name, dtype, n) for name in names if name not in PEERS or workload not in ONE_TOKEN]
         if group and (n in lengths or workload == MODEL_DECODING):
@@ -47,14 +48,20 @@ def plan(
     return groups
 
 
+class Found(NamedTuple):
+    bytes: float
+    seconds: float
+    """Duration of one call, cold."""
+
+
 class Measuring:
+    """Measures groups of cases, short sequences first, until they fail or no longer fit into the limits."""
+
     def __init__(self, setup: Setup, repeats: int, deadline: float) -> None:
         self.setup, self.repeats, self.deadline = setup, repeats, deadline
         self.measurements: list[Measurement] = []
         self.dropped: list[Dropped] = []
         self.ended: dict[Curve, str] = {}
-        # seconds that it takes to begin a process and to make the inputs
-        self.overhead = 0.3
         self.last: dict[Curve, tuple[int, Found]] = {}
         """The last length and its figures, from which those of longer sequences are predicted."""
 
@@ -67,11 +74,15 @@ class Measuring:
     def _within_limits(self, cases: list[Case]) -> list[Case]:
         """Drop what is too large. The fastest methods of the group come first; a curve that has ended stays so."""
         left = TIME_SHARE * (self.deadline - time.monotonic())
-        for case in sorted(cases, key=self._cost):
-            size, seconds = self._predicted(case).bytes, self._cost(case)
+        on_gpu = self.setup.device == "cuda"
+        memory = torch.cuda.get_device_properties("cuda").total_memory if on_gpu else psutil.virtual_memory().total
+        for case in sorted(cases, key=lambda case: self._predicted(case).seconds):
+            size, call = self._predicted(case)
+            # two calls for the memory, and two per round
+            seconds = OVERHEAD + 2 * (1 + self.repeats) * call
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
-            elif size > MEMORY_SHARE * _total_memory(self.setup.device):
+            elif size > MEMORY_SHARE * memory:
                 self._drop(case, f"it would need about {size / 2**30:,.0f} GiB of memory")
             elif seconds > left:
                 self._drop(case, f"no time was left: {seconds:,.1f} s")
@@ -79,11 +90,7 @@ class Measuring:
                 left -= seconds
         return [case for case in cases if case.curve not in self.ended]
 
-    def _cost(self, case: Case) -> float:
-        """Predict the seconds of a case: two calls for its memory, two before the first round, and two per round."""
-        return self.overhead + (4 + 2 * self.repeats) * self._predicted(case).seconds
-
-    def _predicted(self, case: Case) -> "Found":
+    def _predicted(self, case: Case) -> Found:
         n, found = self.last.get(case.curve, (case.n, Found(0.0, 0.01)))
         longer = max(1.0, case.n / n)
         return Found(found.bytes * longer, found.seconds * longer**case.growth)
@@ -91,18 +98,14 @@ class Measuring:
     def _measure_memory(self, case: Case) -> bool:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""
         quantity, measure = (STATE_BYTES, state_size) if case.workload in ONE_TOKEN else (BYTES, peak_memory)
-        start = time.monotonic()
         try:
-            found = measure(self.setup, case, max(1.0, self.deadline - start))
+            found = measure(self.setup, case, max(1.0, self.deadline - time.monotonic()))
         # another package may fail in any way; the rest of the run is still worth having
         except Exception as error:
             self._drop(case, one_line(error)[:200])
             return False
         self.last[case.curve] = case.n, found
-        # the first process imports torch, so no single one counts for much
-        self.overhead += (time.monotonic() - start - 2 * found.seconds - self.overhead) / 8
-        if not math.isnan(found.bytes):
-            self.measurements.append(Measurement(quantity, *case.curve, case.n, (found.bytes,)))
+        self.measurements.append(Measurement(*case.curve, case.n, quantity, (found.bytes,)))
         return True
 
     def _measure_time(self, cases: list[Case]) -> None:
@@ -115,7 +118,7 @@ class Measuring:
         for case, values in times.items():
             flop = workloads[case].flop
             limit = flop / products.flop * statistics.median(times[rate]) if flop else None
-            self.measurements.append(Measurement(SECONDS, *case.curve, case.n, tuple(values), limit))
+            self.measurements.append(Measurement(*case.curve, case.n, SECONDS, tuple(values), limit))
             self.last[case.curve] = case.n, self._predicted(case)._replace(seconds=statistics.median(values))
 
     def _drop(self, case: Case, reason: str) -> None:
@@ -123,55 +126,32 @@ class Measuring:
         self.dropped.append(Dropped(*case.curve, case.n, reason))
 
 
-def _total_memory(device: str) -> float:
-    if device == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
-
-
-def seconds_per_call(call: Call, count: int) -> float:
-    """Return the mean of `count` calls. torch's timer waits for the GPU."""
-    return timeit.timeit(call, number=count, timer=timer) / count
-
-
 def alternate(
-    calls: Mapping[Name, Call],
-    repeats: int,
-    timed: Callable[[Call, int], float] = seconds_per_call,
-    deadline: float = math.inf,
-    warm: float = 0.0,
+    calls: Mapping[Name, Call], repeats: int, *, deadline: float = math.inf, warm: float = 0.0
 ) -> dict[Name, list[float]]:
     """Time every method `repeats` times, or fewer when the deadline (of `time.monotonic`) passes. Methods take turns: a
     machine that is slow for a while is then slow for all of them.
 
     Each is called untimed right before it is timed, once or for `warm` seconds: a virtual machine's host takes back
     memory that stood free while the others ran."""
-    counts = {name: max(1, math.ceil(SPAN / max(timed(call, 1), 1e-9))) for name, call in calls.items()}
-    times: dict[Name, list[float]] = {name: [] for name in calls}
+    threads, times = torch.get_num_threads(), {name: list[float]() for name in calls}
     for round_ in range(repeats):
         for name, call in calls.items():
             if round_ and time.monotonic() > deadline:
                 return times
             start = time.monotonic()
-            call()
             while time.monotonic() - start < warm:
                 call()
-            times[name].append(timed(call, counts[name]))
+            timed = Timer("call()", globals={"call": call}, num_threads=threads)
+            # torch's timer waits for the GPU, and begins with untimed calls that say how often to repeat the call
+            times[name].append(timed.blocked_autorange(min_run_time=SPAN).mean)
     return times
-
-
-class Found(NamedTuple):
-    bytes: float
-    seconds: float
-    """Duration of one call, cold."""
 
 
 def state_size(setup: Setup, case: Case, patience: float) -> Found:
     workload, start = prepare(setup, case), timer()
     workload.call()
-    seconds, sizes = timer() - start, list[int]()
-    map_state(lambda tensor: sizes.append(tensor.nbytes), workload.state)
-    return Found(sum(sizes), seconds)
+    return Found(num_bytes(workload.state), timer() - start)
 
 
 def peak_memory(setup: Setup, case: Case, patience: float) -> Found:
@@ -212,7 +192,7 @@ def _peak_here(setup: Setup, case: Case, reset: Callable[[], None], highest: Cal
 
 
 def _reset_resident() -> None:
-    """Linux forgets the peak so far. Elsewhere an earlier one may hide the next, and Windows has none."""
+    """Let Linux forget the peak so far. Elsewhere an earlier one may hide the next."""
     forget = Path("/proc/self/clear_refs")
     if forget.exists():
         # free memory that the process keeps would hide what is taken next
@@ -223,7 +203,7 @@ def _reset_resident() -> None:
 
 def _resident_peak() -> float:
     if os.name == "nt":
-        return math.nan
+        return float(psutil.Process().memory_info().peak_wset)
     import resource
 
     unit = 1 if platform.system() == "Darwin" else 1024

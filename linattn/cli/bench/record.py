@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ import torch
 
 from linattn.cli.atomic import write_atomically
 from linattn.cli.bench import ONE_TOKEN, SOFTMAX
-from linattn.cli.errors import CommandError
+from linattn.cli.errors import CommandError, explained
+from linattn.cli.run_folder import timestamp
 from linattn.version import __version__
 
 FORMAT = 2
@@ -44,6 +44,7 @@ class Case:
     method: str
     dtype: str
     n: int
+    """Number of tokens, the position of a generated token, or a map's number of features."""
 
     @property
     def curve(self) -> Curve:
@@ -66,22 +67,17 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """All runs of one method at one length."""
+class Measurement(Case):
+    """All runs of one case."""
 
     quantity: str
-    workload: str
-    method: str
-    dtype: str
-    n: int
-    """Number of tokens, the position of a generated token, or a map's number of features."""
     values: tuple[float, ...]
     limit: float | None = None
     """Seconds that the matrix products alone would take at the rate of batched 64³ products, from the same rounds."""
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        return self.quantity, self.workload, self.method, self.dtype, self.n
+        return self.quantity, *self.curve, self.n
 
     @property
     def point(self) -> Point:
@@ -91,13 +87,9 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Dropped(Case):
     """A case that was asked for and is missing, and why."""
 
-    workload: str
-    method: str
-    dtype: str
-    n: int
     reason: str
 
 
@@ -122,7 +114,7 @@ class Record:
 def describe_machine(device: str, threads: int) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    described = {
+    return {
         "processor": name[1] if name else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": threads,
@@ -133,10 +125,9 @@ def describe_machine(device: str, threads: int) -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "linattn": __version__,
         "device": device,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
+        **({"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device == "cuda" else {}),
     }
-    cuda = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device == "cuda" else {}
-    return described | cuda
 
 
 def write_record(record: Record, path: Path) -> None:
@@ -144,14 +135,14 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def read_record(path: Path) -> Record:
-    try:
+    if not path.is_file():
+        raise CommandError(f"there is no {path}")
+    with explained(f"{path} was not written by linattn bench", ValueError, KeyError, TypeError, AttributeError):
         fields = json.loads(path.read_bytes())
         if (version := fields.pop("format")) != FORMAT:
             raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
-        measurements = (Measurement(**each | {"values": tuple(each["values"])}) for each in fields.pop("measurements"))
-        dropped, notes = (Dropped(**each) for each in fields.pop("dropped")), fields.pop("notes")
-        return Record(measurements=tuple(measurements), dropped=tuple(dropped), notes=tuple(notes), **fields)
-    except FileNotFoundError as error:
-        raise CommandError(f"there is no {path}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"{path} was not written by linattn bench") from error
+        fields["measurements"] = (
+            Measurement(**each | {"values": tuple(each["values"])}) for each in fields["measurements"]
+        )
+        fields["dropped"] = (Dropped(**each) for each in fields["dropped"])
+        return Record(**fields | {name: tuple(fields[name]) for name in ("measurements", "dropped", "notes")})

@@ -85,26 +85,22 @@ def short(n: float) -> str:
 
 class Panel(NamedTuple):
     quantity: str
+    view: View
     workload: str
     curves: Curves
-
-    @property
-    def view(self) -> View:
-        return VIEWS[self.quantity]
 
     def sentence(self) -> str:
         """Compare the best method with softmax at the greatest length of both, or a map with uniform attention."""
         reference = UNIFORM if self.quantity == ERROR else SOFTMAX
-        others = {method: points for method, points in self.curves.items() if method != reference}
-        known = {n: point.value for n, point in self.curves.get(reference, {}).items()}
-        lengths = {n for points in others.values() for n in points}
+        every = [(x.value, n, method) for method, points in self.curves.items() for n, x in points.items()]
+        others = [each for each in every if each[-1] != reference] or every
+        lengths, known = {n for _, n, _ in others}, {n: value for value, n, method in every if method == reference}
         if self.quantity == ERROR:
             # uniform attention has no features, so it compares with any number of them
             known = {n: value for value in known.values() for n in lengths}
         else:
-            lengths = {max(lengths & known.keys() or lengths or known)}
-        figures = [(points[n].value, n, method) for method, points in others.items() for n in lengths & points.keys()]
-        value, n, method = self.view.best(figures, default=(0.0, max(known, default=0), reference))
+            lengths = {max(lengths & known.keys() or lengths)}
+        value, n, method = self.view.best(each for each in others if each[1] in lengths)
         told = {method: value} | ({reference: known[n]} if n in known else {})
         words = (self.view.sentence.format(name, self.view.shown(x)) for name, x in told.items())
         return f"{self.workload} at n = {n:,}: {', '.join(words)}"
@@ -114,24 +110,22 @@ class Picture(NamedTuple):
     kind: str
     id: str
     title: str
+    sentence: str
     panels: list[Panel]
-
-    @property
-    def sentence(self) -> str:
-        return "; ".join(panel.sentence() for panel in self.panels) + "."
 
 
 def pictures(record: Record) -> Iterator[Picture]:
     curves = all_curves(record)
     for dtype in dict.fromkeys(each.dtype for each in record.measurements):
         for kind, title, quantities, workloads in PICTURES:
-            panels = []
-            for workload, quantity in product(workloads, quantities):
-                methods = curves[workload, dtype, quantity]
-                if drawn := {name: points for name, points in methods.items() if name != RATE}:
-                    panels.append(Panel(quantity, workload, drawn))
+            panels = [
+                Panel(quantity, VIEWS[quantity], workload, drawn)
+                for workload, quantity in product(workloads, quantities)
+                if (drawn := {name: each for name, each in curves[workload, dtype, quantity].items() if name != RATE})
+            ]
             if panels:
-                yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", panels)
+                sentence = "; ".join(panel.sentence() for panel in panels) + "."
+                yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", sentence, panels)
 
 
 def printed(record: Record) -> str:
@@ -170,7 +164,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def dropped_lines(record: Record) -> list[str]:
     """Say from which length on each method is missing, those with the same reason in a line."""
-    first = {(each.workload, each.method, each.dtype): each for each in reversed(record.dropped)}
+    first = {each.curve: each for each in reversed(record.dropped)}
     lines: dict[str, list[str]] = {}
     for each in sorted(first.values(), key=record.dropped.index):
         reason, _, figure = each.reason.partition(":")

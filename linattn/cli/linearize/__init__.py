@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
-METHOD, WINDOW, LR = "taylor2", 16, 5e-4
+METHOD, WINDOW, LR = "taylor2", 16, 1e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr",
         default=LR,
         **POSITIVE,
-        help=f"learning rate of fine-tuning; new weights have twice that (default: {LR:g})",
+        help=f"learning rate of fine-tuning; linear layers have 4 and new weights 10 times that (default: {LR:g})",
     )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")

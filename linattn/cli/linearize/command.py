@@ -19,7 +19,7 @@ from linattn.cli.atomic import atomic_file, atomic_folder, write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.linearize.data import Tokens, TrainingBatches, held_out_batches, load_tokenizer, read_tokens
 from linattn.cli.linearize.page import html
-from linattn.cli.linearize.progress import Bar
+from linattn.cli.linearize.progress import showing
 from linattn.integrations.transformers.linearize import (
     Budget,
     Conversion,
@@ -34,9 +34,8 @@ from linattn.integrations.transformers.linearize import (
     transfer,
 )
 from linattn.integrations.transformers.linearize.report import Probes, report
+from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
 
-FIRST_STAGE = 0.25
-"""The share of the training that fits the layers one by one."""
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
@@ -161,7 +160,7 @@ def _train(
         restore_layers(model, teacher, chosen.kept)
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
-    rates = Rates(arguments.lr, 2 * arguments.lr)
+    rates = Rates.of(arguments.lr)
     losses["fine-tune"] = _stage(
         "fine-tune",
         lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),
@@ -182,19 +181,22 @@ def _stage(
     """Train, or take the result of a run that was interrupted after this stage; return the losses."""
     done, share = work / f"{name}.pt", FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     if not done.exists():
-        steps = None if arguments.steps is None else max(1, round(share * arguments.steps))
+        steps = None if arguments.steps is None else _steps(name, arguments.steps)
         minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
-        with Bar(name) as bar:
-            budget = Budget(
-                steps=steps, minutes=minutes, folder=work / name, save_every=arguments.save_every, report=bar.show
-            )
-            training = train(budget)
+        with showing(name) as show:
+            training = train(Budget(steps, minutes, work / name, arguments.save_every, show))
         with atomic_file(done) as partial:
             torch.save({"weights": model.state_dict(), "losses": training.losses}, partial)
         shutil.rmtree(work / name, ignore_errors=True)
     saved = torch.load(done, map_location=model.device, weights_only=True)
     model.load_state_dict(saved["weights"])
     return list(saved["losses"])
+
+
+def _steps(stage: str, total: int) -> int:
+    """Divide all steps between the stages, at least one each."""
+    first = max(1, round(FIRST_STAGE * total))
+    return first if stage == "transfer" else max(1, total - first)
 
 
 def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tensor]], context: int) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.nn import Branch, FeedForward, MultiheadAttention
+from linattn.nn.branch import Call
 from linattn.nn.residual import PostNormSequence
+from linattn.ops.names import unknown_name
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 MakeFeatureMap = Callable[[int], FeatureMap]
@@ -81,11 +83,8 @@ class _Transformer(nn.Module):
         layers = (_layer(options, attention_type, crosses) for _ in range(options.n_layers))
         branches = [Branch(part) for layer in layers for part in layer]
         self.layers = PostNormSequence(branches, [nn.LayerNorm(options.dim) for _ in branches])
-        self.norm = nn.LayerNorm(options.dim) if options.final_normalization else None
+        self.norm = nn.LayerNorm(options.dim) if options.final_normalization else nn.Identity()
         self.causal = attention_type.startswith("causal")
-
-    def _normed(self, x: Tokens) -> Tokens:
-        return x if self.norm is None else self.norm(x)
 
 
 @final
@@ -102,12 +101,12 @@ class TransformerEncoder(_Transformer):
 
     def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         """Apply the layers. `key_mask` is True where a token is present; it replaces `LengthMask`."""
-        return self._normed(run_stack(self.layers, self.causal, x, key_mask, None, None))
+        return self.norm(run_stack(self.layers, self.causal, x, Call(key_mask, None, None)))
 
     def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state."""
         y, state = self.layers.extend(x, state, key_mask=key_mask)
-        return self._normed(y), state
+        return self.norm(y), state
 
 
 @final
@@ -127,7 +126,7 @@ class TransformerDecoder(_Transformer):
         self, x: Tokens, memory: Float[Tensor, "b m c"], *, key_mask: TokenMask = None, memory_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. The masks are True where a token of x or of the memory is present."""
-        return self._normed(run_stack(self.layers, self.causal, x, key_mask, memory, memory_mask))
+        return self.norm(run_stack(self.layers, self.causal, x, Call(key_mask, memory, memory_mask)))
 
     def extend(
         self,
@@ -140,11 +139,13 @@ class TransformerDecoder(_Transformer):
     ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens, and the new state. Only the first call needs the memory."""
         y, state = self.layers.extend(x, state, key_mask=key_mask, context=memory, context_mask=memory_mask)
-        return self._normed(y), state
+        return self.norm(y), state
 
 
 def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> list[nn.Module]:
     """Return the parts of a layer: self attention, in a decoder attention to the memory, feed-forward."""
+    if options.activation not in ACTIVATIONS:
+        raise unknown_name("activation", options.activation, ACTIVATIONS)
     sizes = options.n_heads, options.query_dimensions, options.value_dimensions
     parts: list[nn.Module] = [_attention(options, attention_type, *sizes)]
     if crosses:
@@ -152,32 +153,16 @@ def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> l
         sizes = (size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True))
         memory = options.dim if options.cross_model_dimensions is None else options.cross_model_dimensions
         parts.append(_attention(options, options.cross_attention_type, *sizes, context_dim=memory))
-    return [*parts, _feed_forward(options)]
+    widths, activation = (options.dim, options.feed_forward_dimensions), ACTIVATIONS[options.activation]
+    dropout = options.dropout
+    return [*parts, FeedForward(*widths, activation=activation, dropout=dropout, hidden_dropout=dropout)]
 
 
 def _attention(
-    options: TransformerOptions,
-    kind: str,
-    heads: int,
-    of_query: int,
-    of_value: int,
-    *,
-    context_dim: int | None = None,
+    options: TransformerOptions, kind: str, heads: int, of_query: int, of_value: int, *, context_dim: int | None = None
 ) -> MultiheadAttention:
     if kind not in ATTENTIONS:
-        raise ValueError(f"an attention type must be one of {', '.join(ATTENTIONS)}, but is {kind!r}")
+        raise unknown_name("an attention type", kind, ATTENTIONS)
     inner = ATTENTIONS[kind](options.feature_map(of_query))
     sizes = {"head_dim": of_value, "key_dim": of_query, "context_dim": context_dim}
     return MultiheadAttention(options.dim, heads, inner, **sizes, bias=True, dropout=options.dropout)
-
-
-def _feed_forward(options: TransformerOptions) -> FeedForward:
-    if options.activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, but is {options.activation!r}")
-    return FeedForward(
-        options.dim,
-        options.feed_forward_dimensions,
-        activation=ACTIVATIONS[options.activation],
-        dropout=options.dropout,
-        hidden_dropout=options.dropout,
-    )

@@ -7,8 +7,7 @@ from torch import nn
 from linattn.compat.fast_transformers import TransformerDecoder, TransformerEncoder
 from linattn.compat.fast_transformers.models import TransformerOptions
 from linattn.compat.options import effective
-from linattn.compat.weights.changes import TRANSPOSED
-from linattn.compat.weights.conversion import Conversion, Move, Moves, parameters, within
+from linattn.compat.weights.conversion import TRANSPOSED, Conversion, Move, Moves, renamed, within
 from linattn.feature_maps import RandomProjection
 from linattn.nn import Branch, MultiheadAttention
 
@@ -24,20 +23,17 @@ FEED_FORWARD = {"up_proj": "linear1", "down_proj": "linear2"}
 def _moves(model: TransformerEncoder | TransformerDecoder, _: bool) -> Moves:
     """Move all weights. A layer has its attentions, then a feed-forward."""
     attentions = ("attention",) if isinstance(model, TransformerEncoder) else ("self_attention", "cross_attention")
-    stack = model.layers
-    for index, (branch, norm) in enumerate(zip(stack.branches, stack.norms, strict=True)):
+    for index, branch in enumerate(model.layers.branches):
         layer, place = divmod(index, len(attentions) + 1)
-        yield from parameters(f"layers.norms.{index}", f"layers.{layer}.norm{place + 1}", norm)
+        yield from renamed(model, {f"layers.norms.{index}": f"layers.{layer}.norm{place + 1}"})
         assert isinstance(branch, Branch)
         name = f".{attentions[place]}" if place < len(attentions) else ""
         yield from within(f"layers.branches.{index}.module", f"layers.{layer}{name}", _part(branch.module))
-    yield from parameters("norm", "norm", model.norm)
+    yield from renamed(model, {"norm": "norm"})
 
 
 def _part(module: nn.Module) -> Moves:
-    names = ATTENTION if isinstance(module, MultiheadAttention) else FEED_FORWARD
-    for name, their_name in names.items():
-        yield from parameters(name, their_name, module.get_submodule(name))
+    yield from renamed(module, ATTENTION if isinstance(module, MultiheadAttention) else FEED_FORWARD)
     for name, part in module.named_modules():
         if isinstance(part, RandomProjection):
             yield Move(f"{name}.rows", "inner_attention.feature_map.omega", TRANSPOSED)

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from linattn.compat.autoregressive import Drawing, Filter, Given, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
+from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenMask
 
 
@@ -35,7 +36,7 @@ class AutoregressiveWrapper(WrapperBase):
         """Return the logits, or the mean cross entropy of all tokens but the first. A mask may leave out the last."""
         if not isinstance(x, Tensor):
             x, input_mask = self._padded(x, input_mask)
-        return self._logits_or_loss(x, Given(input_mask, context, context_mask), return_loss=return_loss)
+        return self._logits_or_loss(x, Call(input_mask, context, context_mask), return_loss=return_loss)
 
     def generate(
         self,
@@ -54,7 +55,7 @@ class AutoregressiveWrapper(WrapperBase):
         Once a row has `max_seq_len` tokens, each next one sees the last `max_seq_len`, which are read again for it. A
         temperature of 0 takes the most likely token."""
         drawing = Drawing(temperature, filter_logits_fn, filter_thres)
-        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Given(input_mask, context, context_mask))
+        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Call(input_mask, context, context_mask))
 
     def _padded(self, rows: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is not None:

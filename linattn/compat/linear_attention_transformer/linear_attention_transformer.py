@@ -1,19 +1,31 @@
 """The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, final
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.layers import check_context
-from linattn.compat.linear_attention_transformer.layers import make_layers
+from linattn.attention import (
+    AxialAttention,
+    BlindspotAttention,
+    InnerAttention,
+    LearnedProjection,
+    LinearAttention,
+    LinformerAttention,
+    LocalAttention,
+    RotaryAttention,
+)
+from linattn.compat.layers import Pair, make_pair, make_stack, split_heads
 from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
 from linattn.compat.linear_attention_transformer.options import LinformerSettings as LinformerSettings
 from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import takes
+from linattn.feature_maps import EfficientFeatureMap
 from linattn.models.token_model import TokenModel, TokenModelState, run_stack
-from linattn.nn import AxialPositions, LearnedPositions, Projected, SinusoidalPositions
+from linattn.nn import AxialPositions, LearnedPositions, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
@@ -32,15 +44,15 @@ class LinearAttentionTransformer(nn.Module):
     )
     def __init__(self, options: TransformerOptions):
         super().__init__()
-        self.stack, self.causal = make_layers(options), options.causal
+        self.stack, self.causal = _stack(options), options.causal
         self.receives_context, self.pad_to_multiple = options.receives_context, options.pad_to_multiple
 
     def forward(
         self, x: Tokens, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. The masks are True where a token is present."""
-        check_context(self.receives_context, "receives_context", context, context_mask)
-        return run_stack(self.stack, self.causal, x, input_mask, context, context_mask)
+        call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
+        return run_stack(self.stack, self.causal, x, call)
 
     def extend(
         self,
@@ -51,8 +63,8 @@ class LinearAttentionTransformer(nn.Module):
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
-        check_context(self.receives_context, "receives_context", context, context_mask)
-        return self.stack.extend(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
+        call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
+        return self.stack.extend(x, state, **call._asdict())
 
 
 @final
@@ -82,7 +94,7 @@ class LinearAttentionTransformerLM(TokenModel):
         self.embedding = nn.Embedding(options.num_tokens, width)
         self.positions = _positions(options, width)
         self.dropout = nn.Identity()
-        stack = make_layers(options)
+        stack = _stack(options)
         self.stack = stack if width == dim else Projected(stack, width, dim, out_dim=None if out == dim else out)
         self.norm = nn.LayerNorm(out)
         self.head = None if options.return_embeddings else nn.Linear(width, options.num_tokens)
@@ -118,3 +130,65 @@ def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions |
     if options.use_axial_pos_emb is False:
         return LearnedPositions(longest, width, std=1.0)
     return AxialPositions(width, (math.ceil(longest / window), window), std=1.0)
+
+
+def _stack(options: TransformerOptions) -> Any:
+    options.check()
+    return make_stack(options, _pairs(options), "mean")
+
+
+def _pairs(options: TransformerOptions) -> Iterator[Pair]:
+    """Yield self attention, axial attention and attention to the context of each layer, each with a feed-forward."""
+    shift = None
+    if options.shift_tokens:
+        shift = (1, 0) if options.causal else (1, 0, -1)
+    for local_heads in options.local_counts:
+        self_attention = _attention(options, _self_attention(options, local_heads), options.channels)
+        yield make_pair(options, self_attention, shift=shift)
+        if options.attend_axially:
+            inner = AxialAttention(_efficient(options.causal), options.local_attn_window_size)
+            # dim / heads whatever dim_head is, so that the package's weights fit
+            channels = options.channels if options.dim % options.heads else options.dim // options.heads
+            yield make_pair(options, _attention(options, inner, channels))
+        if options.receives_context:
+            settings = options.context_linformer_settings
+            inner = _efficient(False) if settings is None else _linformer(*settings)
+            yield make_pair(options, _attention(options, inner, options.channels, context_dim=options.dim))
+
+
+def _attention(
+    options: TransformerOptions, inner: InnerAttention, channels: int, *, context_dim: int | None = None
+) -> MultiheadAttention:
+    return MultiheadAttention(
+        options.dim,
+        options.heads,
+        inner,
+        head_dim=channels,
+        context_dim=context_dim,
+        out_bias=True,
+        dropout=options.attn_layer_dropout,
+        hidden_dropout=options.attn_dropout,
+    )
+
+
+def _self_attention(options: TransformerOptions, local_heads: int) -> InnerAttention:
+    """Return the attention of a layer's heads, local ones first."""
+    local: InnerAttention = LocalAttention(options.local_attn_window_size, causal=options.causal, bucketed=True)
+    if options.rotary or options.use_rotary_emb:
+        local = RotaryAttention(local)
+    others: InnerAttention = _efficient(options.causal)
+    if options.linformer_settings is not None:
+        others = _linformer(options.max_seq_len, options.linformer_settings.k)
+    elif options.blindspot_size > 1:
+        others = BlindspotAttention(others, options.blindspot_size)
+    return split_heads((local_heads, local), (options.heads - local_heads, others))
+
+
+def _efficient(causal: bool) -> LinearAttention:
+    """Return the package's linear attention. The causal one normalises the output, the other one each key feature."""
+    normalize = "output" if causal else "keys"
+    return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize)
+
+
+def _linformer(longest: int, projected: int) -> LinformerAttention:
+    return LinformerAttention(LearnedProjection(longest, projected), LearnedProjection(longest, projected))

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linattn.compat.options import REQUIRED, Idle, Options
+from linattn.compat.layers import LayerOptions
+from linattn.compat.options import REQUIRED, Idle
 
 
 class LinformerSettings(NamedTuple):
@@ -21,19 +22,9 @@ class LinformerContextSettings(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerOptions(Options):
+class TransformerOptions(LayerOptions):
     """The package's options, and `rotary`: a stack's local heads have rotary positions, as with `use_rotary_emb`."""
 
-    dim: int = REQUIRED
-    depth: int = REQUIRED
-    max_seq_len: int = REQUIRED
-    heads: int = 8
-    dim_head: int | None = None
-    causal: bool = False
-    reversible: bool = False
-    ff_chunks: int = 1
-    ff_glu: bool = False
-    ff_dropout: float = 0.0
     attn_layer_dropout: float = 0.0
     attn_dropout: float = 0.0
     blindspot_size: int = 1
@@ -43,10 +34,8 @@ class TransformerOptions(Options):
     attend_axially: bool = False
     linformer_settings: LinformerSettings | None = None
     context_linformer_settings: LinformerContextSettings | None = None
-    shift_tokens: bool = False
     rotary: bool = False
     # tokens
-    num_tokens: int = REQUIRED
     emb_dim: int | None = None
     return_embeddings: bool = False
     use_axial_pos_emb: bool | None = None
@@ -54,23 +43,14 @@ class TransformerOptions(Options):
 
     @property
     def local_counts(self) -> tuple[int, ...]:
-        """The numbers of local heads: one for all layers, or one per layer."""
-        heads = self.n_local_attn_heads
-        return (heads,) if isinstance(heads, int) else tuple(heads)
-
-    @property
-    def local_heads(self) -> tuple[int, ...]:
         """The number of local heads of each layer."""
-        return self.local_counts * self.depth if isinstance(self.n_local_attn_heads, int) else self.local_counts
+        heads = self.n_local_attn_heads
+        return (heads,) * self.depth if isinstance(heads, int) else tuple(heads)
 
     @property
     def has_window(self) -> bool:
         """True if some attention is made with `local_attn_window_size`."""
         return any(self.local_counts) or self.attend_axially
-
-    @property
-    def has_axial_positions(self) -> bool:
-        return self.num_tokens is not REQUIRED and not self.use_rotary_emb and self.use_axial_pos_emb is not False
 
     @property
     def pad_to_multiple(self) -> int:
@@ -86,13 +66,14 @@ class TransformerOptions(Options):
             yield ("rotary",), "without local heads"
         if self.use_rotary_emb:
             yield ("use_axial_pos_emb",), "with use_rotary_emb, whose positions are sinusoids"
-        if not self.has_window and not self.has_axial_positions:
+        has_axial_positions = self.num_tokens is not REQUIRED and self.use_axial_pos_emb is not False
+        if not self.has_window and (self.use_rotary_emb or not has_axial_positions):
             reason = "without local heads, without attend_axially and without axial positions"
             yield ("local_attn_window_size",), reason
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be."""
-        size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_heads
+        size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_counts
         if self.linformer_settings is not None and self.causal:
             raise ValueError(
                 "Linformer mixes the whole sequence into every key, so linformer_settings need causal=False"

@@ -6,13 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
-    LinearAttention,
-    LinformerAttention,
-    RotaryAttention,
-)
+from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, LinformerAttention, RotaryAttention
 from linattn.compat.layers import split_heads
 from linattn.compat.linear_attention_transformer import (
     ImageLinearAttention,
@@ -23,9 +17,9 @@ from linattn.compat.linear_attention_transformer import (
 )
 from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import effective
-from linattn.compat.weights import changes, layers
-from linattn.compat.weights.conversion import Conversion, Move, Moves, parameters, within
-from linattn.nn import Chunked, GatedFeedForward, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.compat.weights import conversion, layers
+from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, within
+from linattn.nn import GatedFeedForward, MultiheadAttention, Projected, SinusoidalPositions
 
 # accepted there, and without effect
 IGNORED = ("bucket_size", "pkm_num_keys", "pkm_layers")
@@ -68,8 +62,7 @@ def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Moves:
     if not isinstance(stack, Projected):
         yield from within("stack", "transformer", _stack(stack))
         return
-    yield from parameters("stack.in_proj", "transformer.project_in", stack.in_proj)
-    yield from parameters("stack.out_proj", "transformer.project_out", stack.out_proj)
+    yield from renamed(model, {"stack.in_proj": "transformer.project_in", "stack.out_proj": "transformer.project_out"})
     yield from within("stack.stack", "transformer.fn", _stack(stack.stack))
 
 
@@ -79,13 +72,10 @@ def _stack(stack: nn.Module) -> Moves:
 
 def _feed_forward(module: nn.Module, before: MultiheadAttention) -> Moves:
     """Move a feed-forward. After self attention theirs is never gated, whatever `ff_glu` is: our gate is always one."""
-    if isinstance(module, Chunked):
-        yield from within("module", "", _feed_forward(module.module, before))
-    elif isinstance(module, GatedFeedForward) and _is_main(before):
-        yield from parameters("gate_proj", "w1", module.gate_proj)
-        yield Move("up_proj.weight", None, changes.ZEROS)
-        yield Move("up_proj.bias", None, changes.ONES)
-        yield from parameters("down_proj", "w2", module.down_proj)
+    if isinstance(module, GatedFeedForward) and _is_main(before):
+        yield from renamed(module, {"gate_proj": "w1", "down_proj": "w2"})
+        yield Move("up_proj.weight", None, conversion.ZEROS)
+        yield Move("up_proj.bias", None, conversion.ONES)
     else:
         yield from layers.feed_forward(module, before)
 
@@ -98,10 +88,10 @@ def _attention(module: MultiheadAttention) -> Moves:
     for count, part in layers.parts(module):
         rotary = isinstance(part, RotaryAttention)
         inner = part.inner if rotary else part
-        orders.append((count, changes.pairs_as_halves if rotary else changes.SAME.apply))
+        orders.append((count, conversion.pairs_as_halves if rotary else conversion.SAME.apply))
         # they multiply the outputs of linear heads that are not causal by d^-½
         factors += [d**-0.5 if isinstance(inner, LinearAttention) and not inner.causal else 1.0] * count * d
-    turned, columns = changes.heads(orders, d), changes.columns(torch.tensor(factors, dtype=torch.float64))
+    turned, columns = conversion.heads(orders, d), conversion.columns(torch.tensor(factors, dtype=torch.float64))
     yield from layers.attention(module, q=turned, k=turned, columns=columns)
 
 

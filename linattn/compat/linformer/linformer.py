@@ -1,35 +1,27 @@
 """The three modules of linformer 0.2.3. Wang et al., https://arxiv.org/abs/2006.04768"""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import LearnedProjection, LinformerAttention
-from linattn.compat.layers import Pair, make_feed_forward, make_pair, make_stack
-from linattn.compat.options import REQUIRED, Options, takes
+from linattn.compat.layers import LayerOptions, make_pair, make_stack
+from linattn.compat.options import REQUIRED, takes
 from linattn.models.token_model import TokenModel
 from linattn.nn import LearnedPositions, MultiheadAttention
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinformerOptions(Options):
+class LinformerOptions(LayerOptions):
     """The package's options. `one_kv_head`: all heads have the same keys and values; `share_kv`: values are keys."""
 
-    num_tokens: int = REQUIRED
-    dim: int = REQUIRED
     seq_len: int = REQUIRED
-    depth: int = REQUIRED
     k: int = 256
-    heads: int = 8
-    dim_head: int | None = None
     one_kv_head: bool = False
     share_kv: bool = False
-    reversible: bool = False
     dropout: float = 0.0
 
 
@@ -69,7 +61,9 @@ class Linformer(nn.Module):
     @takes(LinformerOptions, _STACK)
     def __init__(self, options: LinformerOptions):
         super().__init__()
-        self.net = make_stack(_pairs(options), options.reversible, "sum")
+        layers = (LinformerSelfAttention(options).attention for _ in range(options.depth))
+        pairs = (make_pair(replace(options, ff_dropout=options.dropout), layer) for layer in layers)
+        self.net = make_stack(options, pairs, "sum")
 
     def forward(self, x: Tokens, *, key_mask: TokenMask = None) -> Tokens:
         """Apply the layers. `key_mask` is True where a token is present."""
@@ -98,10 +92,3 @@ class LinformerLM(TokenModel):
     def forward(self, x: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of each token. `key_mask` is True where a token is present."""
         return self.logits(self.hidden(x, key_mask=key_mask))
-
-
-def _pairs(options: LinformerOptions) -> Iterator[Pair]:
-    for _ in range(options.depth):
-        attention = LinformerSelfAttention(options).attention
-        feed_forward = make_feed_forward(options.dim, dropout=options.dropout)
-        yield make_pair(attention, feed_forward, partial(nn.LayerNorm, options.dim))

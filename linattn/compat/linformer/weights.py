@@ -4,14 +4,12 @@ from torch import nn
 
 from linattn.compat.linformer import Linformer, LinformerLM, LinformerSelfAttention
 from linattn.compat.weights import layers
-from linattn.compat.weights.conversion import Conversion, Moves, parameters, within
+from linattn.compat.weights.conversion import Conversion, Moves, renamed, within
 
 
 def _language_model(model: LinformerLM, aligned: bool) -> Moves:
-    yield from parameters("embedding", "token_emb", model.embedding)
-    yield from parameters("positions", "pos_emb", model.positions)
+    yield from renamed(model, {"embedding": "token_emb", "positions": "pos_emb", "head": "to_logits"})
     yield from within("linformer", "linformer", _linformer(model.linformer, aligned))
-    yield from parameters("head", "to_logits", model.head)
 
 
 def _linformer(model: Linformer, _: bool) -> Moves:

@@ -9,14 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention import (
-    FlooredFavorAttention,
-    InnerAttention,
-    LinearAttention,
-    LocalAttention,
-    RotaryAttention,
-)
-from linattn.compat.layers import head_channels, split_heads
+from linattn.attention import FlooredFavorAttention, InnerAttention, LinearAttention, LocalAttention, RotaryAttention
+from linattn.compat.layers import split_heads
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
@@ -161,7 +155,7 @@ def make_attention(
         options.dim,
         options.heads,
         inner,
-        head_dim=head_channels(options.dim, options.heads, options.dim_head),
+        head_dim=options.channels,
         context_dim=options.dim if crosses else None,
         bias=options.qkv_bias,
         out_bias=options.attn_out_bias,
@@ -170,8 +164,7 @@ def make_attention(
 
 
 def fast_heads(options: PerformerOptions, *, causal: bool) -> FastAttention:
-    channels = head_channels(options.dim, options.heads, options.dim_head)
-    return FastAttention(replace(options, dim_heads=channels, causal=causal))
+    return FastAttention(replace(options, dim_heads=options.channels, causal=causal))
 
 
 def mixed_heads(options: PerformerOptions, local: int) -> InnerAttention:

@@ -5,8 +5,9 @@ from typing import final
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.compat.autoregressive import Drawing, Filter, Given, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
+from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
 from linattn.compat.performer_pytorch.performer import PerformerLM
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask
 
 
@@ -28,7 +29,7 @@ class AutoregressiveWrapper(WrapperBase):
         return_loss: bool = True,
     ) -> LogitsOrLoss:
         """Return the mean cross entropy of all tokens but the first, or the logits. A mask may leave out the last."""
-        return self._logits_or_loss(x, Given(mask, context, context_mask), return_loss=return_loss)
+        return self._logits_or_loss(x, Call(mask, context, context_mask), return_loss=return_loss)
 
     def generate(
         self,
@@ -48,7 +49,7 @@ class AutoregressiveWrapper(WrapperBase):
 
         The penalty is for each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the most likely."""
         drawing = Drawing(temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx)
-        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Given(mask, context, context_mask))
+        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Call(mask, context, context_mask))
 
 
 __all__ = ["AutoregressiveWrapper", "top_k", "top_p"]

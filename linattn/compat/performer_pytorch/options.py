@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linattn.compat.options import REQUIRED, Idle, Options
+from linattn.compat.layers import LayerOptions
+from linattn.compat.options import REQUIRED, Idle
 
 _KERNEL = ("kernel_fn", "kernel_epsilon")
 _SAMPLED = ("nb_features", "ortho_scaling", "feature_redraw_interval", "auto_check_redraw")
@@ -14,15 +15,12 @@ _FEATURES = (*_SAMPLED, *_KERNEL, "softmax_epsilon", "generalized_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerOptions(Options):
+class PerformerOptions(LayerOptions):
     """The package's options. `local_attn_heads` are those of a stack, `local_heads` those of a layer alone."""
 
-    dim: int = REQUIRED
-    depth: int = REQUIRED
     heads: int = REQUIRED
     dim_head: int | None = 64
     dim_heads: int = REQUIRED
-    causal: bool = False
     cross_attend: bool = False
     local_heads: int = 0
     local_attn_heads: int | Sequence[int] = 0
@@ -42,17 +40,9 @@ class PerformerOptions(Options):
     softmax_epsilon: float = 1e-4
     no_projection: bool = False
     # layers
-    ff_mult: int = 4
-    ff_chunks: int = 1
-    ff_glu: bool = False
-    ff_dropout: float = 0.0
-    reversible: bool = False
-    shift_tokens: bool = False
     use_scalenorm: bool = False
     use_rezero: bool = False
     # tokens
-    num_tokens: int = REQUIRED
-    max_seq_len: int = REQUIRED
     emb_dropout: float = 0.0
     tie_embed: bool = False
     rotary_position_emb: bool = False
@@ -64,13 +54,6 @@ class PerformerOptions(Options):
         """The numbers of local heads: one for all layers, or one per layer."""
         counts = self.local_heads if self.local_attn_heads == 0 else self.local_attn_heads
         return (counts,) if isinstance(counts, int) else tuple(counts)
-
-    @property
-    def local_heads_per_layer(self) -> tuple[int, ...]:
-        counts = self.local_counts
-        if len(counts) not in (1, self.depth):
-            raise ValueError(f"local_attn_heads needs a number, or one a layer, of {self.depth}, but is {counts}")
-        return counts if len(counts) == self.depth else counts * self.depth
 
     @property
     def has_fast_heads(self) -> bool:

@@ -9,13 +9,14 @@ from typing import Any, final
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.compat.layers import Pair, check_context, make_feed_forward, make_pair, make_stack
+from linattn.compat.layers import Pair, make_pair, make_stack
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.attention import fast_heads, make_attention, mixed_heads
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater, Redrawing
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import AxialPositions, LearnedPositions, ScaleNorm, SinusoidalPositions
+from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 # the arguments of both constructors, and those that the package does not have, or only for parts
@@ -38,7 +39,7 @@ class Performer(Redrawing):
     @takes(PerformerOptions, f"dim depth heads {_LAYERS} * {_ADDITIONS}", qkv_bias=True)
     def __init__(self, options: PerformerOptions):
         super().__init__()
-        self.net = make_stack(_pairs(options), options.reversible, "sum")
+        self.net = make_stack(options, _pairs(options), "sum")
         self.causal, self.cross_attend = options.causal, options.cross_attend
         self.auto_check_redraw = options.auto_check_redraw
         self.proj_updater = ProjectionUpdater(self.net, options.feature_redraw_interval)
@@ -47,10 +48,10 @@ class Performer(Redrawing):
         self, x: Tokens, mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Tokens:
         """Apply the layers. `mask` is True where a token is present, `context_mask` where one of the context is."""
-        check_context(self.cross_attend, "cross_attend", context, context_mask)
+        call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
         if self.auto_check_redraw:
             self.proj_updater.redraw_projections()
-        return self.net(x, key_mask=mask, context=context, context_mask=context_mask)
+        return call(self.net, x)
 
     def extend(
         self,
@@ -61,8 +62,8 @@ class Performer(Redrawing):
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
         """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
-        check_context(self.cross_attend, "cross_attend", context, context_mask)
-        return self.net.extend(x, state, key_mask=mask, context=context, context_mask=context_mask)
+        call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
+        return self.net.extend(x, state, **call._asdict())
 
 
 @final
@@ -124,23 +125,20 @@ class PerformerLM(TokenModel, Redrawing):
 
 
 def _pairs(options: PerformerOptions) -> Iterator[Pair]:
+    """Yield self attention and attention to the context of each layer, each with a feed-forward."""
     shift = None
     if options.shift_tokens:
         shift = (0, 1) if options.causal else (-1, 0, 1)
-    attention = partial(make_attention, options, dropout=options.attn_dropout)
-    for local in options.local_heads_per_layer:
-        yield _pair(options, attention(mixed_heads(options, local)), shift)
-        if options.cross_attend:
-            yield _pair(options, attention(fast_heads(options, causal=False), crosses=True))
-
-
-def _pair(options: PerformerOptions, attention: nn.Module, shift: tuple[int, ...] | None = None) -> Pair:
-    feed_forward = make_feed_forward(
-        options.dim, options.ff_mult, glu=options.ff_glu, dropout=options.ff_dropout, chunks=options.ff_chunks
-    )
     norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
-    make_norm = None if options.use_rezero else partial(norm, options.dim)
-    return make_pair(attention, feed_forward, make_norm, shift, rezero=options.use_rezero)
+    pair = partial(make_pair, options, norm=None if options.use_rezero else norm, rezero=options.use_rezero)
+    attention = partial(make_attention, options, dropout=options.attn_dropout)
+    counts, depth = options.local_counts, options.depth
+    if len(counts) not in (1, depth):
+        raise ValueError(f"local_attn_heads needs a number, or one a layer, of {depth}, but is {counts}")
+    for local in counts if len(counts) == depth else counts * depth:
+        yield pair(attention(mixed_heads(options, local)), shift=shift)
+        if options.cross_attend:
+            yield pair(attention(fast_heads(options, causal=False), crosses=True))
 
 
 def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:

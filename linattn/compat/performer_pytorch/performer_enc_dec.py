@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.compat.autoregressive import Drawing, Filter, Given, LogitsOrLoss, LossMask, top_k
+from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, top_k
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
 from linattn.models.generation import evaluating
+from linattn.nn.branch import Call
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 # what makes them an encoder and a decoder
@@ -44,7 +45,10 @@ class PerformerEncDec(Redrawing):
         self.enc.tied = gives_logits
         decoder = PerformerLM(**of_decoder)
         if tie_token_embeds or tie_token_embed:
-            _tie(self.enc, decoder)
+            sizes = self.enc.vocab_size, decoder.vocab_size
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
+            self.enc.embedding = decoder.embedding
         self.dec = AutoregressiveWrapper(decoder, ignore_index=ignore_index, pad_value=pad_value)
 
     def forward(
@@ -78,7 +82,7 @@ class PerformerEncDec(Redrawing):
         with evaluating(self):
             encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
         drawing = Drawing(temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx)
-        given = Given(dec_mask, encodings, enc_mask)
+        given = Call(dec_mask, encodings, enc_mask)
         return self.dec.draw_tokens(seq_out_start, seq_len, eos_token, drawing, given)
 
 
@@ -94,10 +98,3 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{name} can only be {FIXED[name]} in an encoder and decoder, but is {value}")
         parts[name[:4]][name[4:]] = value
     return parts["enc_"], parts["dec_"]
-
-
-def _tie(encoder: PerformerLM, decoder: PerformerLM) -> None:
-    sizes = encoder.vocab_size, decoder.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
-    encoder.embedding = decoder.embedding

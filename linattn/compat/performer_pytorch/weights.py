@@ -8,18 +8,11 @@ from torch import Tensor, nn
 
 from linattn.attention import FlooredFavorAttention, InnerAttention, LocalAttention, RotaryAttention
 from linattn.compat.options import effective
-from linattn.compat.performer_pytorch import (
-    Attention,
-    CrossAttention,
-    FastAttention,
-    Performer,
-    PerformerEncDec,
-    PerformerLM,
-    SelfAttention,
-)
+from linattn.compat.performer_pytorch import FastAttention, Performer, PerformerEncDec, PerformerLM
+from linattn.compat.performer_pytorch.attention import Attention, AttentionBase, CrossAttention, SelfAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
-from linattn.compat.weights import changes, layers
+from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, within
 from linattn.feature_maps import RandomProjection
 from linattn.nn import MultiheadAttention
@@ -44,9 +37,8 @@ def _effective_in_parts(_: type, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoder_and_decoder(model: PerformerEncDec, aligned: bool) -> Moves:
-    assert isinstance(model.dec.net, PerformerLM)
-    yield from within("enc", "enc", _language_model(model.enc, aligned))
-    yield from within("dec.net", "dec.net", _language_model(model.dec.net, aligned))
+    for name, part in {"enc": model.enc, "dec.net": model.dec.net}.items():
+        yield from within(name, name, _language_model(part, aligned))
 
 
 def _language_model(model: PerformerLM, aligned: bool) -> Moves:
@@ -60,16 +52,16 @@ def _performer(model: Performer, aligned: bool) -> Moves:
     yield from within("net", "net", stack)
 
 
-def _layer(model: Attention | SelfAttention | CrossAttention, aligned: bool) -> Moves:
+def _layer(model: AttentionBase, aligned: bool) -> Moves:
     yield from within("attention", "", _attention(model.attention, aligned))
 
 
 def _attention(module: MultiheadAttention, aligned: bool) -> Moves:
     parts, d = layers.parts(module), module.head_dim
-    q = changes.heads([(count, _rows(part, delayed=not aligned)) for count, part in parts], d)
-    k = changes.heads([(count, _rows(part)) for count, part in parts], d)
+    q = conversion.heads([(count, _rows(part, delayed=not aligned)) for count, part in parts], d)
+    k = conversion.heads([(count, _rows(part)) for count, part in parts], d)
     yield from layers.attention(module, q=q, k=k)
-    rotary = any(_rows(part) is changes.pairs_as_halves for _, part in parts)
+    rotary = any(_rows(part) is conversion.pairs_as_halves for _, part in parts)
     yield from within("inner", "", _features("fast_attention.projection_matrix", module.inner, rotary=rotary))
 
 
@@ -80,16 +72,15 @@ def _rows(part: InnerAttention, *, delayed: bool = False) -> Callable[[Tensor], 
     later. Weights that learned so are rotated here."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention):
-        turned = partial(changes.rotated_by, places=inner.window.size)
-        return turned if delayed and not inner.causal else changes.SAME.apply
-    return changes.SAME.apply if inner is part else changes.pairs_as_halves
+        turned = partial(conversion.rotated_by, places=inner.window.size)
+        return turned if delayed and not inner.causal else conversion.SAME.apply
+    return conversion.SAME.apply if inner is part else conversion.pairs_as_halves
 
 
 def _features(theirs: str, module: nn.Module, *, rotary: bool = False) -> Moves:
     for name, part in module.named_modules():
         if isinstance(part, RandomProjection):
-            order = changes.channels(changes.halves(part.rows.shape[1])) if rotary else changes.SAME
-            yield Move(f"{name}.rows", theirs, order)
+            yield Move(f"{name}.rows", theirs, conversion.CHANNELS_AS_HALVES if rotary else conversion.SAME)
 
 
 def _differences(model: nn.Module) -> Iterator[str]:

@@ -1,11 +1,30 @@
 """Conversions of other packages' weights into a model of ours: where each tensor comes from, and what becomes of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from linattn.compat.weights.changes import SAME, Change
+from linattn.ops.rotary import rotate
+
+
+class Change(NamedTuple):
+    """A function of a tensor. `shape` takes the shape of ours and returns that of theirs."""
+
+    apply: Callable[[Tensor], Tensor]
+    shape: Callable[[torch.Size], Sequence[int]] = tuple
+
+
+SAME = Change(lambda x: x)
+TRANSPOSED = Change(lambda x: x.mT, lambda shape: shape[::-1])
+ZEROS, ONES = Change(torch.zeros_like), Change(torch.ones_like)
+# a number in a vector of one
+NUMBER = Change(lambda x: x.squeeze(0), lambda shape: (1, *shape))
+# the last dimension in another order
+CHANNELS_AS_HALVES = Change(lambda x: x[..., halves(x.shape[-1])])
 
 
 class Move(NamedTuple):
@@ -37,16 +56,59 @@ class Conversion(NamedTuple):
     differences: Callable[[Any], Iterable[str]] = lambda model: ()
 
 
-def parameters(ours: str, theirs: str, module: nn.Module | None, change: Change = SAME) -> Moves:
-    """Move all parameters of a module, if there is one. Their names there are the same."""
-    for name, _ in () if module is None else module.named_parameters():
-        yield Move(f"{ours}.{name}", f"{theirs}.{name}", change)
+def renamed(module: nn.Module, names: Mapping[str, str], **changes: Change) -> Moves:
+    """Move the parameters of some parts of a module, each under its name there. A part may be missing."""
+    for ours, theirs in names.items():
+        part = attrgetter(ours)(module)
+        for name, _ in () if part is None else part.named_parameters():
+            yield Move(f"{ours}.{name}", f"{theirs}.{name}", changes.get(ours, SAME))
 
 
 def within(ours: str, theirs: str, moves: Iterable[Move]) -> Moves:
     """Put moves of a module's own names under the names that the module has in both models."""
     for move in moves:
         yield move._replace(ours=_join(ours, move.ours), theirs=move.theirs and _join(theirs, move.theirs))
+
+
+def half(which: int) -> Change:
+    """Take one half of the first dimension: 0 or 1."""
+    return Change(lambda x: x.chunk(2)[which], lambda shape: (2 * shape[0], *shape[1:]))
+
+
+def axis(which: int, of: int) -> Change:
+    """Turn a table that is spread over a grid into one row for each place on one axis."""
+    ones = [1] * of
+    return Change(lambda x: x.flatten(0, -2), lambda shape: (1, *ones[:which], shape[0], *ones[which + 1 :], shape[1]))
+
+
+def columns(factor: Float[Tensor, " d"]) -> Change:
+    return Change(lambda x: x * factor.to(x))
+
+
+def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int) -> Change:
+    """Apply to the rows of each group of heads, (h, d, …), a function of its own."""
+
+    def apply(x: Tensor) -> Tensor:
+        pieces = x.unflatten(0, (-1, head_dim)).split([count for count, _ in parts])
+        return torch.cat([make(piece) for piece, (_, make) in zip(pieces, parts, strict=True)]).flatten(0, 1)
+
+    return Change(apply)
+
+
+def halves(head_dim: int) -> list[int]:
+    """Return where each of our channels is in theirs: their rotary pairs are neighbours, ours are the two halves."""
+    return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+
+
+def pairs_as_halves(x: Float[Tensor, "h d *i"]) -> Float[Tensor, "h d *i"]:
+    return x[:, halves(x.shape[1])]
+
+
+def rotated_by(x: Float[Tensor, "h d *i"], places: int) -> Float[Tensor, "h d *i"]:
+    """Rotate the rows so that their products are rotated by so many places."""
+    flat = x.double().flatten(2).mT if x.ndim > 2 else x.double().unsqueeze(1)
+    positions = torch.full((flat.shape[1],), places, device=x.device)
+    return rotate(flat, positions).mT.reshape(x.shape).to(x.dtype)
 
 
 def _join(*names: str) -> str:

@@ -3,13 +3,12 @@
 Moves have names within the module that they are for."""
 
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
 from linattn.attention import AxialAttention, InnerAttention, LinformerAttention, SplitHeads
-from linattn.compat.weights.changes import NUMBER, SAME, TRANSPOSED, Change, axis, half
-from linattn.compat.weights.conversion import Move, Moves, parameters, within
+from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, Moves, axis, half, renamed, within
 from linattn.models.token_model import TokenModel
 from linattn.nn import (
     AxialPositions,
@@ -27,17 +26,19 @@ TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
 def language_model(model: TokenModel, head: str) -> Moves:
-    """Move all that stands around the stack; `head` is their name of the output layer."""
-    yield from parameters("embedding", "token_emb", model.embedding)
-    yield from within("positions", "pos_emb", _positions(model.positions))
-    yield from parameters("norm", "norm", model.norm)
-    yield from parameters("head", head, model.head)
+    """Move all that stands around the stack; `head` is their name of the output layer. Sinusoids have no weights."""
+    yield from renamed(model, {"embedding": "token_emb", "norm": "norm", "head": head})
+    if isinstance(model.positions, LearnedPositions):
+        yield Move("positions.weight", "pos_emb.emb.weight")
+    if isinstance(model.positions, AxialPositions):
+        axes = len(model.positions.shape)
+        yield from (Move(f"positions.weights.{i}", f"pos_emb.weights.{i}", axis(i, axes)) for i in range(axes))
 
 
 def stack(
     module: nn.Module,
     attention: Callable[[MultiheadAttention], Iterable[Move]],
-    feed_forward: Callable[[nn.Module, MultiheadAttention], Iterable[Move]],
+    feed_forward: Callable[[nn.Module, Any], Iterable[Move]],
     *,
     wrappers: int = 1,
 ) -> Moves:
@@ -50,44 +51,40 @@ def stack(
     before = None
     for index, branch in enumerate(module.branches):
         assert isinstance(branch, Branch)
-        if isinstance(branch.module, MultiheadAttention):
-            before = branch.module
-            inside, depth = attention(before), int(isinstance(before.inner, AxialAttention))
+        ours, theirs = f"branches.{index}", pattern.format(index // 2, places[index % 2])
+        yield from within(ours, theirs, _branch(branch))
+        part, name = branch.module, "module"
+        if isinstance(part, Chunked):
+            part, name = part.module, "module.module"
+        if isinstance(part, MultiheadAttention):
+            before, inside, steps = part, attention(part), isinstance(part.inner, AxialAttention)
         else:
-            assert before is not None
-            inside, depth = feed_forward(branch.module, before), wrappers
-        theirs = pattern.format(index // 2, places[index % 2])
-        yield from within(f"branches.{index}", theirs, _branch(branch, inside, depth))
+            inside, steps = feed_forward(part, before), wrappers
+        # their module has a wrapper for each step before it
+        yield from within(f"{ours}.{name}", theirs + ".fn" * (1 + (branch.shift is not None) + steps), inside)
 
 
-def _branch(branch: Branch, inside: Iterable[Move], wrappers: int) -> Moves:
-    """Move a branch. Their module has a wrapper for each step before it."""
+def _branch(branch: Branch) -> Moves:
     if branch.g is not None:
         yield Move("g", "g")
     if isinstance(branch.norm, ScaleNorm):
         yield Move("norm.g", "g", NUMBER)
     else:
-        yield from parameters("norm", "norm", branch.norm)
-    yield from within("module", ".".join(["fn"] * (1 + (branch.shift is not None) + wrappers)), inside)
+        yield from renamed(branch, {"norm": "norm"})
 
 
 def feed_forward(module: nn.Module, before: MultiheadAttention | None = None) -> Moves:
-    if isinstance(module, Chunked):
-        yield from within("module", "", feed_forward(module.module))
-        return
-    gated = isinstance(module, GatedFeedForward)
-    first = {"gate_proj": half(0), "up_proj": half(1)} if gated else {"up_proj": SAME}
-    for name, change in first.items():
-        yield from parameters(name, "w1", module.get_submodule(name), change)
-    yield from parameters("down_proj", "w2", module.get_submodule("down_proj"))
+    if isinstance(module, GatedFeedForward):
+        names = {"gate_proj": "w1", "up_proj": "w1", "down_proj": "w2"}
+        return renamed(module, names, gate_proj=half(0), up_proj=half(1))
+    return renamed(module, {"up_proj": "w1", "down_proj": "w2"})
 
 
 def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME) -> Moves:
     """Move the projections; `columns` concerns the output's weight, not its bias."""
-    yield from parameters("q_proj", "to_q", module.q_proj, q)
-    yield from parameters("k_proj", "to_k", module.k_proj, k)
     # the same object where keys are values
-    yield from parameters("v_proj", "to_k" if module.v_proj is module.k_proj else "to_v", module.v_proj)
+    values = "to_k" if module.v_proj is module.k_proj else "to_v"
+    yield from renamed(module, {"q_proj": "to_q", "k_proj": "to_k", "v_proj": values}, q_proj=q, k_proj=k)
     for name, _ in module.o_proj.named_parameters():
         yield Move(f"o_proj.{name}", f"to_out.{name}", columns if name == "weight" else SAME)
 
@@ -107,12 +104,3 @@ def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
     if isinstance(inner, SplitHeads):
         return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
     return [(module.q_proj.out_features // module.head_dim, inner)]
-
-
-def _positions(module: nn.Module | None) -> Moves:
-    """Move the positions. Sinusoids have no weights."""
-    if isinstance(module, LearnedPositions):
-        yield Move("weight", "emb.weight")
-    if isinstance(module, AxialPositions):
-        for index in range(len(module.shape)):
-            yield Move(f"weights.{index}", f"weights.{index}", axis(index, len(module.shape)))

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any, TypeVar, cast
 
@@ -46,7 +46,13 @@ def load(
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
     before 1.7.2: since then queries there are turned by one window too many, which is folded into their weights."""
-    conversion = _conversion(constructor)
+    if constructor not in CONVERSIONS:
+        known = ", ".join(kind.__name__ for kind in CONVERSIONS)
+        raise ValueError(
+            f"old weights load into {known} of linattn.compat, but {constructor.__name__} came; what is in a wrapper "
+            "is loaded alone, and wrapped again"
+        )
+    conversion = CONVERSIONS[constructor]
     model = constructor(**conversion.arguments(constructor, config))
     conversion.adapt(model)
     theirs = _names(state_dict, conversion.roots)
@@ -62,16 +68,6 @@ def load(
     for difference in conversion.differences(model):
         warnings.warn(f"{constructor.__name__}: {difference}", stacklevel=2)
     return cast(Model, model.eval())
-
-
-def _conversion(constructor: type[nn.Module]) -> Conversion:
-    if constructor not in CONVERSIONS:
-        known = ", ".join(kind.__name__ for kind in CONVERSIONS)
-        raise ValueError(
-            f"old weights load into {known} of linattn.compat, but {constructor.__name__} came; what is in a wrapper "
-            "is loaded alone, and wrapped again"
-        )
-    return CONVERSIONS[constructor]
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
@@ -90,22 +86,22 @@ def _check(constructor: type, conversion: Conversion, moves: list[Move], ours: T
     used = {move.theirs for move in moves if move.theirs is not None}
     filled = {move.ours for move in moves}
     assert filled <= set(ours), filled - set(ours)
+    shapes = [
+        (move.theirs, tuple(theirs[move.theirs].shape), tuple(move.change.shape(ours[move.ours].shape)))
+        for move in moves
+        if move.theirs is not None and move.theirs in theirs
+    ]
     faults = {
         "missing": sorted(used - set(theirs)),
         "not used": [name for name in theirs if name not in used and not _matches(name, conversion.left_out)],
-        "of another shape": [fault for move in moves for fault in _misshapen(move, ours, theirs)],
+        "of another shape": [
+            f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted
+        ],
         "new here": [name for name in ours if name not in filled and not _matches(name, conversion.new)],
     }
     if any(faults.values()):
         lines = [f"\n  {fault}: {', '.join(names)}" for fault, names in faults.items() if names]
         raise ValueError(f"these are not the weights of a {constructor.__name__} with this config:{''.join(lines)}")
-
-
-def _misshapen(move: Move, ours: Tensors, theirs: Tensors) -> Iterable[str]:
-    if move.theirs is not None and move.theirs in theirs:
-        shape, expected = tuple(theirs[move.theirs].shape), tuple(move.change.shape(ours[move.ours].shape))
-        if shape != expected:
-            yield f"{move.theirs} is {shape}, expected {expected}"
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

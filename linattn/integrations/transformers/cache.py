@@ -89,21 +89,22 @@ class AttentionLayer(StateLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.summed = 0
+        self.waiting = 0
         self.convolution: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
         self.seen += key_states.shape[2]
+        self.waiting += key_states.shape[2]
         return CachedKeys(key_states, self), value_states
 
     def extend(
         self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask, *, gates: AnyGates = None
     ) -> Outputs:
-        self.summed += k.shape[2]
-        if self.summed != self.seen:
+        self.waiting -= k.shape[2]
+        if self.waiting:
             raise ValueError(
-                f"{self.seen} tokens came into the cache, but {self.summed} into its state: a model that attends twice "
-                "to the same keys, or elsewhere, needs use_cache=False"
+                f"{self.seen} tokens came into the cache, but {self.seen - self.waiting} into its state: a model that "
+                "attends twice to the same keys, or elsewhere, needs use_cache=False"
             )
         y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask, gates=gates)
         return y

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
@@ -40,6 +41,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         wrapper.model = model
         return wrapper.train(model.training)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "b n"] | None = None,
@@ -51,9 +53,8 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
         x, key_mask, cache, states = self.hidden(
             input_ids,
@@ -67,8 +68,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         # 0 means all of them, as in x[:, -0:]
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
         loss = self._loss(logits, labels, key_mask, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
-        return self.returned(output, return_dict)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return None if the matrix of the embeddings makes the logits."""
@@ -110,17 +110,16 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
 
 
-class LinattnForSequenceClassification(LinattnPreTrainedModel):
-    """Scores the classes of a whole sequence from the mean of its tokens' vectors or, if causal, from the last token's.
+class _Classifier(LinattnPreTrainedModel):
+    """Scores classes by a linear map of vectors. `config.num_labels` is as in every model of transformers."""
 
-    Missing tokens do not count. `config.num_labels` and `config.problem_type` are as in every model of transformers."""
-
-    def __init__(self, config: LinattnConfig):
+    def __init__(self, config: LinattnConfig, *, bias: bool):
         super().__init__(config)
         self.model.head = None
-        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=False)
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=bias)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "b n"] | None = None,
@@ -129,8 +128,7 @@ class LinattnForSequenceClassification(LinattnPreTrainedModel):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+    ) -> Any:
         x, key_mask, _, states = self.hidden(
             input_ids,
             attention_mask,
@@ -138,44 +136,42 @@ class LinattnForSequenceClassification(LinattnPreTrainedModel):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
+        return self._output(x, key_mask, labels, states)
+
+    def _output(self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any) -> Any:
+        raise NotImplementedError
+
+
+class LinattnForSequenceClassification(_Classifier):
+    """Scores the classes of a whole sequence from the mean of its tokens' vectors or, if causal, from the last token's.
+
+    Missing tokens do not count. `config.num_labels` and `config.problem_type` are as in every model of transformers."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config, bias=False)
+
+    def _output(
+        self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any
+    ) -> SequenceClassifierOutput:
         logits = self.score(_last(x, key_mask) if self.model.causal else _mean(x, key_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return self.returned(SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states), return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
-class LinattnForTokenClassification(LinattnPreTrainedModel):
+class LinattnForTokenClassification(_Classifier):
     """Scores the classes of each token. Labels of -100, and those of missing tokens, have no loss."""
 
     def __init__(self, config: LinattnConfig):
-        super().__init__(config)
-        self.model.head = None
-        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels))
-        self.post_init()
+        super().__init__(config, bias=True)
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, "b n"] | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Float[Tensor, "b n d"] | None = None,
-        labels: Int[Tensor, "b n"] | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> TokenClassifierOutput | tuple[Any, ...]:
-        x, key_mask, _, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+    def _output(self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any) -> TokenClassifierOutput:
         logits, loss = self.score(x), None
         if labels is not None:
             labels = labels if key_mask is None else labels.masked_fill(~key_mask, IGNORED)
             loss = self.loss_function(logits, labels, self.config)
-        return self.returned(TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states), return_dict)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
 def _mean(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:

@@ -79,15 +79,19 @@ class DocumentRows(NamedTuple):
 
 
 def document_rows(documents: Int[Tensor, "b n"]) -> DocumentRows:
-    b, n = documents.shape
-    place = torch.arange(n, device=documents.device)
-    is_first = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
-    # the row of each token, and its column: the distance from the first token of its document
-    row = is_first.flatten().cumsum(0) - 1
-    column = (place - torch.where(is_first, place, 0).cummax(-1).values).flatten()
+    column = positions_in(documents).flatten()
+    row = (column == 0).cumsum(0) - 1
     size = (int(row[-1]) + 1, int(column.max()) + 1)
     present = torch.zeros(size, dtype=torch.bool, device=row.device).index_put((row, column), row >= 0)
+    b, n = documents.shape
     return DocumentRows(row, column, present, (b, n))
+
+
+def positions_in(documents: Int[Tensor, "#b n"]) -> Int[Tensor, "#b n"]:
+    """Return the distance of each token from the first of its document."""
+    place = torch.arange(documents.shape[1], device=documents.device)
+    starts = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
+    return place - torch.where(starts, place, 0).cummax(-1).values
 
 
 def attend_per_document(

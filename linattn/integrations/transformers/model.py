@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
@@ -75,9 +76,6 @@ class LinattnPreTrainedModel(PreTrainedModel):
         record = [] if output_hidden_states else None
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
         return Hidden(x, key_mask, cache, None if record is None else (*record, x))
-
-    def returned(self, output: Any, return_dict: bool | None) -> Any:
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
@@ -186,6 +184,7 @@ class LinattnModel(LinattnPreTrainedModel):
         self.model.head = None
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "b n"] | None = None,
@@ -195,8 +194,7 @@ class LinattnModel(LinattnPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         x, _, cache, states = self.hidden(
             input_ids,
             attention_mask,
@@ -206,9 +204,7 @@ class LinattnModel(LinattnPreTrainedModel):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return self.returned(
-            BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states), return_dict
-        )
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
 
 
 def _new_model(config: LinattnConfig) -> LanguageModel:

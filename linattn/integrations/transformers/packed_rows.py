@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
+from linattn.integrations.transformers.masks import positions_in
+
 TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
 LEAKING = {
     "Qwen4ExpTextPLELayer": "its n-grams look across documents",
@@ -43,9 +45,9 @@ def documents_apart(
     _check(model, given)
     changes |= {"use_cache": False, "attention_mask": None}
     if restarts is None and "position_ids" in names:
-        changes["position_ids"] = _positions(documents)
+        changes["position_ids"] = positions_in(documents)
     if type(model).__module__.split(".")[-2] in NO_POSITIONS_IN_MASK:
-        changes["attention_mask"] = _masks(model, _positions(documents).expand(tokens.shape[:2]))
+        changes["attention_mask"] = _masks(model, positions_in(documents).expand(tokens.shape[:2]))
     return documents, changes
 
 
@@ -114,12 +116,6 @@ def _check(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             f"several documents in a row need position_ids of text, but they are {tuple(positions.shape)} and have "
             "those of images only"
         )
-
-
-def _positions(documents: Int[Tensor, "#b n"]) -> Int[Tensor, "#b n"]:
-    place = torch.arange(documents.shape[1], device=documents.device)
-    starts = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
-    return place - torch.where(starts, place, 0).cummax(-1).values
 
 
 def _masks(model: PreTrainedModel, positions: Int[Tensor, "b n"]) -> dict[str, Any]:

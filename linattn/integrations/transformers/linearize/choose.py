@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import divergence, exchanged
+from linattn.integrations.transformers.linearize.distance import divergence
 from linattn.integrations.transformers.linearize.observe import Batch
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The indices of the layers to keep, the best first; the divergence from the teacher with every layer linear, and
-    with each layer restored alone, by its index."""
+    """`kept` are the indices of the layers to keep, the best first; `before` is the divergence from the teacher with
+    every layer linear, and `restored` that with each layer restored alone, by its index."""
 
     kept: tuple[int, ...]
     before: float
@@ -23,7 +23,8 @@ class Choice:
 
 
 def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], count: int) -> Choice:
-    """Give one layer at a time its softmax back, and return the `count` whose return lowers the divergence most.
+    """Give one layer at a time its softmax back, and return the `count` whose return lowers the divergence on the
+    `batches` most.
 
     The model stays as it is: `restore_layers` acts on the choice."""
     layers = linearized_layers(model)
@@ -31,7 +32,11 @@ def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Seq
         raise ValueError(f"count must be from 0 to {len(layers)}, the linear layers, but is {count}")
     restored = {}
     for name, layer in layers.items():
-        with exchanged(model, teacher, name):
-            restored[own_attention(layer).spec.index] = divergence(model, teacher, batches)
+        index = own_attention(layer).spec.index
+        model.set_submodule(name, teacher.get_submodule(name))
+        try:
+            restored[index] = divergence(model, teacher, batches)
+        finally:
+            model.set_submodule(name, layer)
     kept = sorted(restored, key=lambda index: restored[index])[:count]
     return Choice(tuple(kept), divergence(model, teacher, batches), restored)

@@ -4,27 +4,38 @@ its weights."""
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.attention import (
-    LinearAttention,
-    LocalAttention,
-    SoftmaxAttention,
-    SplitHeads,
-    attention_weights,
-    named_attention,
-)
+from linattn.attention import LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads, attention_weights
 from linattn.feature_maps.base import FeatureMap, Features
 from linattn.integrations.transformers.linearize.observe import Attended, Batch, evaluating, observe, run
-from linattn.integrations.transformers.linearize.parts import LinearizedAttention, linearized_layers, own_attention
+from linattn.integrations.transformers.linearize.parts import (
+    EXACT,
+    LinearizedAttention,
+    linearized_layers,
+    own_attention,
+)
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
-Control = Callable[[LinearizedAttention, Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
-"""Returns what a layer puts out instead of y, from the layer, q, k, v, the key mask and y."""
+
+class Call(NamedTuple):
+    """A call of a layer's attention `own`, with its output `y`."""
+
+    own: LinearizedAttention
+    q: Queries
+    k: Keys
+    v: Values
+    key_mask: KeyMask
+    y: Outputs
+
+
+Control = Callable[[Call], Outputs]
+"""Returns what a layer puts out instead of y."""
 
 
 @contextmanager
@@ -34,7 +45,7 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
         q, k, v = args
-        return control(own, q, k, v, options.get("key_mask"), y)
+        return control(Call(own, q, k, v, options.get("key_mask"), y))
 
     with ExitStack() as stack:
         for layer in linearized_layers(model).values():
@@ -42,41 +53,25 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
         yield
 
 
-def window_alone(
-    own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
-) -> Tensor:
+def window_alone(call: Call) -> Outputs:
     """Let every head attend by softmax to the window only, or to its own token if there is no window."""
-    spec = own.spec
-    local = named_attention(
-        "local",
-        num_heads=spec.num_heads,
-        num_key_heads=spec.num_key_heads,
-        head_dim=spec.head_dim,
-        window=spec.window or 1,
-        causal=spec.causal,
-    )
-    return local(q, k, v, key_mask=key_mask)
+    spec = call.own.spec
+    return LocalAttention(spec.window or 1, causal=spec.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
 
 
-def linear_part_off(
-    own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
-) -> Tensor:
+def linear_part_off(call: Call) -> Outputs:
     """Leave the window beside linear attention, or the heads with a window; the others put out zeros."""
-    if own.window is not None:
-        return own.window(q, k, v, key_mask=key_mask)
-    keep = [
-        head
-        for part, count in _parts(own.inner)
-        for head in count * [isinstance(part, (LocalAttention, SoftmaxAttention))]
-    ]
-    return y * torch.tensor(keep or [False], device=y.device)[:, None, None]
+    if call.own.window is not None:
+        return call.own.window(call.q, call.k, call.v, key_mask=call.key_mask)
+    inner = call.own.inner
+    parts = zip(inner.parts, inner.heads, strict=True) if isinstance(inner, SplitHeads) else [(inner, 1)]
+    keep = [head for part, count in parts for head in count * [isinstance(part, EXACT)]]
+    return call.y * torch.tensor(keep, device=call.y.device)[:, None, None]
 
 
-def uniform_attention(
-    own: LinearizedAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, y: Tensor
-) -> Tensor:
+def uniform_attention(call: Call) -> Outputs:
     """Let every query attend equally to all keys that it sees."""
-    return LinearAttention(_Equal(), causal=own.causal)(q, k, v, key_mask=key_mask)
+    return LinearAttention(_Equal(), causal=call.own.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
 
 
 CONTROLS: dict[str, Control] = {
@@ -92,20 +87,12 @@ class _Equal(FeatureMap):
     def query(self, x: Tensor) -> Features:
         return Features(torch.ones_like(x[..., :1]))
 
-    def key(self, x: Tensor) -> Features:
-        return self.query(x)
-
-
-def _parts(inner: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Return the attentions of an inner attention, with the number of heads of each (all count as one if alone)."""
-    if isinstance(inner, SplitHeads):
-        return list(zip(inner.parts, inner.heads, strict=True))
-    return [(inner, 1)]
+    key = query
 
 
 def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
-    """Return the mean entropy of the attention weights of each layer in bits, by the name of its module. Weights of
-    either sign, as the delta rule has them, count by their size."""
+    """Return the mean entropy of the attention weights of each layer on a `batch`, in bits, by the name of its module.
+    Weights of either sign, as the delta rule has them, count by their size."""
     found: dict[str, float] = {}
     linear = {own_attention(layer): name for name, layer in linearized_layers(model).items()}
 

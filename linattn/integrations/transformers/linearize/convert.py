@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.closed_form import project_closest
+from linattn.integrations.transformers.linearize.closed_form import project_closest, share_closest
 from linattn.integrations.transformers.linearize.folder import check_stock, describe
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Batch
 from linattn.integrations.transformers.linearize.parts import (
@@ -21,8 +21,8 @@ from linattn.integrations.transformers.linearize.plan import Plan
 
 @dataclass(frozen=True)
 class Conversion:
-    """A linearized `model`, and the `teacher`, which is a frozen copy of it as it was, with the attention function that
-    it used then."""
+    """Holds a `model` that was linearized by the `plan`, and the `teacher`, a frozen copy of it as it was. `attention`
+    is the function that it used then."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel
@@ -39,8 +39,9 @@ class Conversion:
 def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
     """Replace attention in place as the plan says, and return what undoes it. Weights that the model had stay.
 
-    The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`. The model then
-    saves, loads, generates and trains as before; `load_linearized` says how to load it."""
+    The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`, and so does the
+    share of the linear part beside a window (an eighth without batches). The model then saves, loads, generates and
+    trains as before; `load_linearized` says how to load it."""
     if linearized_layers(model):
         raise ValueError("the model is linearized already: undo that before it is converted again")
     check_stock(model)
@@ -49,11 +50,12 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
         raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
     attention, teacher = model.config._attn_implementation, make_teacher(model)
     owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
-    project_closest(teacher, {name: own for name, own in owns.items() if own.key_map is not None}, batches)
+    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
     for name, own in owns.items():
         module = model.get_submodule(name)
         weight = next(module.parameters())
         attach(module, own.to(device=weight.device, dtype=weight.dtype))
+    share_closest(teacher, owns, batches)
     describe(model)
     model.set_attn_implementation(SOFTMAX)
     return Conversion(model, teacher, plan, attention)

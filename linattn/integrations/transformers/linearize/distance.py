@@ -1,8 +1,8 @@
 """The distance of a linearized model to its teacher: in the outputs, and layer by layer."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Bat
     """Return the mean KL divergence from the teacher's output, in nats per prediction that a label asks for, or per
     present token without labels; for a model without logits, the relative error of its hidden states."""
     if "logits" not in target:
-        mask = _present_tokens(batch, target.last_hidden_state)
+        mask = present_tokens(batch, target.last_hidden_state)
         return relative_error(output.last_hidden_state, target.last_hidden_state, mask)
     found, expected = (F.log_softmax(x.logits.float(), -1) for x in (output, target))
     distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
-    mask = _predictions(model, batch, target.logits)
+    labels = aligned_labels(model, batch, target.logits)
+    mask = present_tokens(batch, target.logits) if labels is None else labels != IGNORED
     return (distance if mask is None else distance[mask]).mean()
 
 
@@ -63,13 +64,11 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequen
 
 
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
-    """Return the relative error of each linearized layer by its index, given the teacher's own input of that layer."""
-    sums: dict[int, float] = {}
+    """Return the mean relative error on the `batches` of each linearized layer, by its index, given the teacher's own
+    input of that layer."""
     with evaluating(model):
-        for batch in batches:
-            for index, error in matched_layers(model, teacher, batch).items():
-                sums[index] = sums.get(index, 0.0) + error.item() / len(batches)
-    return sums
+        found = [matched_layers(model, teacher, batch) for batch in batches]
+    return {index: math.fsum(float(errors[index]) for errors in found) / len(found) for index in found[0]}
 
 
 def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, ""]]:
@@ -98,27 +97,15 @@ def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batc
     return errors
 
 
-@contextmanager
-def exchanged(model: nn.Module, teacher: nn.Module, name: str) -> Iterator[None]:
-    """Use the teacher's module of this name in the model for a while."""
-    own = model.get_submodule(name)
-    model.set_submodule(name, teacher.get_submodule(name))
-    try:
-        yield
-    finally:
-        model.set_submodule(name, own)
-
-
-def _predictions(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
-    """Return where the logits are about a label that counts, None for everywhere."""
+def aligned_labels(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
+    """Return the label that each of the logits is about, IGNORED for none, or None for a batch without such labels."""
     labels = batch.get("labels")
-    if labels is None or logits.ndim < 3:
-        return _present_tokens(batch, logits)
-    counted = labels != IGNORED
-    return F.pad(counted[:, 1:], (0, 1)) if predicts_next(model) else counted
+    if labels is None or labels.shape != logits.shape[: labels.ndim]:
+        return None
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if predicts_next(model) else labels
 
 
-def _present_tokens(batch: Batch, outputs: Tensor) -> Tensor | None:
+def present_tokens(batch: Batch, outputs: Tensor) -> Tensor | None:
     """Return the mask of the tokens that the outputs are of, if they are of tokens and not of rows."""
     mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     return None if mask is None or outputs.ndim < 3 or mask.shape != outputs.shape[:2] else mask.bool()

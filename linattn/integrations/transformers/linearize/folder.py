@@ -25,28 +25,29 @@ from linattn.version import __version__
 FIELD = "linear_attention"
 """The field of a configuration that describes the linearized layers."""
 LOADER = "linattn_linearized.py"
+REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
+"""The `attn_implementation` of config.json: without our class, transformers says that it is not supported."""
 
 
 class Linearized(PreTrainedModel):
-    """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in."""
+    """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in; other
+    arguments and options are those of the stock class."""
 
     stock: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any):
+        _refuse_other(config._attn_implementation, REFUSAL, None)
+        config._attn_implementation = SOFTMAX
         super().__init__(config, *args, **options)
+        config.attn_implementation = REFUSAL
         described = getattr(config, FIELD)
         check_version(described["linattn_version"], Path("config.json"))
         for name, spec in described["layers"].items():
             attach(self.get_submodule(_name_here(self, name)), LinearizedAttention(LayerSpec(**spec)))
-        self.set_attn_implementation(SOFTMAX)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
         """Refuse other functions, which would ignore the layers' own weights."""
-        if attn_implementation != SOFTMAX:
-            raise ValueError(
-                f"attn_implementation {attn_implementation!r}: a linearized model's attention is its own, and what "
-                "stayed softmax runs beside it: undo the conversion first"
-            )
+        _refuse_other(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **options)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
@@ -77,7 +78,7 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
     """Load a linearized model with the class it was saved from; the options are those of `from_pretrained`.
 
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
-    argument transformers makes the stock model with softmax, and lists our weights as unexpected."""
+    argument transformers raises ValueError."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, FIELD, None) is None:
         raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")
@@ -90,12 +91,13 @@ def describe(model: PreTrainedModel) -> None:
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
+        model.config.attn_implementation = REFUSAL
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
         stock: Any = model.stock
         model.__class__ = stock
-        delattr(model.config, FIELD)
-        delattr(model.config, "auto_map")
+        for field in (FIELD, "attn_implementation", "auto_map"):
+            delattr(model.config, field)
 
 
 def check_stock(model: PreTrainedModel) -> None:
@@ -103,6 +105,14 @@ def check_stock(model: PreTrainedModel) -> None:
     kind = type(model)
     if getattr(transformers, kind.__name__, None) is not kind:
         raise ValueError(f"{kind.__name__} is not a class of transformers itself, so a saved folder could not name it")
+
+
+def _refuse_other(implementation: Any, *allowed: str | None) -> None:
+    if implementation not in (SOFTMAX, *allowed):
+        raise ValueError(
+            f"attn_implementation {implementation!r}: a linearized model's attention is its own, and what stayed "
+            "softmax runs beside it: undo the conversion first"
+        )
 
 
 def _auto_map(config: PreTrainedConfig) -> dict[str, str]:

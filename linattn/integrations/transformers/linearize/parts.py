@@ -23,7 +23,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 EXACT = (LocalAttention, SoftmaxAttention)
 """Attentions beside which a window of softmax adds nothing."""
-# the logit of the share of the linear part: an eighth
+# the logit of the share of the linear part where no data tell a better one: an eighth
 MOSTLY_WINDOW = -2.0
 
 
@@ -57,12 +57,12 @@ part if there is a window."""
 
 @final
 class LinearizedAttention(InnerAttention):
-    """An inner attention from projected queries and keys, after a short convolution of its layer's input x, of which
-    gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local is
-    softmax over the last tokens with queries and keys as they were.
+    """Attends as the `spec` says, from projected queries and keys, after a short convolution of its layer's input x, of
+    which gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local
+    is softmax over the last tokens with queries and keys as they were.
 
-    It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections as `closed_form`
-    makes them, and mostly by the window. `arguments` are the names of those of its module's `forward`, in order."""
+    It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections and the share of
+    the linear part as `closed_form` makes them. `arguments` names those of its module's `forward`, in order."""
 
     arguments: tuple[str, ...]
 
@@ -79,9 +79,10 @@ class LinearizedAttention(InnerAttention):
             self.share = nn.Linear(spec.dim, spec.num_heads)
             nn.init.zeros_(self.share.weight)
             nn.init.constant_(self.share.bias, MOSTLY_WINDOW)
-        projects = spec.key_dim is not None
-        self.query_map = PerHeadLinear(spec.num_heads, d, r) if projects else None
-        self.key_map = PerHeadLinear(spec.num_key_heads, d, r) if projects else None
+        self.query_map, self.key_map = (
+            nn.Identity() if spec.key_dim is None else PerHeadLinear(heads, d, r)
+            for heads in (spec.num_heads, spec.num_key_heads)
+        )
         self.convolution = ShortConvolution(spec.dim, spec.convolution) if spec.convolution else None
         if self.convolution is not None:
             nn.init.zeros_(self.convolution.weight)
@@ -103,26 +104,26 @@ class LinearizedAttention(InnerAttention):
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: Any = None) -> Outputs:
         if self.window is None:
-            return self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+            return self.inner(self.query_map(q), self.key_map(k), v, key_mask=key_mask, gates=gates)
         gates, share = gates
-        y = self.inner(self._queries(q), self._keys(k), v, key_mask=key_mask, gates=gates)
+        y = self.inner(self.query_map(q), self.key_map(k), v, key_mask=key_mask, gates=gates)
         return torch.lerp(self.window(q, k, v, key_mask=key_mask), y, share.unsqueeze(-1))
 
     def extend(
         self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: Any = None
     ) -> tuple[Outputs, Any]:
         if self.window is None:
-            return self.inner.extend(self._queries(q), self._keys(k), v, state, key_mask=key_mask, gates=gates)
+            return self.inner.extend(self.query_map(q), self.key_map(k), v, state, key_mask=key_mask, gates=gates)
         (gates, share), (past, near_past) = gates, state or (None, None)
-        y, past = self.inner.extend(self._queries(q), self._keys(k), v, past, key_mask=key_mask, gates=gates)
+        y, past = self.inner.extend(self.query_map(q), self.key_map(k), v, past, key_mask=key_mask, gates=gates)
         near, near_past = self.window.extend(q, k, v, near_past, key_mask=key_mask)
         return torch.lerp(near, y, share.unsqueeze(-1)), (past, near_past)
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
-        return self.inner.summarize(self._keys(k), v, key_mask=key_mask)
+        return self.inner.summarize(self.key_map(k), v, key_mask=key_mask)
 
     def read(self, q: Queries, summary: Any) -> Outputs:
-        return self.inner.read(self._queries(q), summary)
+        return self.inner.read(self.query_map(q), summary)
 
     def _convolved(self, x: Tensor, mask: Tensor | None, layer: AttentionLayer | None) -> Tensor:
         assert self.convolution is not None
@@ -134,12 +135,6 @@ class LinearizedAttention(InnerAttention):
         if layer is not None:
             layer.convolution = past
         return y
-
-    def _queries(self, q: Tensor) -> Tensor:
-        return q if self.query_map is None else self.query_map(q)
-
-    def _keys(self, k: Tensor) -> Tensor:
-        return k if self.key_map is None else self.key_map(k)
 
 
 def attach(module: nn.Module, own: LinearizedAttention) -> None:

@@ -3,15 +3,16 @@ cost of a token beside the cache of keys and values."""
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from linattn.integrations.transformers.linearize.observe import evaluating, run
+from linattn.attention import map_state
+from linattn.integrations.transformers.linearize.observe import attending_by, evaluating, run
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""
@@ -77,60 +78,53 @@ class Cost(NamedTuple):
 
 
 def costs(
-    models: Sequence[PreTrainedModel], tokens: int, *, rows: int = 1, repeats: int = 16, piece: int = 512
+    models: Sequence[PreTrainedModel],
+    tokens: int,
+    *,
+    rows: int = 1,
+    repeats: int = 16,
+    piece: int = 512,
+    compiled: bool = False,
 ) -> list[Cost]:
     """Read `rows` sequences of `tokens` random tokens with each model, in pieces, and time single tokens after them,
-    taking turns."""
+    taking turns; if `compiled`, by `torch.compile`, whose own time is that of the first few."""
     random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
     ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
-    caches, seconds = [], [[] for _ in models]
-    for model in models:
-        caches.append(DynamicCache(config=model.config))
-        for part in ids.split(piece, 1):
-            _step(model, part, caches[-1])
-    # of the cache after `tokens` tokens, not of those that are timed
-    sizes = [cache_bytes(cache) for cache in caches]
-    for _ in range(repeats):
-        for model, cache, times in zip(models, caches, seconds, strict=True):
-            times.append(_step(model, ids[:, -1:], cache))
+    caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]
+    with ExitStack() as stack:
+        # not at each step: compiled code checks a module again that was written to
+        for model in models:
+            stack.enter_context(evaluating(model))
+        for model, cache in zip(models, caches, strict=True):
+            for part in ids.split(piece, 1):
+                _step(model, part, cache)
+        # of the cache after `tokens` tokens, not of those that are timed
+        sizes = [cache_bytes(cache) for cache in caches]
+        steps = [torch.compile(model) if compiled else model for model in models]
+        for _ in range(repeats):
+            for step, cache, times in zip(steps, caches, seconds, strict=True):
+                times.append(_step(step, ids[:, -1:], cache))
     return [Cost(tokens, statistics.median(times), size) for times, size in zip(seconds, sizes, strict=True)]
 
 
-def _step(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:
+def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
     """Return the seconds that the tokens take; on a CPU those of the processor, which other programs do not change."""
     clock = time.perf_counter if ids.is_cuda else time.process_time
-    with evaluating(model):
-        started = clock()
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        return clock() - started
+    started = clock()
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return clock() - started
 
 
 def cache_bytes(cache: Cache) -> int:
     """Return the bytes of all tensors that a cache's layers hold."""
     found: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[id(value)] = value.nbytes
-        elif isinstance(value, dict):
-            visit(tuple(value.values()))
-        elif isinstance(value, (tuple, list)):
-            for each in value:
-                visit(each)
-
     for layer in cache.layers:
-        visit(vars(layer))
+        map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), tuple(vars(layer).values()))
     return sum(found.values())
 
 
-@contextmanager
-def native(teacher: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def native(teacher: PreTrainedModel) -> AbstractContextManager[None]:
     """Let a teacher attend by torch's fused softmax, with transformers' own cache."""
-    before = teacher.config._attn_implementation or "eager"
-    teacher.set_attn_implementation("sdpa" if teacher._supports_sdpa else "eager")
-    try:
-        yield teacher
-    finally:
-        teacher.set_attn_implementation(before)
+    return attending_by(teacher, "sdpa" if teacher._supports_sdpa else "eager")

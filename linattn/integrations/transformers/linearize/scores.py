@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import IGNORED, predicts_next, with_labels
+from linattn.integrations.transformers.linearize.distance import IGNORED, aligned_labels, present_tokens, with_labels
 from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
 
 
 class Scores(NamedTuple):
-    """Means over the places where something is predicted, in bits and shares of 1; None where the model has no such
-    output. `losses` are those of each batch."""
+    """Holds means over the places where something is predicted: `loss` and `kl`, the divergence from the teacher, in
+    bits, `accuracy` and `agreement` with the teacher as shares of 1, and the `cosine` of the output vectors. None
+    stands where the model has no such output. `losses` are those of each batch."""
 
     loss: float | None
     accuracy: float | None
@@ -26,39 +27,27 @@ class Scores(NamedTuple):
 
 
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
-    """Measure the model, and how close its output is to the teacher's: KL divergence from the teacher, the share of
-    places with the same most likely class, and the cosine of the output vectors."""
+    """Measure the model on the `batches`, and how close its output is to the teacher's."""
     if not batches:
         raise ValueError("scores need at least one batch")
     with evaluating(model), evaluating(teacher):
         found = [_batch_scores(*outputs(model, batch), outputs(teacher, batch)[0]) for batch in batches]
-    counts = [count for count, _ in found]
-    means = [
-        None if values[0] is None else math.fsum(map(_times, counts, values)) / sum(counts)
-        for values in zip(*(figures for _, figures in found), strict=True)
-    ]
-    losses = tuple(figures[0] for _, figures in found if figures[0] is not None)
-    return Scores(means[0], means[1], means[2], means[3], means[4] or 0.0, losses)
+    total = sum(n for n, _ in found)
+    means = {name: math.fsum(n * figures[name] for n, figures in found) / total for name in found[0][1]}
+    losses = tuple(figures["loss"] for _, figures in found if "loss" in figures)
+    loss, accuracy, kl, agreement = (means.get(name) for name in ("loss", "accuracy", "kl", "agreement"))
+    return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
-def _times(count: int, value: float | None) -> float:
-    return count * (value or 0.0)
-
-
-def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, tuple[float | None, ...]]:
-    """Return the number of places, and loss, accuracy, KL, agreement and cosine there."""
-    cosine = float(F.cosine_similarity(y, target, dim=-1).mean())
-    if labels is None:
-        return len(y), (None, None, None, None, cosine)
-    log_p, log_t = y.log_softmax(-1), target.log_softmax(-1)
-    loss = float(F.nll_loss(log_p, labels)) / math.log(2)
-    kl = float((log_t.exp() * (log_t - log_p)).sum(-1).mean()) / math.log(2)
-    best = y.argmax(-1)
-    return len(y), (loss, _share(best == labels), kl, _share(best == target.argmax(-1)), cosine)
-
-
-def _share(right: Tensor) -> float:
-    return float(right.double().mean())
+def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:
+    """Return the number of places, and the scores there."""
+    found = {"cosine": F.cosine_similarity(y, target, dim=-1)}
+    if labels is not None:
+        log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
+        found["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
+        found["accuracy"], found["agreement"] = best == labels, best == target.argmax(-1)
+        found["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
+    return len(y), {name: float(values.double().mean()) for name, values in found.items()}
 
 
 def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -67,11 +56,8 @@ def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None
     output = run(model, batch)
     y = output["logits"] if "logits" in output else output["last_hidden_state"]
     y = y if y.dtype == torch.float64 else y.float()
-    labels = with_labels(model, batch).get("labels") if "logits" in output else None
-    if labels is not None and y.shape[: labels.dim()] == labels.shape:
-        if predicts_next(model):
-            y, labels = y[:, :-1], labels[:, 1:]
-        asked = labels != IGNORED
-        return y[asked], labels[asked]
-    mask = batch.get("attention_mask")
-    return (y[mask.bool()] if mask is not None and mask.shape == y.shape[:2] else y.flatten(0, -2)), None
+    labels = aligned_labels(model, with_labels(model, batch), y) if "logits" in output else None
+    if labels is not None:
+        return y[labels != IGNORED], labels[labels != IGNORED]
+    mask = present_tokens(batch, y)
+    return (y.flatten(0, -2) if mask is None else y[mask]), None

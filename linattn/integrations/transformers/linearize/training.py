@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from linattn.integrations.transformers.linearize.observe import Batch
@@ -24,12 +25,15 @@ from linattn.integrations.transformers.schedule import Schedule
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
 """The loss of a model on a batch."""
 
+WARMUP = 0.1
+"""The share of a training in which the learning rates rise: full steps at once would undo what is near already."""
 # a limit for runs that end by time
 MOST_STEPS = 10**9
 
 
 class Progress(NamedTuple):
-    """A step that is done, the last of which is `steps` (None: the time decides), with its loss and the time left."""
+    """Tells which `step` is done, of how many `steps` (None: the time decides), with what `loss`, and the
+    `seconds_left`."""
 
     step: int
     steps: int | None
@@ -59,7 +63,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Training:
-    """Records a training: the loss of each step, those before an interruption included, and the seconds it took."""
+    """Records a training: the `losses` of its steps, those before an interruption included, and the `seconds`."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -76,8 +80,9 @@ def train(
     groups: list[dict[str, Any]],
     budget: Budget,
 ) -> Training:
-    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which fall along half a
-    cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the groups change."""
+    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
+    then fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the
+    groups change."""
     if not batches:
         raise ValueError("training needs at least one batch, but there is none")
     with ExitStack() as stack:
@@ -119,19 +124,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class _Repeated(Dataset[Batch]):
-    """The batches, over and over."""
-
-    def __init__(self, batches: Sequence[Batch], length: int):
-        self.batches, self.length = batches, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batches[index % len(self.batches)]
-
-
 class _ObjectiveTrainer(Trainer):
     def __init__(
         self,
@@ -142,16 +134,15 @@ class _ObjectiveTrainer(Trainer):
         budget: Budget,
         folder: Path,
     ):
-        self.objective, self.groups, self.folder = objective, groups, folder
+        self.objective, self.groups, self.budget, self.folder = objective, groups, budget, folder
         steps = budget.steps or MOST_STEPS
-        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=0.0)
-        callbacks = [self.schedule, *([] if budget.report is None else [_Reports(self.schedule, budget)])]
+        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=WARMUP)
         super().__init__(
             model,
             _arguments(model, budget, folder, steps),
-            data_collator=_first,
-            train_dataset=_Repeated(batches, steps),
-            callbacks=callbacks,
+            data_collator=itemgetter(0),
+            train_dataset=cast(Dataset[Batch], batches),
+            callbacks=[self.schedule],
         )
         self.remove_callback(PrinterCallback)
 
@@ -172,12 +163,17 @@ class _ObjectiveTrainer(Trainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if not math.isfinite(logs.get("loss", 0.0)):
+        step, loss = self.state.global_step, logs.get("loss")
+        if loss is not None and not math.isfinite(loss):
             raise ValueError(
-                f"the loss is not finite at step {self.state.global_step}: lower the learning rate, which begins at "
+                f"the loss is not finite at step {step}: lower the learning rate, which begins at "
                 f"{max(group['lr'] for group in self.groups):g}"
             )
         super().log(logs, start_time)
+        if loss is not None and self.budget.report is not None:
+            done = self.schedule.progress(step)
+            left = self.schedule.seconds * (1 - done) / done
+            self.budget.report(Progress(step, self.budget.steps, loss, left))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write under another name, and rename the complete checkpoint."""
@@ -186,21 +182,6 @@ class _ObjectiveTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         os.replace(self.folder / "unfinished" / name, self.folder / name)
         self.args.output_dir = str(self.folder)
-
-
-class _Reports(TrainerCallback):
-    def __init__(self, schedule: Schedule, budget: Budget):
-        self.schedule, self.budget = schedule, budget
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if logs and "loss" in logs and self.budget.report is not None:
-            done, step = self.schedule.progress(state.global_step), state.global_step
-            left = self.schedule.seconds * (1 - done) / done
-            self.budget.report(Progress(step, self.budget.steps, logs["loss"], left))
-
-
-def _first(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return items[0]
 
 
 def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int) -> TrainingArguments:

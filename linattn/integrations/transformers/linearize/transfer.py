@@ -16,14 +16,22 @@ from linattn.integrations.transformers.linearize.training import Budget, Trainin
 
 
 class Rates(NamedTuple):
-    """The learning rates at the beginning, of weights that the model had and of `new` ones."""
+    """Holds the highest learning rates: of `new` weights, of the others in linear `layers`, and of the `rest` of the
+    model, which only `fine_tune` trains."""
 
-    stock: float
+    rest: float
+    layers: float
     new: float
 
+    @classmethod
+    def of(cls, rest: float) -> "Rates":
+        """Give the weights of linear layers, which have the most to learn, 4 times that rate, and new ones 10 times."""
+        return cls(rest, 4 * rest, 10 * rest)
 
-TRANSFER_RATES = Rates(2e-3, 1e-2)
-TUNING_RATES = Rates(2e-3, 3e-3)
+
+RATES = Rates.of(1e-3)
+FIRST_STAGE = 0.1
+"""The share of a conversion's steps that is best left to `transfer`."""
 
 
 def transfer(
@@ -32,10 +40,12 @@ def transfer(
     batches: Sequence[Batch],
     budget: Budget,
     *,
-    rates: Rates = TRANSFER_RATES,
+    rates: Rates = RATES,
 ) -> Training:
     """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay."""
+    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay.
+
+    Training repeats the `batches` within the `budget`; the `rates` fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
@@ -52,14 +62,14 @@ def fine_tune(
     batches: Sequence[Batch],
     budget: Budget,
     *,
-    rates: Rates = TUNING_RATES,
+    rates: Rates = RATES,
     lora: int | None = None,
 ) -> Training:
     """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end. A model
-    that `transfer` has brought close already keeps more at a quarter of the default rates."""
+    Training repeats the `batches` within the `budget`; the `rates` fall to zero. All weights train; with `lora`, only
+    the new ones and adapters of this rank, which are merged in the end."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
@@ -85,11 +95,12 @@ def _new_weights(model: nn.Module) -> set[int]:
 def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
     """Return the optimizer's groups, each weight in one of them however many layers share it."""
     new, unique = _new_weights(model), {id(weight): weight for weight in weights}
-    pairs = [
-        ([weight for key, weight in unique.items() if key not in new], rates.stock),
-        ([weight for key, weight in unique.items() if key in new], rates.new),
-    ]
-    return [{"params": params, "lr": rate} for params, rate in pairs if params]
+    layers = {id(weight) for layer in linearized_layers(model).values() for weight in layer.parameters()}
+    params: dict[float, list[nn.Parameter]] = {}
+    for key, weight in unique.items():
+        rate = rates.new if key in new else rates.layers if key in layers else rates.rest
+        params.setdefault(rate, []).append(weight)
+    return [{"params": group, "lr": rate} for rate, group in params.items()]
 
 
 @contextmanager

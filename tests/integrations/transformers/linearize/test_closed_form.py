@@ -3,10 +3,10 @@
 import torch
 from torch.testing import assert_close
 
-from linattn.integrations.transformers.linearize import convert, linearized_layers, plan
+from linattn.integrations.transformers.linearize import convert, layer_errors, linearized_layers, plan
 from linattn.integrations.transformers.linearize.closed_form import closest_projections
 
-from ..families import DECODERS, make
+from ..families import DECODERS, ENCODERS, make
 from ..test_attention import logits, padded, tokens
 
 
@@ -59,3 +59,43 @@ def test_enough_channels_leave_softmax_as_it_was():
     convert(model, plan(model, method="softmax", key_dim=4, convolution=0), batches)
     assert_close(logits(model, **inputs)[present], expected[present])
     assert all(layer.linear_attention.key_map is not None for layer in linearized_layers(model).values())
+
+
+def test_no_other_share_is_nearer_to_softmax():
+    # a BERT's layer puts out its heads beside each other, so that their errors add up
+    model, inputs = make(ENCODERS["bert"]), padded((7, 10, 11), "right")
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight.mul_(20)
+    batch = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    conversion = convert(model, plan(model, method="elu", window=2), [batch])
+    errors = layer_errors(model, conversion.teacher, [batch])
+    for layer in linearized_layers(model).values():
+        own = layer.linear_attention
+        assert own.share.bias.sigmoid().min() > 0.05 and own.share.bias.sigmoid().max() < 0.95
+        for head in range(4):
+            for step in (-0.1, 0.1):
+                with torch.no_grad():
+                    own.share.bias[head] += step
+                changed = layer_errors(model, conversion.teacher, [batch])[own.spec.index]
+                with torch.no_grad():
+                    own.share.bias[head] -= step
+                assert changed > errors[own.spec.index]
+
+
+def test_packing_does_not_change_the_share():
+    model, ids, shares = make(DECODERS["llama"]), tokens(2, 6), []
+    packed = {"input_ids": ids.view(1, 12), "position_ids": torch.arange(6).repeat(2)[None]}
+    for batch in (packed, {"input_ids": ids}):
+        conversion = convert(model, plan(model, method="elu", window=2), [batch])
+        shares.append([layer.linear_attention.share.bias for layer in linearized_layers(model).values()])
+        conversion.undo()
+    assert_close(*shares)
+
+
+def test_a_window_that_is_softmax_keeps_nearly_all():
+    model = make(DECODERS["llama"])
+    convert(model, plan(model, method="elu", window=11), [{"input_ids": tokens()}])
+    for layer in linearized_layers(model).values():
+        # the window is softmax itself, so that nothing linear is wanted
+        assert_close(layer.linear_attention.share.bias.sigmoid(), torch.full((4,), 0.02).double())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from linattn.integrations.transformers.linearize import (
     Linearized,
@@ -142,6 +142,21 @@ def test_a_loaded_model_is_the_saved_one(family, method, tmp_path):
         assert isinstance(loaded, Linearized)
         assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
         assert_close(logits(loaded.eval(), input_ids=ids), expected)
+
+
+@every({**SOME, **ENCODERS, **IMAGES})
+def test_transformers_refuses_to_make_the_softmax_model_of_a_folder(family, tmp_path):
+    model = make(family)
+    stock = type(model)
+    convert(model, plan(model, batch_of(model), method="hedgehog"))
+    model.save_pretrained(tmp_path)
+    for make_softmax in (AutoModel.from_pretrained, stock.from_pretrained):
+        with pytest.raises(ValueError, match=r"load it with trust_remote_code=True.*is not supported"):
+            make_softmax(tmp_path)
+    with pytest.raises(ValueError, match="'sdpa': a linearized model's attention is its own"):
+        AutoModel.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="sdpa")
+    loaded = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert loaded.config.to_dict()["attn_implementation"] == model.config.to_dict()["attn_implementation"]
 
 
 @every({**SOME, **ENCODERS, **IMAGES})

@@ -106,9 +106,9 @@ def outputs(model: Any, name: str, given: dict[str, torch.Tensor]) -> list[torch
     """Return what every linearized layer puts out, (b, h, n, d) each."""
     seen = []
 
-    def control(own, q, k, v, key_mask, y):
-        seen.append((v, key_mask, y, CONTROLS[name](own, q, k, v, key_mask, y)))
-        return y
+    def control(call):
+        seen.append((call.v, call.key_mask, call.y, CONTROLS[name](call)))
+        return call.y
 
     with controlled(model, control), torch.no_grad():
         model(**given)
