@@ -202,4 +202,4 @@ def test_wrong_calls_are_refused():
 def test_a_loss_that_is_not_finite_is_an_error():
     conversion, batches = start(DECODERS["llama"])
     with pytest.raises(ValueError, match="the loss is not finite at step"):
-        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates.of(1e30))
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30))
