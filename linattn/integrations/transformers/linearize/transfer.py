@@ -68,8 +68,8 @@ def fine_tune(
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end. Without
-    `rates`, steps are as long as the way: those of `transfer` times min(1, 1.5 √distance), for the distance at the
-    beginning. A model that is near its teacher would lose by larger steps, and one that is far not arrive by smaller."""
+    `rates`, they are those of `transfer` times min(1, 1.5 √distance), with the distance at the beginning: larger steps
+    would lead a model that is near its teacher away from it, and smaller ones would not bring one from afar."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
