@@ -67,7 +67,7 @@ class AxialAttention(InnerAttention):
 
 
 class _Grid(NamedTuple):
-    """The cell of each token, row by row, and the places that hold a present one."""
+    """The cell of each token, row by row, and the cells that hold a present one."""
 
     places: Int[Tensor, "b n"]
     held: Bool[Tensor, "b g"]

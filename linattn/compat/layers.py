@@ -1,4 +1,4 @@
-"""What linear-attention-transformer, performer-pytorch and linformer have in common: options and layers."""
+"""Options and layers that linear-attention-transformer, performer-pytorch and linformer share."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

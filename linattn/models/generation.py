@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from linattn.types import TokenIds, TokenMask, Tokens
 
 Prompts = Sequence[Sequence[int]] | TokenIds
+Logits = Float[Tensor, "b v"]
+# True for the tokens that a row has
+Seen = Bool[Tensor, "b v"]
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
 
@@ -156,9 +159,7 @@ def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -
     return rows
 
 
-def _prefill(
-    model: Generative, rows: list[list[int]], state: Any
-) -> tuple[Float[Tensor, "b v"], Any, Bool[Tensor, "b v"]]:
+def _prefill(model: Generative, rows: list[list[int]], state: Any) -> tuple[Logits, Any, Seen]:
     """Return the logits after each prompt, the state, and a mask of the tokens that each prompt has."""
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     longest = int(lengths.max())
@@ -178,12 +179,7 @@ def _prefill(
     return model.logits(last), state, seen
 
 
-def draw(
-    logits: Float[Tensor, "b v"],
-    sampling: Sampling,
-    seen: Bool[Tensor, "b v"],
-    generator: torch.Generator | None = None,
-) -> Int[Tensor, " b"]:
+def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Generator | None = None) -> Int[Tensor, " b"]:
     """Draw the next token of each row; `seen` is True for the tokens that are penalised."""
     logits = logits.float()
     logits = penalised(logits, seen, sampling.repetition_penalty)
@@ -200,14 +196,14 @@ def draw(
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
 
 
-def penalised(logits: Float[Tensor, "b v"], seen: Bool[Tensor, "b v"], penalty: float) -> Float[Tensor, "b v"]:
+def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:
     """Make the tokens that were seen less likely, the more the larger the penalty; 1 changes nothing."""
     if penalty == 1:
         return logits
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def nucleus(logits: Float[Tensor, "b v"], top_p: float) -> Float[Tensor, "b v"]:
+def nucleus(logits: Logits, top_p: float) -> Logits:
     """Remove the least likely tokens, as many as together stay within probability 1 - p."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p

@@ -100,15 +100,8 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution: Any = None
         self.convolution_on = convolution_on
-        if convolution_on not in CONVOLUTIONS_ON:
-            raise unknown_name("convolution_on", convolution_on, CONVOLUTIONS_ON)
-        if convolution and convolution_on == "inputs":
-            self.convolution = ShortConvolution(dim, convolution)
-        elif convolution:
-            widths = [x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)]
-            self.convolution = ProjectionConvolutions(widths, convolution)
+        self.convolution = self._make_convolution(convolution) if convolution else None
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
         self.gates = token_gates(
@@ -162,12 +155,7 @@ class MultiheadAttention(nn.Module):
         return self._merge(x, self.inner.read(_split(self.q_proj(x), self.key_dim), summary))
 
     def extend(
-        self,
-        x: Tokens,
-        state: AttentionState | None = None,
-        *,
-        key_mask: TokenMask = None,
-        starts: TokenMask = None,
+        self, x: Tokens, state: AttentionState | None = None, *, key_mask: TokenMask = None, starts: TokenMask = None
     ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
@@ -216,6 +204,13 @@ class MultiheadAttention(nn.Module):
 
     def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
         return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
+
+    def _make_convolution(self, width: int) -> Any:
+        if self.convolution_on not in CONVOLUTIONS_ON:
+            raise unknown_name("convolution_on", self.convolution_on, CONVOLUTIONS_ON)
+        if self.convolution_on == "inputs":
+            return ShortConvolution(self.dim, width)
+        return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 
     def _merge(self, x: Tensor, y: Tensor, v: Tensor | None = None) -> Tensor:
         if self.value_skip is not None and v is not None:

@@ -48,20 +48,11 @@ def with_inner(
     See `TorchMultiheadAttention` for `inner` and `return_weights`."""
     # made outside of the meta device, where random features would be lost
     inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
+    sizes = attention.embed_dim, attention.num_heads, attention.dropout
+    added = attention.in_proj_bias is not None, attention.bias_k is not None, attention.add_zero_attn
+    inputs = attention.kdim, attention.vdim, attention.batch_first
     with torch.device("meta"):
-        new = TorchMultiheadAttention(
-            attention.embed_dim,
-            attention.num_heads,
-            attention.dropout,
-            attention.in_proj_bias is not None,
-            attention.bias_k is not None,
-            attention.add_zero_attn,
-            attention.kdim,
-            attention.vdim,
-            attention.batch_first,
-            inner=inner,
-            return_weights=return_weights,
-        )
+        new = TorchMultiheadAttention(*sizes, *added, *inputs, inner=inner, return_weights=return_weights)
     for name, weight in attention.named_parameters(recurse=False):
         setattr(new, name, weight)
     new.out_proj = attention.out_proj
@@ -78,9 +69,9 @@ def _nothing_found(model: nn.Module) -> str:
     name = type(model).__name__
     if any(map(_is_replaceable, model.modules())):
         return f"`where` chose no nn.MultiheadAttention of this {name}"
-    kinds = [type(module) for module in model.modules()]
-    derived = any(issubclass(kind, nn.MultiheadAttention) for kind in kinds)
-    found = Counter(k for k in kinds if issubclass(k, nn.MultiheadAttention) or "attention" in k.__name__.lower())
+    kinds = Counter(map(type, model.modules()))
+    derived = {kind for kind in kinds if issubclass(kind, nn.MultiheadAttention)}
+    found = {kind: count for kind, count in kinds.items() if kind in derived or "attention" in kind.__name__.lower()}
     if not found:
         return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
     listed = ", ".join(f"{count} × {kind.__module__}.{kind.__qualname__}" for kind, count in found.items())

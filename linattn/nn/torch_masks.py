@@ -1,10 +1,14 @@
-"""torch's masks, where True or −inf means hidden, read as what linear attention can express: missing keys and order."""
+"""torch's masks, where True or −inf means hidden, read as what linear attention can express, missing keys and order, or
+as what softmax attention can, additions to its scores."""
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from linattn.types import Keys, Outputs, Queries, Values
 
 # added to a score, it leaves no weight in any dtype; some models write -1e4 or -1e9 instead of −inf
 _HIDDEN = -1e4
@@ -48,11 +52,35 @@ def read_masks(masks: TorchMasks) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
     return present, causal
 
 
-def score_bias(masks: TorchMasks, dtype: torch.dtype) -> Float[Tensor, "#b #h #n m"] | None:
-    """Return the sum of the masks as a bias of the scores, −inf where one is True."""
-    parts = [None if masks.key_padding is None else masks.key_padding.unsqueeze(2), masks.attn]
-    biases = [_bias(part, dtype) for part in parts if part is not None]
-    return sum(biases[1:], biases[0]) if biases else None
+def torch_softmax(
+    q: Queries, k: Keys, v: Values, masks: TorchMasks, *, causal: bool, dropout: float, need_weights: bool
+) -> tuple[Outputs, Float[Tensor, "b h n m"] | None]:
+    """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
+
+    There may be more keys than the masks cover: all queries see those behind them. `causal` adds the causal order to
+    the masks; the call's own `is_causal`, as in torch, only describes its mask."""
+    n, m = q.shape[-2], k.shape[-2]
+    ordered = causal or masks.causal
+    if ordered and n == m and masks.key_padding is None and not need_weights:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
+    bias = _score_bias(masks, q.dtype)
+    if causal or (masks.causal and masks.attn is None):
+        order = q.new_full((n, n), -torch.inf).triu(1)
+        bias = order if bias is None else bias + order
+    nothing = None
+    if bias is not None:
+        bias = F.pad(bias, (0, m - bias.shape[-1]))
+        # a softmax over no key has NaN gradients: such a query attends to all keys and its output is discarded
+        nothing = (bias == -torch.inf).all(-1, keepdim=True)
+        bias = bias.masked_fill(nothing, 0)
+    if not need_weights:
+        y, weights = F.scaled_dot_product_attention(q, k, v, bias, dropout), None
+    else:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        weights = F.dropout((scores if bias is None else scores + bias).softmax(-1), dropout)
+        weights = weights if nothing is None else torch.where(nothing, 0, weights)
+        y = weights @ v
+    return y if nothing is None else torch.where(nothing, 0, y), weights
 
 
 def _visible(mask: Tensor, name: str) -> Tensor:
@@ -85,7 +113,12 @@ def _keys_and_order(seen: Bool[Tensor, "b h n m"]) -> tuple[Bool[Tensor, "b h m"
     )
 
 
-def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+def _score_bias(masks: TorchMasks, dtype: torch.dtype) -> Float[Tensor, "#b #h #n m"] | None:
+    """Return the sum of the masks as a bias of the scores, −inf where one is True."""
+    bias = None
+    for mask in (None if masks.key_padding is None else masks.key_padding.unsqueeze(2), masks.attn):
+        if mask is not None:
+            hides = mask.dtype == torch.bool
+            part = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if hides else mask.to(dtype)
+            bias = part if bias is None else bias + part
+    return bias

@@ -4,6 +4,7 @@ and a larger scale makes them decay. Later keys have no part in it, so nothing l
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from linattn.ops.backends import dense, loopless
 from linattn.ops.backends.base import is_exporting
@@ -65,9 +66,6 @@ def _running_max(x: Tensor) -> Tensor:
 
 def _all_zero(decay: Tensor) -> bool:
     """Tell whether the decay is known to be zero. False in compilation, under vmap, or where reading it would wait."""
-    if torch.compiler.is_compiling() or type(decay) is not Tensor or decay.device.type != "cpu":
+    if torch.compiler.is_compiling() or type(decay) is not Tensor or is_functorch_wrapped_tensor(decay):
         return False
-    try:
-        return not decay.any()
-    except RuntimeError:
-        return False
+    return decay.device.type == "cpu" and not decay.any()

@@ -153,9 +153,9 @@ def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> l
         sizes = (size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True))
         memory = options.dim if options.cross_model_dimensions is None else options.cross_model_dimensions
         parts.append(_attention(options, options.cross_attention_type, *sizes, context_dim=memory))
-    sizes, activation = (options.dim, options.feed_forward_dimensions), ACTIVATIONS[options.activation]
+    widths, activation = (options.dim, options.feed_forward_dimensions), ACTIVATIONS[options.activation]
     dropout = options.dropout
-    return [*parts, FeedForward(*sizes, activation=activation, dropout=dropout, hidden_dropout=dropout)]
+    return [*parts, FeedForward(*widths, activation=activation, dropout=dropout, hidden_dropout=dropout)]
 
 
 def _attention(

@@ -9,13 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention import (
-    FlooredFavorAttention,
-    InnerAttention,
-    LinearAttention,
-    LocalAttention,
-    RotaryAttention,
-)
+from linattn.attention import FlooredFavorAttention, InnerAttention, LinearAttention, LocalAttention, RotaryAttention
 from linattn.compat.layers import split_heads
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.options import PerformerOptions
