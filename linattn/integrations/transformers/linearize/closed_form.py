@@ -123,8 +123,10 @@ def share_closest(
         observe(teacher, batch, note)
     for name, (covered, apart) in sums.items():
         # a linear part that is equal to the window may have any share
-        share = covered / apart.masked_fill(apart == 0, 1)
-        layers[name].share.bias.copy_(share.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
+        nearest = covered / apart.masked_fill(apart == 0, 1)
+        share = layers[name].share
+        assert share is not None
+        share.bias.copy_(nearest.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
 
 
 def _share_products(own: LinearizedAttention, call: Attended) -> Float[Tensor, "2 h"]:
