@@ -70,9 +70,9 @@ def fine_tune(
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters
-    of this rank, which are merged in the end. Without `rates`, they are those of `transfer` times min(1, 1.5 √distance),
-    with the distance at the beginning: larger steps would lead a model that is near its teacher away from it, and
-    smaller ones would not bring one from afar. They fall to zero."""
+    of this rank, which are merged in the end. Without `rates`, they are those of `transfer` times min(1, 1.5 √d) for
+    the distance d at the beginning: larger steps would lead a model that is near its teacher away from it, and smaller
+    ones would not bring one from afar. They fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
