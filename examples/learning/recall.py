@@ -102,7 +102,7 @@ def _with_silu(model: LanguageModelConfig, **options: Any) -> LanguageModelConfi
 SILU = {
     "unnormalized+silu": _with_silu(EQUAL_STATE["unnormalized"]),
     **{f"{name}+silu": _with_silu(EQUAL_STATE[name]) for name in ("gla", "ssd", "delta", "gated_delta", "kda")},
-    "delta+silu:32": _with_silu(EQUAL_STATE["delta"], key_dim=32),
+    **{f"{name}+silu:32": _with_silu(EQUAL_STATE[name], key_dim=32) for name in ("unnormalized", "delta")},
     # a state of 7,808 numbers, less than half of softmax's
     "delta+silu:120": _with_silu(EQUAL_STATE["delta"], key_dim=120),
 }

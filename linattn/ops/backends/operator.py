@@ -113,14 +113,14 @@ class Form:
         self.traced = _define(self, f"{operator.name}_{backend.name}", schema)
 
     def __call__(self, call: Any) -> tuple[Tensor, ...]:
-        tensors = call[: self.tensors]
-        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[: self.tensors])
         if torch.compiler.is_compiling():
             return self.traced(*call, save)[: self.outputs]
         if forward_ad._current_level >= 0:
-            _refuse_forward_mode(tensors)
+            _refuse_forward_mode(call[: self.tensors])
         if save or torch._C._are_functorch_transforms_active():
-            return _Differentiable.apply(self, (*call[self.tensors :], save), *tensors)[: self.outputs]
+            options = (*call[self.tensors :], save)
+            return _Differentiable.apply(self, options, *call[: self.tensors])[: self.outputs]
         with without_autocast(call[0]):
             return self.backend.forward(call, False)[: self.outputs]
 

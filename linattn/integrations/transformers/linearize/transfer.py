@@ -43,7 +43,9 @@ def transfer(
     rates: Rates = RATES,
 ) -> Training:
     """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay."""
+    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay.
+
+    Training repeats the `batches` within the `budget`; the `rates` fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
@@ -66,7 +68,8 @@ def fine_tune(
     """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    All weights train; with `lora`, only the new ones and adapters of this rank, which are merged in the end."""
+    Training repeats the `batches` within the `budget`; the `rates` fall to zero. All weights train; with `lora`, only
+    the new ones and adapters of this rank, which are merged in the end."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
