@@ -58,7 +58,7 @@ html_theme_options = {
 }
 
 # where public names are
-PACKAGES = ("linattn", "linattn.integrations.transformers")
+PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.integrations.transformers.linearize")
 PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
 # a span of code, or a character that reStructuredText would take for markup
@@ -75,7 +75,17 @@ def repeated_fields(public: str) -> list[str]:
     return [field for field in names if (name, field) not in described]
 
 
-autosummary_context = {"repeated_fields": {public: repeated_fields(public) for public in PUBLIC.values()}}
+def example(public: str) -> str:
+    """Return the file with the example of a name: a record that differs from its function by case shares its."""
+    name = public.rpartition(".")[2]
+    return name if f"{name}.py" in EXAMPLES else name.lower()
+
+
+EXAMPLES = {path.name for path in Path(__file__).parent.glob("reference/examples/*.py")}
+autosummary_context = {
+    "repeated_fields": {public: repeated_fields(public) for public in PUBLIC.values()},
+    "example": {public: example(public) for public in PUBLIC.values()},
+}
 
 
 def link_to_source(app: object, page: str, text: list[str]) -> None:

@@ -55,10 +55,6 @@ class AxialAttention(InnerAttention):
         arrived = k.shape[-2] if packed.total is None else packed.total.squeeze(1)
         return packed.unpack(grid.unfold(y)), AxialState(inner, (grid.column + arrived) % self.window)
 
-    def as_causal(self) -> "AxialAttention | None":
-        inner = self.inner.as_causal()
-        return None if inner is None else AxialAttention(inner, self.window)
-
     def _columns(self, x: Tensor) -> Tensor:
         """Make each column a sequence: (b, window, …) becomes (b · window, …)."""
         if x.ndim < 2 or x.shape[1] != self.window:

@@ -3,7 +3,7 @@
 from abc import ABC
 from copy import copy
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,9 +21,9 @@ class InnerAttention(nn.Module, ABC):
     as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
     are numbers per token that it needs if `needs` says so.
 
-    The public methods check their arguments, and call what a subclass defines: `state_kind`, `_extend` and `as_causal`
-    if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys and values; `_attend` if
-    there is neither, or a faster way than these. If it needs gates, they are the last argument of `_extend`."""
+    The public methods check their arguments, and call what a subclass defines: `state_kind` and `_extend` if it can be
+    causal; `_summarize` and `read` if there is a summary smaller than the keys and values; `_attend` if there is
+    neither, or a faster way than these. If it needs gates, they are the last argument of `_extend`."""
 
     causal: bool
     state_kind: type = tuple
@@ -68,7 +68,12 @@ class InnerAttention(nn.Module, ABC):
     def as_causal(self) -> "InnerAttention | None":
         """Return the same attention over j ≤ i, a view that shares the weights: register, move and save only the
         original. None means that there is no causal form, as for Linformer."""
-        return self if self.causal else None
+        if self.causal or type(self)._extend is InnerAttention._extend:
+            return self if self.causal else None
+        inside = {name: part.as_causal() for name, part in self.named_children() if isinstance(part, InnerAttention)}
+        view = copy(self)
+        view.causal, view._modules = True, self._modules | inside
+        return None if None in inside.values() else view
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         if self.causal:
@@ -92,22 +97,12 @@ class InnerAttention(nn.Module, ABC):
         )
 
 
-_Inner = TypeVar("_Inner", bound=InnerAttention)
-
-
-def causal_view(self: _Inner) -> _Inner:
-    """Return a shallow copy with `causal` set: `as_causal` of attentions that need no more to be causal."""
-    view = copy(self)
-    view.causal = True
-    return view
-
-
 class KeysAndValues(NamedTuple):
-    """The summary for attentions that need every key and value."""
+    """The summary, or the past, of attentions that need every key and value: it grows with every token."""
 
-    k: Float[Tensor, "b hk m d"]
-    v: Float[Tensor, "b hk m dv"]
-    key_mask: Bool[Tensor, " b #hk m"] | None
+    k: Keys
+    v: Values
+    key_mask: Bool[Tensor, " b #hk m"] | None = None
 
 
 def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:

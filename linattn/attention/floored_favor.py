@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, finite, group_queries
+from linattn.attention.base import InnerAttention, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.backends.base import accumulator, divide
@@ -46,7 +46,6 @@ class FlooredFavorAttention(InnerAttention):
     takes the largest of later keys too. The gradient is that of the formula, so it flows through a and b as well."""
 
     state_kind = FlooredFavorState
-    as_causal = causal_view
 
     def __init__(self, feature_map: FavorFeatureMap, *, epsilon: float, causal: bool = False):
         super().__init__()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, finite, group_mask, group_queries
+from linattn.attention.base import InnerAttention, finite, group_mask, group_queries
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
@@ -43,7 +43,6 @@ class LinearAttention(InnerAttention):
     constant size."""
 
     state_kind = LinearAttentionState
-    as_causal = causal_view
 
     def __init__(
         self,

@@ -3,7 +3,7 @@ Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://
 
 from typing import final
 
-from linattn.attention.base import InnerAttention, causal_view
+from linattn.attention.base import InnerAttention
 from linattn.ops.local import LocalState, Window, extend_local, local_attention
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -22,7 +22,6 @@ class LocalAttention(InnerAttention):
     """
 
     state_kind = LocalState
-    as_causal = causal_view
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()

@@ -58,10 +58,6 @@ class RotaryAttention(InnerAttention):
         of_queries = (per_query_head(x, q.shape[1]) for x in angles)
         return turn(q, *of_queries), turn(k, *angles), end
 
-    def as_causal(self) -> "RotaryAttention | None":
-        inner = self.inner.as_causal()
-        return None if inner is None else RotaryAttention(inner, base=self.base)
-
 
 def check_same_tokens(q: Tensor, k: Tensor) -> None:
     n, m = q.shape[-2], k.shape[-2]

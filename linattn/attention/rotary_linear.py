@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, causal_view, group_mask, group_queries
+from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.backends.base import accumulator, divide
@@ -39,7 +39,6 @@ class RotaryLinearAttention(InnerAttention):
     φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
 
     state_kind = RotaryLinearAttentionState
-    as_causal = causal_view
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()

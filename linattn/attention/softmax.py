@@ -2,8 +2,13 @@
 
 from typing import final
 
-from linattn.attention.base import InnerAttention, causal_view
-from linattn.ops.softmax import SoftmaxState, extend_softmax, softmax_attention
+import torch
+
+from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.ops.backends.reference import present
+from linattn.ops.compaction import join_masks, per_query_head
+from linattn.ops.softmax import among_present, fused_softmax, softmax_attention
+from linattn.ops.state import check_tokens
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -16,8 +21,7 @@ class SoftmaxAttention(InnerAttention):
     other attentions have constant size.
     """
 
-    state_kind = SoftmaxState
-    as_causal = causal_view
+    state_kind = KeysAndValues
 
     def __init__(self, *, causal: bool = False):
         super().__init__()
@@ -27,6 +31,24 @@ class SoftmaxAttention(InnerAttention):
         return softmax_attention(q, k, v, causal=self.causal, key_mask=key_mask)
 
     def _extend(
-        self, q: Queries, k: Keys, v: Values, state: SoftmaxState | None, key_mask: KeyMask
-    ) -> tuple[Outputs, SoftmaxState]:
-        return extend_softmax(q, k, v, state, key_mask=key_mask)
+        self, q: Queries, k: Keys, v: Values, state: KeysAndValues | None, key_mask: KeyMask
+    ) -> tuple[Outputs, KeysAndValues]:
+        if key_mask is not None:
+            key_mask = key_mask.expand(k.shape[0], -1, -1)
+            k, v = present(k, key_mask), present(v, key_mask)
+        if state is None:
+            return self._attend(q, k, v, key_mask), KeysAndValues(k, v, key_mask)
+        check_tokens(state.k, state.v, k, v, state.k.shape[2])
+        mask = join_masks(state.k, state.key_mask, k, key_mask)
+        state = KeysAndValues(torch.cat([state.k, k], -2), torch.cat([state.v, v], -2), mask)
+        n, m = q.shape[-2], state.k.shape[-2]
+        if n == 1 and mask is None:
+            return fused_softmax(q, state.k, state.v), state
+        i, j = torch.arange(m - n, m, device=q.device)[:, None], torch.arange(m, device=q.device)
+        visible = j <= i
+        if mask is not None:
+            visible = among_present(visible, mask, i == j, q.shape[1])
+        y = fused_softmax(q, state.k, state.v, visible=visible)
+        if key_mask is not None:
+            y = torch.where(per_query_head(key_mask, q.shape[1]).unsqueeze(-1), y, 0)
+        return y, state

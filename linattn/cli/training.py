@@ -58,8 +58,7 @@ def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> 
             action()
         except (CommandError, OSError) as error:
             failure = [one_line(error)]
-    if args.world_size > 1:
-        broadcast_object_list(failure)
+    broadcast_object_list(failure)
     if failure[0] is not None:
         raise CommandError(failure[0]) if args.process_index == 0 else SystemExit(2)
 

@@ -1,7 +1,9 @@
-"""Vocabularies: tokens are bytes, or entries of a `tokenizers` file; one more token begins every document."""
+"""Vocabularies: tokens are bytes, or entries of a `tokenizers` file.
+
+The last token, `separator`, begins every document. `decoder` returns a function from the next token to the text that
+has become certain; the separator ends the text. `lost` is a lower bound on the bytes that tokens do not give back."""
 
 import codecs
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,30 +15,11 @@ from linattn.models.storage import SEPARATOR
 Decoder = Callable[[int], str]
 
 
-class Vocabulary(ABC):
-    """Converts text to tokens and back. The last token, `separator`, begins every document."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size, self.separator, self.dtype = name, size, size - 1, token_dtype(size)
-
-    @abstractmethod
-    def encode(self, text: bytes) -> Sequence[int]: ...
-
-    @abstractmethod
-    def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Return a lower bound on the bytes of the text that its tokens do not give back."""
-
-    @abstractmethod
-    def decoder(self) -> Decoder:
-        """Return a function from the next token to the text that has become certain; the separator ends the text."""
-
-
 @final
-class Bytes(Vocabulary):
+class Bytes:
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
-    def __init__(self) -> None:
-        super().__init__("bytes", size=257)
+    name, size, separator, dtype = "bytes", 257, 256, "<u2"
 
     def encode(self, text: bytes) -> Sequence[int]:
         # numpy would read bytes as one string, but reads a memoryview of them as numbers
@@ -54,7 +37,7 @@ class Bytes(Vocabulary):
 
 
 @final
-class Tokenizer(Vocabulary):
+class Tokenizer:
     """A file of the `tokenizers` package. Invalid UTF-8 is read as U+FFFD."""
 
     def __init__(self, path: Path) -> None:
@@ -69,8 +52,9 @@ class Tokenizer(Vocabulary):
         self.backend.no_truncation()
         self.backend.no_padding()
         last = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        # one more than the tokenizer's tokens, for the separator, which the tokenizer of a run has
-        super().__init__(path.name, last + (1 if self.backend.token_to_id(SEPARATOR) == last else 2))
+        # the tokenizer of a run has the separator as its last token; to another, one token is added
+        self.separator = last + (self.backend.token_to_id(SEPARATOR) != last)
+        self.name, self.size, self.dtype = path.name, self.separator + 1, token_dtype(self.separator + 1)
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
@@ -95,6 +79,9 @@ class Tokenizer(Vocabulary):
 def token_dtype(size: int) -> str:
     """Return the smallest numpy type that holds every token, little-endian on every machine."""
     return "<u2" if size <= 1 << 16 else "<u4"
+
+
+Vocabulary = Bytes | Tokenizer
 
 
 def load_vocabulary(tokenizer: str | Path | None) -> Vocabulary:

@@ -1,4 +1,4 @@
-"""Options and layers that linear-attention-transformer, performer-pytorch and linformer share."""
+"""The options and layers that linear-attention-transformer, performer-pytorch and linformer have in common."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -74,13 +74,10 @@ class LanguageModel(TokenModel):
             if isinstance(module, _HAVE_PROJECTIONS):
                 for name, child in module.named_children():
                     if isinstance(child, (nn.Linear, nn.Embedding)):
-                        self._initialise(name, child)
-
-    def _initialise(self, name: str, module: nn.Linear | nn.Embedding) -> None:
-        joins_residual = name in ("o_proj", "down_proj")
-        nn.init.normal_(module.weight, std=INIT_STD / math.sqrt(2 * self.config.depth) if joins_residual else INIT_STD)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+                        shrinks = math.sqrt(2 * self.config.depth) if name in ("o_proj", "down_proj") else 1
+                        nn.init.normal_(child.weight, std=INIT_STD / shrinks)
+                    if isinstance(child, nn.Linear) and child.bias is not None:
+                        nn.init.zeros_(child.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json and model.safetensors into the folder, neither ever in part, and `storage.LOADER`."""

@@ -38,11 +38,11 @@ class _Reversal(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         places = {weight: place for place, weight in enumerate(weights, start=1)}
         ctx.branches = [(branch, [places[weight] for weight in _weights(branch)]) for branch in branches]
-        ctx.autocast, ctx.randomness = _Autocast.capture(x), []
+        ctx.autocast, ctx.randomness = _autocast_regions(x), []
         call, first, second = Call(key_mask, context, context_mask), x, x
         for branch in branches:
             ctx.randomness.append(_Randomness.capture(x))
-            with ctx.autocast.restored():
+            with _autocast(ctx.autocast):
                 first, second = second, first + call(branch, second)
         # with buffers among them autograd notices if random features are resampled before the backward pass
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
@@ -60,7 +60,7 @@ class _Reversal(torch.autograd.Function):
         totals: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
-            with torch.enable_grad(), ctx.autocast.restored(), randomness.restored():
+            with torch.enable_grad(), _autocast(ctx.autocast), randomness.restored():
                 delta = call(branch, first)
             inputs = [first, *shared, *_weights(branch)]
             d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
@@ -77,25 +77,19 @@ def _weights(branch: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in branch.parameters() if weight.requires_grad]
 
 
-class _Autocast(NamedTuple):
-    """The autocast regions that a forward ran in."""
+def _autocast_regions(x: Tensor) -> list[tuple[str, torch.dtype]]:
+    """Return the devices that autocast acts on here, each with its dtype."""
+    devices = [device for device in {"cpu", x.device.type} if torch.amp.is_autocast_available(device)]
+    return [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
 
-    regions: tuple[tuple[str, torch.dtype], ...]
 
-    @staticmethod
-    def capture(x: Tensor) -> "_Autocast":
-        devices = {"cpu", x.device.type}
-        on = [device for device in devices if torch.amp.is_autocast_available(device)]
-        on = [device for device in on if torch.is_autocast_enabled(device)]
-        return _Autocast(tuple((device, torch.get_autocast_dtype(device)) for device in on))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
-        with ExitStack() as regions:
-            for device, dtype in self.regions:
-                regions.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-            yield
+@contextmanager
+def _autocast(regions: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
+    with ExitStack() as stack:
+        for device, dtype in regions:
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        yield
 
 
 class _Randomness(NamedTuple):

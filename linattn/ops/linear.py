@@ -266,7 +266,7 @@ def causal_call(
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)
     else:
         check_sums(state.S, state.z, f, dv, k.dtype)
-        S, z = expand(state.S, (*keys, f, dv)), expand(state.z, (*keys, f))
+        S, z = state if given == keys else (state.S.expand(*keys, f, dv), state.z.expand(*keys, f))
     return operator, CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
 
 

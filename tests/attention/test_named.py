@@ -153,3 +153,8 @@ def test_attend_with_masks_of_any_shape():
     assert_close(attend(q, k, v, key_mask=key_mask[:, None]), expected)
     assert_close(attend(q, k, v, key_mask=key_mask[:, None].expand(2, 2, 30)), expected)
     assert_close(attend(q[0], k[0], v[0], key_mask=key_mask[0]), expected[0])
+
+
+def test_a_repr_shows_every_option():
+    assert repr(LocalAttention(5, causal=True)) == "LocalAttention(size=5, causal=True, bucketed=False)"
+    assert "causal=False, normalize=None" in repr(LinearAttention(TaylorFeatureMap(), normalize=None))

@@ -84,5 +84,26 @@ def test_the_causal_form(name):
     assert_close(make(name, False).as_causal()(*x), make(name, True)(*x))
 
 
+class Scaled(InnerAttention):
+    """Somebody's own attention around another."""
+
+    def __init__(self, inner: InnerAttention):
+        super().__init__()
+        self.inner, self.causal, self.state_kind = inner, inner.causal, inner.state_kind
+
+    def _attend(self, q, k, v, key_mask):
+        return self.inner(2 * q, k, v, key_mask=key_mask)
+
+    def _extend(self, q, k, v, state, key_mask):
+        return self.inner.extend(2 * q, k, v, state, key_mask=key_mask)
+
+
+@every_inner
+def test_the_causal_form_of_what_is_around_it(name):
+    x, own = laws.tokens(20), Scaled(make(name, False))
+    assert_close(own.as_causal()(*x), Scaled(make(name, True))(*x))
+    assert not own.causal and not own.inner.causal
+
+
 def test_what_has_no_causal_form_has_none_with_rotary_positions():
     assert RotaryAttention(LinformerAttention(MeanPooling(20, 5))).as_causal() is None

@@ -138,7 +138,7 @@ def test_a_missing_file_is_named(tmp_path, name):
         LanguageModel.load(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "_sync"])
+@pytest.mark.parametrize("step", ["_write_tensors", "flush_to_disk"])
 def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     old = small_model(elu)
     old.save(tmp_path)

@@ -13,6 +13,7 @@ class BertSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.qkv, self.proj = 4, nn.Linear(16, 48), nn.Linear(16, 16)
+        self.q_norm, self.k_norm, self.norm = nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(16)
 
 
 class Derived(nn.MultiheadAttention):
@@ -66,6 +67,9 @@ def test_the_page_wraps_timms_attention() -> None:
     model, x = nn.Sequential(nn.Sequential(BertSelfAttention())), torch.randn(2, 9, 16)
     old = model[0][0]
     q, k, v = old.qkv(x).reshape(2, 9, 3, 4, 4).permute(2, 0, 3, 1, 4)
-    expected = old.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 9, 16))
+    y = nn.functional.scaled_dot_product_attention(old.q_norm(q), old.k_norm(k), v)
+    expected = old.proj(old.norm(y.transpose(1, 2).reshape(2, 9, 16)))
     names["wrap"](model, "BertSelfAttention", lambda module: names["TimmAttention"](module, "softmax"))
     torch.testing.assert_close(model(x), expected)
+    with pytest.raises(ValueError, match="no mask per query and key"):
+        model[0][0](x, attn_mask=torch.zeros(9, 9))

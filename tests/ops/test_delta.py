@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
-from linattn.ops.backends.delta import places
+from linattn.ops.backends.delta import chunked
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -126,7 +126,7 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, de
 @every_decay
 def test_segments_make_the_whole(decay: str | None) -> None:
     """Several segments and a rest: one holds 256 tokens here."""
-    given = inputs(600, decay, lead=(4,), d=places.BLOCK // 1024, dv=4)
+    given = inputs(600, decay, lead=(4,), d=chunked.BLOCK // 1024, dv=4)
     upstream = upstream_of(given)
     expected = everything(given, upstream, backend="reference")
     assert_same(everything(given, upstream, backend="chunked"), expected, rtol=1e-9, atol=1e-9)
@@ -136,7 +136,7 @@ def test_segments_make_the_whole(decay: str | None) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_rows_make_the_batch(monkeypatch: pytest.MonkeyPatch, decay: str | None, shared: bool) -> None:
     """Where the states of all rows do not fit the cache, rows follow one another, each in segments of 64 tokens."""
-    monkeypatch.setattr(places, "BLOCK", 1)
+    monkeypatch.setattr(chunked, "BLOCK", 1)
     given = inputs(150, decay, lead=(3, 2))
     if shared:
         given |= {name: x[:, :1] for name, x in given.items() if name != "q"}
@@ -249,7 +249,7 @@ def test_permuted_and_strided_inputs(backend: str, decay: str | None, batch: int
 
 @every_backend
 @pytest.mark.parametrize("decay", ["head", "channel"])
-@pytest.mark.parametrize("strength", [-1e-3, -1.0, -20.0, -1000.0])
+@pytest.mark.parametrize("strength", [-1e-3, -1.0, -5.0, -20.0, -1000.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype: torch.dtype) -> None:
     """Compared in float64. The gradients of decays count by themselves: those of strong ones are small."""

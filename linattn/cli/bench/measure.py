@@ -74,16 +74,15 @@ class Measuring:
     def _within_limits(self, cases: list[Case]) -> list[Case]:
         """Drop what is too large. The fastest methods of the group come first; a curve that has ended stays so."""
         left = TIME_SHARE * (self.deadline - time.monotonic())
-        cuda, memory = self.setup.device == "cuda", psutil.virtual_memory().total
-        most = MEMORY_SHARE * (torch.cuda.get_device_properties("cuda").total_memory if cuda else memory)
-        for case, (size, call) in sorted(
-            ((each, self._predicted(each)) for each in cases), key=lambda each: each[1][1]
-        ):
+        on_gpu = self.setup.device == "cuda"
+        memory = torch.cuda.get_device_properties("cuda").total_memory if on_gpu else psutil.virtual_memory().total
+        for case in sorted(cases, key=lambda case: self._predicted(case).seconds):
+            size, call = self._predicted(case)
             # two calls for the memory, and two per round
             seconds = OVERHEAD + 2 * (1 + self.repeats) * call
             if case.curve in self.ended:
                 self._drop(case, self.ended[case.curve])
-            elif size > most:
+            elif size > MEMORY_SHARE * memory:
                 self._drop(case, f"it would need about {size / 2**30:,.0f} GiB of memory")
             elif seconds > left:
                 self._drop(case, f"no time was left: {seconds:,.1f} s")

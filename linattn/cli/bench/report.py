@@ -110,11 +110,8 @@ class Picture(NamedTuple):
     kind: str
     id: str
     title: str
+    sentence: str
     panels: list[Panel]
-
-    @property
-    def sentence(self) -> str:
-        return "; ".join(panel.sentence() for panel in self.panels) + "."
 
 
 def pictures(record: Record) -> Iterator[Picture]:
@@ -127,7 +124,8 @@ def pictures(record: Record) -> Iterator[Picture]:
                 if (drawn := {name: each for name, each in curves[workload, dtype, quantity].items() if name != RATE})
             ]
             if panels:
-                yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", panels)
+                sentence = "; ".join(panel.sentence() for panel in panels) + "."
+                yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", sentence, panels)
 
 
 def printed(record: Record) -> str:
@@ -166,7 +164,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def dropped_lines(record: Record) -> list[str]:
     """Say from which length on each method is missing, those with the same reason in a line."""
-    first = {(each.workload, each.method, each.dtype): each for each in reversed(record.dropped)}
+    first = {each.curve: each for each in reversed(record.dropped)}
     lines: dict[str, list[str]] = {}
     for each in sorted(first.values(), key=record.dropped.index):
         reason, _, figure = each.reason.partition(":")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention, map_state, named_attention
+from linattn.attention.base import KeysAndValues
 from linattn.cli.bench import DECODING, FORWARD, MODEL_DECODING, MODEL_PREFILL, MODEL_TRAINING, SOFTMAX, TRAINING
 from linattn.cli.bench.peers import PEERS, build_peer
 from linattn.cli.bench.record import Case, Setup
@@ -15,7 +16,6 @@ from linattn.feature_maps import FeatureMap
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
-from linattn.ops.softmax import SoftmaxState
 
 # side of the blocks of matrix products, which is also the chunk length with which the operator's FLOP are counted
 BLOCK = 64
@@ -67,10 +67,10 @@ def state_at(read: Callable[[int], Any], n: int, window: int) -> Any:
     """Make the state after n tokens without the time that softmax would need to get there. `read` returns the state
     after fewer, enough to fill every window; then only the caches of softmax grow, and any keys take the same time."""
 
-    def lengthened(cache: SoftmaxState) -> SoftmaxState:
-        return SoftmaxState(*(x[..., :1, :].repeat(1, 1, n, 1) for x in (cache.k, cache.v)))
+    def lengthened(cache: KeysAndValues) -> KeysAndValues:
+        return KeysAndValues(*(x[..., :1, :].repeat(1, 1, n, 1) for x in (cache.k, cache.v)))
 
-    return map_state(lengthened, read(max(1, min(n, 2 * window))), leaf=SoftmaxState)
+    return map_state(lengthened, read(max(1, min(n, 2 * window))), leaf=KeysAndValues)
 
 
 def _tensors(setup: Setup, n: int, dtype: torch.dtype) -> list[Tensor]:

@@ -19,7 +19,7 @@ from linattn.cli.atomic import atomic_file, atomic_folder, write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.linearize.data import Tokens, TrainingBatches, held_out_batches, load_tokenizer, read_tokens
 from linattn.cli.linearize.page import html
-from linattn.cli.linearize.progress import Bar
+from linattn.cli.linearize.progress import showing
 from linattn.integrations.transformers.linearize import (
     Budget,
     Conversion,
@@ -160,7 +160,7 @@ def _train(
         restore_layers(model, teacher, chosen.kept)
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
-    rates = Rates.of(arguments.lr)
+    rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     losses["fine-tune"] = _stage(
         "fine-tune",
         lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),
@@ -183,11 +183,8 @@ def _stage(
     if not done.exists():
         steps = None if arguments.steps is None else _steps(name, arguments.steps)
         minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
-        with Bar(name) as bar:
-            budget = Budget(
-                steps=steps, minutes=minutes, folder=work / name, save_every=arguments.save_every, report=bar.show
-            )
-            training = train(budget)
+        with showing(name) as show:
+            training = train(Budget(steps, minutes, work / name, arguments.save_every, show))
         with atomic_file(done) as partial:
             torch.save({"weights": model.state_dict(), "losses": training.losses}, partial)
         shutil.rmtree(work / name, ignore_errors=True)

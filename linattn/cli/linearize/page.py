@@ -40,40 +40,28 @@ def _scores(made: Made) -> Rows:
 
 
 def _tables(made: Made) -> Iterator[tuple[str, Rows]]:
-    rows = [
-        [each["name"], _number(each["error"]), _number(each["entropy"]), _number(each["teacher_entropy"])]
-        for each in made["layers"]
-    ]
+    figures = ("error", "entropy", "teacher_entropy")
+    rows = [[each["name"], *(_number(each[name]) for name in figures)] for each in made["layers"]]
     yield "Layers", [["", "relative error", "entropy, bits", "the teacher's"], *rows]
-    planned = [
-        [
-            each["name"],
-            each["reason"] or "linear",
-            f"{each['new_weights']:,}",
-            f"{each['state_numbers']:,}",
-            f"{each['cache_numbers']:,}",
-        ]
+    sizes = ("new_weights", "state_numbers", "cache_numbers")
+    rows = [
+        [each["name"], each["reason"] or "linear", *(f"{each[name]:,}" for name in sizes)]
         for each in made["plan"]["layers"]
     ]
-    yield "Plan", [["", "becomes", "new weights", "numbers of state", "numbers of cache per token"], *planned]
+    yield "Plan", [["", "becomes", "new weights", "numbers of state", "numbers of cache per token"], *rows]
     if made["recall"]:
         head = ["tokens", "linear", "teacher", "window alone", "linear, passage not seen"]
         names = ("model", "teacher", "window_alone", "without")
-        body = [[f"{each['length']:,}", *(f"{each[name]:.1%}" for name in names)] for each in made["recall"]]
-        yield "Recall: the second half of a passage that the text began with", [head, *body]
+        rows = [[f"{each['length']:,}", *(f"{each[name]:.1%}" for name in names)] for each in made["recall"]]
+        yield "Recall: the second half of a passage that the text began with", [head, *rows]
     if made["costs"]:
         head = ["after tokens", "ms per token", "with the KV cache", "bytes of state", "of KV cache"]
-        body = [
-            [
-                f"{one['tokens']:,}",
-                f"{1e3 * one['seconds']:.2f}",
-                f"{1e3 * two['seconds']:.2f}",
-                f"{one['bytes']:,}",
-                f"{two['bytes']:,}",
-            ]
-            for one, two in ((pair["model"], pair["teacher"]) for pair in made["costs"])
+        pairs = [(pair["model"], pair["teacher"]) for pair in made["costs"]]
+        rows = [
+            [f"{pair[0]['tokens']:,}", *(f"{1e3 * x['seconds']:.2f}" for x in pair), *(f"{x['bytes']:,}" for x in pair)]
+            for pair in pairs
         ]
-        yield "Generation", [head, *body]
+        yield "Generation", [head, *rows]
 
 
 def _number(value: float | None) -> str:

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
@@ -13,24 +14,20 @@ LINE_SECONDS = 10.0
 """The time from one line to the next."""
 
 
-class Bar:
-    def __init__(self, stage: str) -> None:
-        self.stage, self.started, self.said = stage, time.monotonic(), 0.0
-        self.bar = tqdm(total=1.0, desc=stage, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False)
+@contextmanager
+def showing(stage: str) -> Iterator[Callable[[Progress], None]]:
+    """Yield the function that shows a step that is done."""
+    started, said = time.monotonic(), 0.0
 
-    def __enter__(self) -> "Bar":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.bar.close()
-
-    def show(self, progress: Progress) -> None:
-        """Show a step that is done."""
-        left = tqdm.format_interval(progress.seconds_left)
+    def show(progress: Progress) -> None:
+        nonlocal said
+        left, elapsed = tqdm.format_interval(progress.seconds_left), time.monotonic() - started
         text = f"step {progress.step:,}, loss {progress.loss:.4f}, {left} left"
-        elapsed = time.monotonic() - self.started
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(elapsed / (elapsed + progress.seconds_left) - self.bar.n)
-        if self.bar.disable and (time.monotonic() - self.said > LINE_SECONDS or progress.step == progress.steps):
-            self.said = time.monotonic()
-            print(f"{self.stage}: {text}", file=sys.stderr)
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(elapsed / (elapsed + progress.seconds_left) - bar.n)
+        if bar.disable and (time.monotonic() - said > LINE_SECONDS or progress.step == progress.steps):
+            said = time.monotonic()
+            print(f"{stage}: {text}", file=sys.stderr)
+
+    with tqdm(total=1.0, desc=stage, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False) as bar:
+        yield show

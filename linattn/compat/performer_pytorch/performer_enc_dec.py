@@ -45,7 +45,10 @@ class PerformerEncDec(Redrawing):
         self.enc.tied = gives_logits
         decoder = PerformerLM(**of_decoder)
         if tie_token_embeds or tie_token_embed:
-            _tie(self.enc, decoder)
+            sizes = self.enc.vocab_size, decoder.vocab_size
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
+            self.enc.embedding = decoder.embedding
         self.dec = AutoregressiveWrapper(decoder, ignore_index=ignore_index, pad_value=pad_value)
 
     def forward(
@@ -95,10 +98,3 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{name} can only be {FIXED[name]} in an encoder and decoder, but is {value}")
         parts[name[:4]][name[4:]] = value
     return parts["enc_"], parts["dec_"]
-
-
-def _tie(encoder: PerformerLM, decoder: PerformerLM) -> None:
-    sizes = encoder.vocab_size, decoder.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"tied embeddings need as many tokens in encoder and decoder, but there are {sizes}")
-    encoder.embedding = decoder.embedding

@@ -12,6 +12,11 @@ from linattn.models.storage import AUTO_MAP, MODEL_TYPE, check_version, write_lo
 from linattn.version import __version__
 
 
+def _language_models(field: str) -> property:
+    """Return a property that reads a field of the language model's configuration."""
+    return property(lambda config: getattr(config.to_language_model(), field))
+
+
 # jaxtyping's hook for tests takes this for a plain dataclass, whose constructor takes only these fields
 @no_type_check
 class LinattnConfig(PreTrainedConfig):
@@ -67,30 +72,16 @@ class LinattnConfig(PreTrainedConfig):
         # transformers sets it when it resizes the embeddings
         self.language_model = dataclasses.replace(self.to_language_model(), vocab_size=value).to_dict()
 
-    @property
-    def hidden_size(self) -> int:
-        return self.to_language_model().dim
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.to_language_model().hidden_dim
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.to_language_model().depth
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.to_language_model().num_heads
+    hidden_size = _language_models("dim")
+    intermediate_size = _language_models("hidden_dim")
+    num_hidden_layers = _language_models("depth")
+    num_attention_heads = _language_models("num_heads")
+    tie_word_embeddings = _language_models("tie_embeddings")
 
     @property
     def num_key_value_heads(self) -> int:
         model = self.to_language_model()
         return model.num_heads if model.num_key_heads is None else model.num_key_heads
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        return self.to_language_model().tie_embeddings
 
     @property
     def max_position_embeddings(self) -> int:

@@ -21,10 +21,13 @@ from linattn.ops.names import did_you_mean
 
 PREFIX = "linattn:"
 LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
-"""Attentions that need weights, or a length, of their own."""
 GATED = ("gla", "ssd", "delta", "gated_delta", "kda")
-"""Attentions that need gates made from the layer's input, which an attention function does not see."""
-METHODS = tuple(sorted(set(ATTENTIONS) - {*LEARNED, *GATED}))
+UNNAMED = {
+    **dict.fromkeys(LEARNED, "has weights or a length of its own, which a name cannot hold"),
+    **dict.fromkeys(GATED, "needs gates, which are made from the layer's input, where a name cannot hold them"),
+}
+"""Attentions that no name of ours stands for, and why."""
+METHODS = tuple(sorted(set(ATTENTIONS) - set(UNNAMED)))
 REPLACED = {"full_attention", "sliding_attention"}
 """transformers' names of cache layers that ours replace."""
 
@@ -36,18 +39,9 @@ def register_attention(method: str) -> str:
     first told to use them: call this for names that must be known before."""
     for part in method.split("+"):
         name = part.partition(":")[0].strip()
-        if name in LEARNED:
-            raise ValueError(
-                f"{name!r} in {PREFIX}{method} has weights or a length of its own, which a name cannot hold"
-            )
-        if name in GATED:
-            raise ValueError(
-                f"{name!r} in {PREFIX}{method} needs gates, which are made from the layer's input, "
-                "where a name cannot hold them"
-            )
         if name not in METHODS:
-            hint = did_you_mean(name, METHODS)
-            raise ValueError(f"{name!r} in {PREFIX}{method} is no attention{hint}: there are {', '.join(METHODS)}")
+            unknown = f"is no attention{did_you_mean(name, METHODS)}: there are {', '.join(METHODS)}"
+            raise ValueError(f"{name!r} in {PREFIX}{method} {UNNAMED.get(name, unknown)}")
     AttentionInterface.register(PREFIX + method, partial(attention_forward, method))
     AttentionMaskInterface.register(PREFIX + method, attention_mask)
     return PREFIX + method

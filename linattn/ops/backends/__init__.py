@@ -5,8 +5,6 @@ from linattn.ops.backends import (
     chunked,
     chunked_gradient,
     dense,
-    gated,
-    gated_gradient,
     loopless,
     recurrent,
     reference,
@@ -25,12 +23,11 @@ def _causal(name: str, kernels: Backend, chunks: Backend, definition: Backend) -
 
 
 _CHUNKED = Backend("chunked", None, chunked.forward, chunked_gradient.gradient, chunked.empty, saved=2, loops=True)
-_GATED = _CHUNKED._replace(forward=gated.forward, gradient=gated_gradient.gradient)
 _SHARED = Backend("chunked", None, shared.forward, shared_gradient.gradient, shared.empty, saved=1, loops=True)
 
-# one function, and another way to make the chunks where decays are per channel, and where heads share queries and keys
+# one function, and another way to make the chunks where heads share queries and keys
 CAUSAL = _causal("causal", triton.CAUSAL, _CHUNKED, reference.CAUSAL)
-GATED = _causal("gated", triton.GATED, _GATED, reference.GATED)
+GATED = _causal("gated", triton.GATED, _CHUNKED, reference.GATED)
 SHARED = _causal("shared", triton.CAUSAL, _SHARED, reference.CAUSAL)
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, sums.SUM_KEYS, reference.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, sums.READ, reference.READ))

@@ -28,7 +28,9 @@ class CausalCall(NamedTuple):
     @property
     def lead(self) -> torch.Size:
         """The leading dimensions of the outputs."""
-        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2])
+        of_queries, of_states = self.q.shape[:-2], self.S.shape[:-2]
+        # asking torch takes as long as preparing a launch
+        return of_queries if of_queries == of_states else torch.broadcast_shapes(of_queries, of_states)
 
 
 class SumCall(NamedTuple):
@@ -107,16 +109,21 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+_AS_IT_IS = nullcontext()
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn products of float32 sums into half-precision ones."""
-    device = x.device.type
     compiling = torch.compiler.is_compiling()
+    if not (compiling or torch._C._is_any_autocast_enabled()):
+        return _AS_IT_IS
+    device = x.device.type
     # torch 2.11 cannot trace the last question: what is compiled is for a device that has it
     if device == "meta" or not (compiling or torch.amp.is_autocast_available(device)):
-        return nullcontext()
+        return _AS_IT_IS
     # an exported graph may be called where autocast is on
     wanted = torch.is_autocast_enabled(device) or (compiling and is_exporting())
-    return torch.autocast(device, enabled=False) if wanted else nullcontext()
+    return torch.autocast(device, enabled=False) if wanted else _AS_IT_IS
 
 
 def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:

@@ -4,30 +4,13 @@ https://arxiv.org/abs/2006.16236, eq. 13–15).
 What is saved for it is the inputs and one state for every segment of tokens; the rest is computed again, y included:
 what rounding to half precision takes off y would be most of dN·(v − y) where values have a mean."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, decay_gradient, divide, summed
-from linattn.ops.backends.chunked import (
-    IDENTITY,
-    Block,
-    Queries,
-    arrange,
-    cut,
-    decayed,
-    forward,
-    load,
-    over_key_sums,
-    queries,
-    scan,
-    states,
-    weigh,
-    weights,
-)
+from linattn.ops.backends.blocks import Workspace, empty_like
+from linattn.ops.backends.chunked import Block, arrange, forward, scan, sizes
 from linattn.ops.backends.operator import Tensors
-from linattn.ops.backends.workspace import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -42,107 +25,78 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     dk, dv = (empty_like(x, x.shape) for x in (given.k, given.v))
     dlog_decay = None if given.log_decay is None else call.S.new_empty(given.log_decay.shape)
     dS, dz = dS.flatten(0, -3).clone(), dz.unsqueeze(-2).flatten(0, -3).clone()
-    for rows, tiles in cut(call):
-        for i, tile in reversed(list(enumerate(tiles))):
-            block, b = load(given, tile, work), len(dS[rows])
-            S_in, z_in = (x[:-b] for x in states(block, S_saved[i, rows], z_saved[i, rows]))
-            queries = _of_queries(block, S_in, z_in, tile.flat(work.features("y", tile.chunks(dy), IDENTITY)))
-            tile.write(dq_view, work.through_map(queries.dq, block.q, phi))
-            dS_ends, dz_ends = _of_states(block, queries, dS[rows], dz[rows])
-            of_k, of_v, of_decay = _of_keys(block, queries, (S_in, z_in), (dS_ends[b:], dz_ends[b:]))
-            tile.write(dk, work.through_map(of_k, block.k, phi))
-            tile.write(dv, of_v)
+    for rows, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
+        for i, place in reversed(list(enumerate(places))):
+            entering, leaving = (S_saved[i, rows], z_saved[i, rows]), (dS[rows], dz[rows])
+            block = Block(given, place, entering[1], work)
+            upstream = place.load(dy, "dN", work)
+            (of_q, of_k, of_v, of_decay), (dS[rows], dz[rows]) = _of_block(block, entering, upstream, leaving)
+            place.write(dq_view, work.through_map(of_q, block.features, phi))
+            place.write(dk, work.through_map(of_k, block.k, phi))
+            place.write(dv, of_v)
             if dlog_decay is not None and of_decay is not None:
-                tile.write(dlog_decay, of_decay)
-            dS[rows], dz[rows] = dS_ends[:b], dz_ends[:b]
+                place.write(dlog_decay, of_decay)
     if dlog_decay is not None and call.log_decay is not None:
-        dlog_decay = decay_gradient(dlog_decay.squeeze(-1), call.log_decay)
+        per_channel = call.log_decay.ndim == call.q.ndim
+        dlog_decay = decay_gradient(dlog_decay if per_channel else dlog_decay.squeeze(-1), call.log_decay)
     return dq, summed(dk, call.k), summed(dv, call.v), dS.view_as(call.S), dz.view_as(call.z), dlog_decay, None
 
 
-class _Queries(NamedTuple):
-    """The gradient of a block's queries, and what it has in common with that of the keys."""
-
-    dq: Tensor
-    queries: Queries
-    dN: Tensor  # gradient of the numerator, (cb gC dv)
-    G: Tensor  # gradient of q kᵀ, (cb gC C)
-    dz: Tensor | None  # gradient of the z that enters each chunk, (cb 1 f)
-    dkey_sums: Tensor | None  # gradient of the key sums, (cb C f)
-    crossing: Tensor | None  # gradient of the decays through this chunk's queries, (cb C 1)
+Pair = tuple[Tensor, Tensor]
 
 
-def _of_queries(block: Block, S_in: Tensor, z_in: Tensor, dN: Tensor) -> _Queries:
-    """Start from the gradient of the outputs, in place. With y = N / d, dN = dy / d and dd = −dN·y = −dN·N / d."""
-    work, asked = block.work, queries(block, z_in)
-    q, q_in, A, d, key_sums = asked
-    dz, dkey_sums, crossing = None, None, None
+def _of_block(
+    block: Block, entering: Pair, dN: Tensor, leaving: Pair
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Pair]:
+    """Return the gradients of queries, keys, values and decays, and of the state that enters. Given are that state, the
+    gradients of the outputs, which are overwritten, and of the state that leaves."""
+    work, b, (S_ends, z_ends, A, d) = block.work, len(leaving[0]), block.run(*entering)
+    S_in, z_in = S_ends[:-b], z_ends[:-b]
     if d is not None:
         dN.div_(d)
     dq, G = torch.bmm(dN, S_in.mT, out=work("dq")), torch.bmm(dN, block.v.mT, out=work("G"))
-    if d is not None:
-        # dN·N from the products at hand: y itself was rounded
-        dd = torch.mul(q_in, dq, out=work("scratch")).sum(-1, keepdim=True)
-        dd.add_(torch.mul(A, G, out=work("scratch")).sum(-1, keepdim=True)).div_(d).neg_()
-        dq.addcmul_(dd, z_in)
-        G.add_(dd)
-        dz = torch.mul(q_in, dd, out=work("scratch")).sum(1, keepdim=True)
-    if block.decay.over is not None:
-        crossing = _crossing(A * G, q_in * dq, block)
-    dq = decayed(dq, block.decay.since).baddbmm_(weigh(G, block), block.k)
-    if key_sums is not None:
-        dkey_sums = -divide((dq * q).unflatten(1, (-1, block.tile.chunk)).sum(1), key_sums)
-        of_z = decayed(dkey_sums, block.decay.since)
-        dz = of_z.sum(1, keepdim=True)
-        dq = over_key_sums(dq, key_sums)
-        if crossing is not None:
-            crossing += _crossing(weights(block) * (dkey_sums @ block.k.mT), of_z * z_in, block)
-    # a tensor that is kept would hold a place in the cache
-    return _Queries(dq, asked._replace(d=None, key_sums=None), dN, G, dz, dkey_sums, crossing)
-
-
-def _crossing(AG: Tensor, Q: Tensor, block: Block) -> Tensor:
-    """Return the gradient of each token's decay through the queries of its chunk, (cb C 1)."""
-    return sum_crossing(*(x.unflatten(1, (-1, block.tile.chunk)).sum(1) for x in (AG, Q.sum(-1, keepdim=True))))
-
-
-def sum_crossing(pairs: Tensor, Q: Tensor) -> Tensor:
-    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, and Q_i (cb C 1) over i ≥ t, for the state before the
-    chunk. A difference of sums over all pairs would leave their rounding where decays are strong."""
-    before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1)
-
-
-def _of_states(block: Block, past: _Queries, dS: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the states at the ends of all chunks, (cb+b f dv) and (cb+b 1 f), from those after the
-    block."""
-    b, work = len(dS), block.work
-    dS_ends, dz_ends = (work(name, (len(block.k) + b, *x.shape[1:])) for name, x in (("dS", dS), ("dz", dz)))
-    dS_ends[-b:], dz_ends[-b:] = dS, dz
-    dS_ends[:-b].baddbmm_(past.queries.q_in.mT, past.dN, beta=0)
-    dz_ends[:-b] = 0 if past.dz is None else past.dz
-    scan(dS_ends, block.tile, block.decay.over, reverse=True)
-    scan(dz_ends, block.tile, block.decay.over, reverse=True)
-    return dS_ends, dz_ends
-
-
-def _of_keys(
-    block: Block, past: _Queries, entering: tuple[Tensor, Tensor], leaving: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of keys, values and decays, (cb C d), given the states that enter each chunk and the
-    gradients of those that leave it."""
-    (k, v), (dS, dz), work, w, dlog_decay = (block.k, block.v), leaving, block.work, block.decay.until, None
-    dv, dk = torch.bmm(decayed(k, w), dS, out=work("dv")), torch.bmm(decayed(v, w), dS.mT, out=work("dk"))
-    dk.add_(decayed(dz.expand_as(k), w))
-    if block.decay.over is not None and past.crossing is not None:
-        later = torch.mul(k, dk, out=work("scratch")).sum(-1, keepdim=True)
-        over = sum((x * dx).sum((1, 2), keepdim=True) for x, dx in zip(entering, leaving, strict=True))
-        dlog_decay = past.crossing + (later.cumsum(1) - later) + block.decay.over.flatten(0, 1) * over
-    dv.baddbmm_(past.queries.A.mT, past.dN)
-    dk.baddbmm_(past.G.mT, past.queries.q)
-    if past.dkey_sums is not None:
-        dk.baddbmm_(weights(block).mT, past.dkey_sums)
+    dz_read = None if d is None else _of_denominators(block, A, z_in, d, dq, G)
+    dS_ends, dz_ends = _of_states(block, dN, dz_read, leaving)
+    dS_out, dz_out = dS_ends[b:], dz_ends[b:]
+    dv = torch.bmm(block.k_out, dS_out, out=work("dv")).baddbmm_(A.mT, dN)
+    dk = torch.bmm(block.v, dS_out.mT, out=work("dk")).add_(dz_out)
+    dover = None
+    if block.inside.over is not None:
+        dover = torch.mul(S_in, dS_out, out=work("scratch")).sum(-1, keepdim=True).add_((z_in * dz_out).mT)
+    dq = dq.view(block.q.shape)
+    dlog_decay, dz = block.inside.gradient(G.view(block.inside.products.shape), dq, dk, dover), dz_ends[:b]
+    if block.sums is not None:
+        sums, dq_divided = block.sums, (dq * block.q).sum(1)
+        dq = divide(dq, sums.z.unsqueeze(1))
+        added, crossing, first = sums.gradient(-divide(dq_divided, sums.z))
+        dk, dz = dk.add_(added), dz + first
+        dlog_decay = None if dlog_decay is None else dlog_decay + crossing.sum_to_size(dlog_decay.shape)
     if block.missing is not None:
         dk.masked_fill_(block.missing, 0)
         dv.masked_fill_(block.missing, 0)
-    return dk, dv, dlog_decay
+    return (dq.flatten(1, 2), dk, dv, dlog_decay), (dS_ends[:b], dz)
+
+
+def _of_denominators(block: Block, A: Tensor, z_in: Tensor, d: Tensor, dq: Tensor, G: Tensor) -> Tensor:
+    """Add to the gradients of decayed queries and of A those through the denominators: with y = N / d, dN = dy / d and
+    dd = −dN·y = −dN·N / d. Return the gradient of the z that enters each chunk."""
+    work = block.work
+    # dN·N from the products at hand: y itself was rounded
+    dd = torch.mul(block.q_in, dq, out=work("scratch")).sum(-1, keepdim=True)
+    dd.add_(torch.mul(A, G, out=work("scratch")).sum(-1, keepdim=True)).div_(d).neg_()
+    dq.addcmul_(dd, z_in)
+    G.add_(dd)
+    return torch.mul(block.q_in, dd, out=work("scratch")).sum(1, keepdim=True)
+
+
+def _of_states(block: Block, dN: Tensor, dz_read: Tensor | None, leaving: Pair) -> Pair:
+    """Return the gradients of the states at the ends of all chunks, (cb+b f dv) and (cb+b 1 f), from those after the
+    block."""
+    b, named = len(leaving[0]), zip(("dS", "dz"), leaving, strict=True)
+    dS_ends, dz_ends = (block.work(name, (len(block.k) + b, *x.shape[1:])) for name, x in named)
+    dS_ends[-b:], dz_ends[-b:] = leaving
+    dS_ends[:-b].baddbmm_(block.q_in.mT, dN, beta=0)
+    dz_ends[:-b] = 0 if dz_read is None else dz_read
+    for ends, over in zip((dS_ends, dz_ends), block.overs, strict=True):
+        scan(ends, block.place, over, reverse=True)
+    return dS_ends, dz_ends

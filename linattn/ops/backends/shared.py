@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, infinite_if_none
-from linattn.ops.backends.chunked import Tile, cut, decay_weights, scan, sizes
-from linattn.ops.backends.workspace import Workspace, empty_like
+from linattn.ops.backends.blocks import Place, Workspace, beside_tokens, empty_like
+from linattn.ops.backends.chunked import scan, sizes
+from linattn.ops.backends.inside import decay_weights
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -24,17 +25,17 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     """Return outputs, the last state, and the states that enter each block, (i b f He), if `save`."""
     y, S_end, z_end, saved = empty(call, save)
     given, work = arrange(call), Workspace(call.S)
-    y_view, ends = beside_tokens(y, call), given.S.flatten(0, -3).clone()
-    for rows, tiles in cut(given):
+    y_view, ends = beside_heads(y, call), given.S.flatten(0, -3).clone()
+    for rows, places in sizes(given).cut(given.S.shape[:-2], given.q.shape[-2]):
         S = ends[rows]
-        for i, tile in enumerate(tiles):
+        for i, place in enumerate(places):
             if save:
                 saved[i, rows] = S
-            block, b = Block(given, tile, work), len(S)
+            block, b = Block(given, place, work), len(S)
             S_ends = block.states(S)
             part = block.outputs(block.read(S_ends[:-b]))
             part, d = part[..., :-1], denominators(part, call)
-            tile.write(y_view, part if d is None else part.div_(d))
+            place.write(y_view, part if d is None else part.div_(d))
             S = S_ends[-b:]
         ends[rows] = S
     separate(ends, call, S_end, z_end)
@@ -43,10 +44,8 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     """Return results without numbers, of a symbolic length too."""
-    given, n, blocks = arrange(call), call.q.shape[-2], 0
-    if save:
-        _, length, chunk = sizes(given)
-        blocks = -(-(n // chunk * chunk) // length) - (-(n % chunk) // chunk)
+    given, n = arrange(call), call.q.shape[-2]
+    blocks = sizes(given).count(n) if save else 0
     y = empty_like(call.v, (*call.S.shape[:-2], n, call.v.shape[-1]))
     S = given.S.flatten(0, -3)
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, (blocks, *S.shape)))
@@ -58,17 +57,14 @@ def denominators(part: Tensor, call: CausalCall) -> Tensor | None:
     return infinite_if_none(part[..., -1:], nonnegative=nonnegative) if call.normalize else None
 
 
-def beside_tokens(x: Tensor, call: CausalCall) -> Tensor:
+def beside_heads(x: Tensor, call: CausalCall) -> Tensor:
     """View (*lead n d) as (*b *H n d): the dimensions of heads that share queries stand beside the tokens."""
-    for i, size in enumerate(call.S.shape[:-2]):
-        if size != call.q.shape[i]:
-            x = x.unsqueeze(i).movedim(i + 1, -3)
-    return x
+    return beside_tokens(x, call.S.shape[:-2], call.q.shape)
 
 
 def as_heads(x: Tensor, call: CausalCall) -> Tensor:
     """View states (*lead f e) as (*b f *H e)."""
-    return beside_tokens(x, call).movedim(-2, x.ndim - 2)
+    return beside_heads(x, call).movedim(-2, x.ndim - 2)
 
 
 def arrange(call: CausalCall) -> CausalCall:
@@ -76,7 +72,7 @@ def arrange(call: CausalCall) -> CausalCall:
     (*b f He)."""
     lead, S = call.S.shape[:-2], torch.cat([call.S, call.z.unsqueeze(-1)], -1)
     assert call.log_decay is not None
-    v, log_decay = (beside_tokens(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
+    v, log_decay = (beside_heads(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
     S, b = as_heads(S, call).flatten(len(lead) + 1), call.q.shape[:-2]
     mask = None if call.key_mask is None else call.key_mask.unsqueeze(-1).expand(*b, -1, -1)
     return CausalCall(call.q, call.k.expand(*b, -1, -1), v, S, call.z, log_decay, mask, *call[7:])
@@ -103,28 +99,26 @@ class Weights(NamedTuple):
 class Block:
     """Features (B C f), values (B H C e) and weights of one block in the accumulation dtype, and A."""
 
-    def __init__(self, call: CausalCall, tile: Tile, work: Workspace):
+    def __init__(self, call: CausalCall, place: Place, work: Workspace):
         phi = ELEMENTWISE[call.feature_map]
-        self.tile, self.work, self.missing = tile, work, None
-        self.q, self.k = (
-            tile.flat(work.features(name, tile.chunks(x), phi)) for name, x in (("q", call.q), ("k", call.k))
-        )
+        self.place, self.work, self.missing = place, work, None
+        self.q, self.k = place.load(call.q, "q", work, phi), place.load(call.k, "k", work, phi)
         self.v = self.values("v", call.v, 1)
         if call.key_mask is not None:
-            self.missing = ~tile.flat(tile.chunks(call.key_mask))
+            self.missing = ~place.chunks(call.key_mask).flatten(0, place.lead)
             self.k.masked_fill_(self.missing, 0)
             self.v.masked_fill_(self.missing.unsqueeze(1), 0)
             # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
             self.q.masked_fill_(self.missing & ~self.q.sum(-1, keepdim=True).isfinite(), 0)
         assert call.log_decay is not None
-        self.weights = self._weights(tile.chunks(call.log_decay).to(self.q.dtype))
+        self.weights = self._weights(place.chunks(call.log_decay).to(self.q.dtype))
         self.products = torch.bmm(self.q, self.k.mT, out=work("products"))
         # what a query must not see is overwritten, not multiplied by zero: it may be infinite
         self.A = torch.mul(self.products.unsqueeze(1), self.weights.inside, out=work("A")).tril_()
 
     def values(self, name: str, x: Tensor, last: int) -> Tensor:
         """Return values (B H C e), the last of which is 1, or outputs' gradients, the last of which is 0."""
-        x = self.tile.chunks(x)
+        x = self.place.chunks(x)
         found = self.work(name, (*x.shape[:-1], x.shape[-1] + 1))
         found[..., :-1].copy_(x)
         found[..., -1] = last
@@ -132,11 +126,10 @@ class Block:
 
     def _weights(self, log_decay: Tensor) -> Weights:
         """Compute the weights from decays (c *b *H C 1)."""
-        rows = len(self.q), -1
-        inside, since, until, over = decay_weights(log_decay.flatten(0, -3).squeeze(-1), self.tile)
-        assert inside is not None and since is not None and until is not None and over is not None
-        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in (inside, since, until))
-        over = over.view(self.tile.number, -1, 1, self.v.shape[1], 1).expand(*[-1] * 4, self.v.shape[-1]).flatten(-2)
+        rows = self.v.shape[:2]
+        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in decay_weights(log_decay.flatten(0, -3)))
+        over = since[:, :, -1].unflatten(0, (self.place.number, len(self.q) // self.place.number))
+        over = over.expand(*[-1] * 3, self.v.shape[-1]).flatten(-2).unsqueeze(2)
         return Weights(inside, since, until, over)
 
     def by_token(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
@@ -156,7 +149,7 @@ class Block:
         ends[: len(S)] = S
         self.written = self.by_token(self.v, self.weights.until, "written")
         ends[len(S) :].baddbmm_(self.k.mT, self.written, beta=0)
-        scan(ends, self.tile, self.weights.over)
+        scan(ends, self.place, self.weights.over)
         return ends
 
     def read(self, S_in: Tensor) -> Tensor:

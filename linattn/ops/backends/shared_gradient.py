@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import CausalCall, decay_gradient, summed
-from linattn.ops.backends.chunked import cut, scan
-from linattn.ops.backends.chunked_gradient import sum_crossing
+from linattn.ops.backends.blocks import Workspace, empty_like
+from linattn.ops.backends.chunked import scan, sizes
+from linattn.ops.backends.inside import sum_crossing
 from linattn.ops.backends.operator import Tensors
-from linattn.ops.backends.shared import Block, arrange, beside_tokens, denominators, forward, separate
-from linattn.ops.backends.workspace import Workspace, empty_like
+from linattn.ops.backends.shared import Block, arrange, beside_heads, denominators, forward, separate
 from linattn.ops.elementwise import ELEMENTWISE
 
 
@@ -23,17 +23,17 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     dq, dk = empty_like(call.q, call.q.shape), empty_like(call.k, given.k.shape)
     dv = empty_like(call.v, (*lead, *call.v.shape[-2:]))
     dlog_decay = call.S.new_empty(*lead, call.q.shape[-2], 1)
-    upstream, dv_view, dlog_view = (beside_tokens(x, call) for x in (dy, dv, dlog_decay))
+    upstream, dv_view, dlog_view = (beside_heads(x, call) for x in (dy, dv, dlog_decay))
     leaving = arrange(call._replace(S=dS, z=dz)).S.flatten(0, -3).clone()
-    for rows, tiles in cut(given):
-        for i, tile in reversed(list(enumerate(tiles))):
-            block = Block(given, tile, work)
+    for rows, places in sizes(given).cut(given.S.shape[:-2], given.q.shape[-2]):
+        for i, place in reversed(list(enumerate(places))):
+            block = Block(given, place, work)
             dN = block.values("dN", upstream, 0)
             of_q, of_k, of_v, of_decay, leaving[rows] = _of_block(block, S_saved[i, rows], dN, leaving[rows], call)
-            tile.write(dq, work.through_map(of_q, block.q, phi))
-            tile.write(dk, work.through_map(of_k, block.k, phi))
-            tile.write(dv_view, of_v)
-            tile.write(dlog_view, of_decay)
+            place.write(dq, work.through_map(of_q, block.q, phi))
+            place.write(dk, work.through_map(of_k, block.k, phi))
+            place.write(dv_view, of_v)
+            place.write(dlog_view, of_decay)
     dS, dz = (x.new_empty(x.shape) for x in (call.S, call.z))
     separate(leaving, call, dS, dz)
     dlog_decay = decay_gradient(dlog_decay.squeeze(-1), call.log_decay)
@@ -52,7 +52,7 @@ def _of_block(block: Block, S: Tensor, dN: Tensor, dS: Tensor, call: CausalCall)
     ends = work("dS", (len(block.q) + b, *S.shape[1:]))
     ends[-b:] = dS
     ends[:-b].baddbmm_(block.q.mT, dread, beta=0)
-    scan(ends, block.tile, weights.over, reverse=True)
+    scan(ends, block.place, weights.over, reverse=True)
     dS_out = ends[b:]
     written, dwritten = block.written, block.by_head(torch.bmm(block.k, dS_out, out=work("dwritten")))
     G = torch.bmm(dN.flatten(0, 1), block.v.flatten(0, 1).mT, out=work("G")).view_as(block.A).mul_(weights.inside)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import ReadCall, SumCall, accumulator, divide, infinite_if_none
+from linattn.ops.backends.blocks import Workspace, empty_like
 from linattn.ops.backends.operator import Backend, Tensors
 from linattn.ops.backends.reference import present
-from linattn.ops.backends.workspace import Workspace, empty_like
 from linattn.ops.elementwise import ELEMENTWISE
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache

@@ -14,8 +14,8 @@ from linattn.integrations.transformers.linearize.parts import linearized_layers,
 
 @dataclass(frozen=True)
 class Choice:
-    """The indices of the layers to keep, the best first; the divergence from the teacher with every layer linear, and
-    with each layer restored alone, by its index."""
+    """`kept` are the indices of the layers to keep, the best first; `before` is the divergence from the teacher with
+    every layer linear, and `restored` that with each layer restored alone, by its index."""
 
     kept: tuple[int, ...]
     before: float
@@ -23,7 +23,8 @@ class Choice:
 
 
 def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], count: int) -> Choice:
-    """Give one layer at a time its softmax back, and return the `count` whose return lowers the divergence most.
+    """Give one layer at a time its softmax back, and return the `count` whose return lowers the divergence on the
+    `batches` most.
 
     The model stays as it is: `restore_layers` acts on the choice."""
     layers = linearized_layers(model)

@@ -1,12 +1,11 @@
-"""What a layer's new parts begin with, from a few batches and without a gradient: projections of queries and keys to
-fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
+"""The values with which a layer's new parts begin, from a few batches and without a gradient: projections of queries
+and keys to fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
 
 C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant added to all keys changes
 no softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_q^−½ U √Σ and P_k = C_k^−½ V √Σ give the
 logits of rank r that are nearest to the model's own in the mean over its queries and keys (Eckart and Young, 1936)."""
 
 from collections.abc import Iterable, Mapping
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,8 @@ class Moments(NamedTuple):
     num_keys: int
 
     def plus(self, other: "Moments") -> "Moments":
-        return Moments(*map(add, self, other))
+        pairs: Any = zip(self, other, strict=True)
+        return Moments(*(own + theirs for own, theirs in pairs))
 
     def per_token(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return C_q, the moment of centred keys C_k, and the mean key."""
@@ -123,8 +123,9 @@ def share_closest(
         observe(teacher, batch, note)
     for name, (covered, apart) in sums.items():
         # a linear part that is equal to the window may have any share
-        share = covered / apart.masked_fill(apart == 0, 1)
-        layers[name].share.bias.copy_(share.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
+        nearest, share = covered / apart.masked_fill(apart == 0, 1), layers[name].share
+        assert share is not None
+        share.bias.copy_(nearest.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
 
 
 def _share_products(own: LinearizedAttention, call: Attended) -> Float[Tensor, "2 h"]:

@@ -44,7 +44,8 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
-        return control(Call(own, *args, options.get("key_mask"), y))
+        q, k, v = args
+        return control(Call(own, q, k, v, options.get("key_mask"), y))
 
     with ExitStack() as stack:
         for layer in linearized_layers(model).values():
@@ -90,8 +91,8 @@ class _Equal(FeatureMap):
 
 
 def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
-    """Return the mean entropy of the attention weights of each layer in bits, by the name of its module. Weights of
-    either sign, as the delta rule has them, count by their size."""
+    """Return the mean entropy of the attention weights of each layer on a `batch`, in bits, by the name of its module.
+    Weights of either sign, as the delta rule has them, count by their size."""
     found: dict[str, float] = {}
     linear = {own_attention(layer): name for name, layer in linearized_layers(model).items()}
 

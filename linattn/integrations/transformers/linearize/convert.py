@@ -21,8 +21,8 @@ from linattn.integrations.transformers.linearize.plan import Plan
 
 @dataclass(frozen=True)
 class Conversion:
-    """A linearized `model`, and the `teacher`, which is a frozen copy of it as it was, with the attention function that
-    it used then."""
+    """Holds a `model` that was linearized by the `plan`, and the `teacher`, a frozen copy of it as it was. `attention`
+    is the function that it used then."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel

@@ -64,7 +64,8 @@ def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequen
 
 
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
-    """Return the relative error of each linearized layer by its index, given the teacher's own input of that layer."""
+    """Return the mean relative error on the `batches` of each linearized layer, by its index, given the teacher's own
+    input of that layer."""
     with evaluating(model):
         found = [matched_layers(model, teacher, batch) for batch in batches]
     return {index: math.fsum(float(errors[index]) for errors in found) / len(found) for index in found[0]}

@@ -30,7 +30,8 @@ REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
 
 
 class Linearized(PreTrainedModel):
-    """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in."""
+    """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in; other
+    arguments and options are those of the stock class."""
 
     stock: type[PreTrainedModel]
 

@@ -21,7 +21,8 @@ Batch = Mapping[str, Any]
 
 
 class Attended(NamedTuple):
-    """One call of the attention function by the module `name`, whose logits are `scaling` · q·k."""
+    """One call of the attention function by the module `name`, whose logits are `scaling` · q·k, and whose input has
+    `dim` channels (None: it is cross-attention)."""
 
     name: str
     q: Float[Tensor, "b h n d"]
@@ -31,6 +32,7 @@ class Attended(NamedTuple):
     scaling: float
     causal: bool
     sliding_window: int | None
+    dim: int | None
 
     def present(self, x: Float[Tensor, "b hx m d"]) -> Float[Tensor, "hx tokens d"]:
         """Return the present tokens of q or k, those of all rows behind each other."""
@@ -67,39 +69,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], None]) -> None:
     """Run the model on a batch and call `note` at each attention. The model's attention must be our softmax."""
     names = {module: name for name, module in model.named_modules()}
+    dims: dict[nn.Module, int | None] = {}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        x = options["hidden_states"] if "hidden_states" in options else args[0]
+        other = options.get("key_value_states", options.get("encoder_hidden_states"))
+        dims[module] = x.shape[-1] if other is None else None
 
     def see(module: nn.Module, q: Tensor, k: Any, v: Tensor, mask: Tensor | None = None, **options: Any) -> None:
         scaling, causal = options.get("scaling"), is_causal_call(module, options.get("is_causal"))
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        keys = k.new if isinstance(k, CachedKeys) else k
-        note(Attended(names[module], q, keys, v, mask, scaling, causal, options.get("sliding_window")))
+        keys, window = k.new if isinstance(k, CachedKeys) else k, options.get("sliding_window")
+        note(Attended(names[module], q, keys, v, mask, scaling, causal, window, dims[module]))
 
     with ExitStack() as stack:
+        for module in names:
+            if hasattr(module, "is_causal"):
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         stack.enter_context(evaluating(model))
         stack.enter_context(watched(SOFTMAX, see))
         run(model, batch)
-
-
-def input_sizes(model: PreTrainedModel, batch: Batch) -> dict[str, int | None]:
-    """Return the number of channels of the input of each module that may attend, None for cross-attention."""
-    sizes: dict[str, int | None] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            x = options["hidden_states"] if "hidden_states" in options else args[0]
-            other = options.get("key_value_states", options.get("encoder_hidden_states"))
-            sizes[name] = x.shape[-1] if other is None else None
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if hasattr(module, "is_causal"):
-                handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
-                stack.callback(handle.remove)
-        stack.enter_context(evaluating(model))
-        model(**batch)
-    return sizes
 
 
 def run(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:

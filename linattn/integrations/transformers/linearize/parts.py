@@ -57,9 +57,9 @@ part if there is a window."""
 
 @final
 class LinearizedAttention(InnerAttention):
-    """An inner attention from projected queries and keys, after a short convolution of its layer's input x, of which
-    gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local is
-    softmax over the last tokens with queries and keys as they were.
+    """Attends as the `spec` says, from projected queries and keys, after a short convolution of its layer's input x, of
+    which gates are made, too. With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token, where local
+    is softmax over the last tokens with queries and keys as they were.
 
     It starts as near to softmax as it can: the convolution as the identity, decays near 1, projections and the share of
     the linear part as `closed_form` makes them. `arguments` names those of its module's `forward`, in order."""

@@ -10,14 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linattn.attention.states import map_state
-from linattn.integrations.transformers.linearize.observe import (
-    SOFTMAX,
-    Attended,
-    Batch,
-    attending_by,
-    input_sizes,
-    observe,
-)
+from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
 
 TAYLOR_CHANNELS = 16
@@ -26,10 +19,11 @@ TAYLOR_CHANNELS = 16
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Describes one attention module, the `index`-th that the model runs.
+    """Describes the attention module `name`, the `index`-th that the model runs.
 
-    `spec` says what replaces it; None means that it stays, for the `reason`. `state_numbers` is the size of its state
-    per sequence, where the cache of keys and values has `cache_numbers` per token."""
+    `spec` says what replaces it, with so many `new_weights`; None means that it stays, for the `reason`.
+    `state_numbers` is the size of its state per sequence, where the cache of keys and values has `cache_numbers` per
+    token."""
 
     index: int
     name: str
@@ -96,16 +90,14 @@ def plan(
     batch = model.dummy_inputs if batch is None else batch
     with attending_by(model, SOFTMAX):
         observe(model, batch, lambda call: calls.update({call.name: calls.get(call.name, call)}))
-        sizes = input_sizes(model, batch)
     if unknown := sorted(set(keep) - set(range(len(calls)))):
         raise ValueError(f"keep has {unknown}, but the model's layers are 0 to {len(calls) - 1}")
     layers = []
-    for index, (name, call) in enumerate(calls.items()):
-        spec = _spec(call, index, sizes[name], method=method, window=window, key_dim=key_dim)
-        if call.causal and sizes[name] is not None:
+    for index, call in enumerate(calls.values()):
+        spec = _spec(call, index, method=method, window=window, key_dim=key_dim)
+        if call.causal and call.dim is not None:
             spec = replace(spec, convolution=convolution, decay=decay)
-        kept = "kept" if index in keep else _obstacle(model, call)
-        layers.append(_layer(call, spec, kept))
+        layers.append(_layer(call, spec, "kept" if index in keep else _obstacle(model, call)))
     made = Plan(method, tuple(layers))
     if not made.replaced:
         reasons = "; ".join(sorted({str(layer.reason) for layer in layers})) or "no attention ran"
@@ -113,7 +105,7 @@ def plan(
     return made
 
 
-def _spec(call: Attended, index: int, dim: int | None, *, method: str, window: int, key_dim: int | None) -> LayerSpec:
+def _spec(call: Attended, index: int, *, method: str, window: int, key_dim: int | None) -> LayerSpec:
     d = call.q.shape[-1]
     if key_dim is None and "taylor2" in method and d > TAYLOR_CHANNELS:
         key_dim = TAYLOR_CHANNELS
@@ -127,7 +119,7 @@ def _spec(call: Attended, index: int, dim: int | None, *, method: str, window: i
         num_heads=call.q.shape[1],
         num_key_heads=call.k.shape[1],
         head_dim=d,
-        dim=dim or 0,
+        dim=call.dim or 0,
         causal=call.causal,
     )
 

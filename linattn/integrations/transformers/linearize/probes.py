@@ -92,7 +92,7 @@ def costs(
     ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
     caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]
     with ExitStack() as stack:
-        # not at each step: compiled code checks a module anew that was written to
+        # not at each step: compiled code checks a module again that was written to
         for model in models:
             stack.enter_context(evaluating(model))
         for model, cache in zip(models, caches, strict=True):

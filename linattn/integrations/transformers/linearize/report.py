@@ -55,8 +55,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Report:
-    """Measurements of a linearized model. `scores` has a row for the teacher, the model, and each control; `recall`,
-    `generated` and `costs`, pairs of model and teacher, are of language models only."""
+    """Holds the measurements of a `model` that was linearized by a `method` with a `window`. `scores` has a row for the
+    teacher, the model, and each control, and `layers` one for each attention; `recall`, `generated` and `costs`, pairs
+    of model and teacher, are of language models only."""
 
     model: str
     method: str
@@ -120,8 +121,9 @@ def _paired(one: Scores, other: Scores) -> tuple[float | None, float]:
 
 @dataclass(frozen=True)
 class Probes:
-    """The extent of the measurements: the numbers of tokens to read before a token is timed, those to generate, and the
-    lengths of the rows to recall from. `text` holds more tokens than the longest of these. Encoders have none of it."""
+    """Says how much to measure of a language model: `new_tokens` after each of the `prompts` (rows, n); the recall of
+    passages of the `text`, at the end of `recall_rows` rows of each of `recall_lengths`; and the time of a token after
+    each of `cost_lengths`. The text holds more tokens than the longest row. Encoders have none of it."""
 
     text: Tensor | None = None
     recall_lengths: Sequence[int] = ()
@@ -139,7 +141,8 @@ def report(
     *,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Measure a linearized model beside its teacher on held-out batches. `progress` is called with each stage."""
+    """Measure a linearized model beside its teacher on held-out batches, and what the `probes` ask for. `progress` is
+    called with each stage."""
     probes = Probes() if probes is None else probes
     layers = linearized_layers(model)
     if not layers:

@@ -14,8 +14,9 @@ from linattn.integrations.transformers.linearize.observe import Batch, evaluatin
 
 
 class Scores(NamedTuple):
-    """Means over the places where something is predicted, in bits and shares of 1; None where the model has no such
-    output. `losses` are those of each batch."""
+    """Holds means over the places where something is predicted: `loss` and `kl`, the divergence from the teacher, in
+    bits, `accuracy` and `agreement` with the teacher as shares of 1, and the `cosine` of the output vectors. None
+    stands where the model has no such output. `losses` are those of each batch."""
 
     loss: float | None
     accuracy: float | None
@@ -26,8 +27,7 @@ class Scores(NamedTuple):
 
 
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
-    """Measure the model, and how close its output is to the teacher's: KL divergence from the teacher, the share of
-    places with the same most likely class, and the cosine of the output vectors."""
+    """Measure the model on the `batches`, and how close its output is to the teacher's."""
     if not batches:
         raise ValueError("scores need at least one batch")
     with evaluating(model), evaluating(teacher):
@@ -35,7 +35,8 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
     total = sum(n for n, _ in found)
     means = {name: math.fsum(n * figures[name] for n, figures in found) / total for name in found[0][1]}
     losses = tuple(figures["loss"] for _, figures in found if "loss" in figures)
-    return Scores(**dict.fromkeys(Scores._fields) | means | {"losses": losses})
+    loss, accuracy, kl, agreement = (means.get(name) for name in ("loss", "accuracy", "kl", "agreement"))
+    return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
 def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -32,7 +32,8 @@ MOST_STEPS = 10**9
 
 
 class Progress(NamedTuple):
-    """A step that is done, the last of which is `steps` (None: the time decides), with its loss and the time left."""
+    """Tells which `step` is done, of how many `steps` (None: the time decides), with what `loss`, and the
+    `seconds_left`."""
 
     step: int
     steps: int | None
@@ -62,7 +63,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Training:
-    """Records a training: the loss of each step, those before an interruption included, and the seconds it took."""
+    """Records a training: the `losses` of its steps, those before an interruption included, and the `seconds`."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -123,19 +124,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class _Repeated(Dataset[Batch]):
-    """The batches, over and over."""
-
-    def __init__(self, batches: Sequence[Batch], length: int):
-        self.batches, self.length = batches, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.batches[index % len(self.batches)]
-
-
 class _ObjectiveTrainer(Trainer):
     def __init__(
         self,
@@ -153,7 +141,7 @@ class _ObjectiveTrainer(Trainer):
             model,
             _arguments(model, budget, folder, steps),
             data_collator=itemgetter(0),
-            train_dataset=_Repeated(batches, steps),
+            train_dataset=cast(Dataset[Batch], batches),
             callbacks=[self.schedule],
         )
         self.remove_callback(PrinterCallback)

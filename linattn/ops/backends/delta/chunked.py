@@ -15,11 +15,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from linattn.ops.backends.blocks import Place, Sizes, Workspace, beside_tokens, empty_like
+from linattn.ops.backends.chunked import NoDecay
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.halves import inverse
-from linattn.ops.backends.delta.inside import NoDecay, PerChannel, PerHead
-from linattn.ops.backends.delta.places import Place, arrange, cut, number_of_segments
-from linattn.ops.backends.workspace import Workspace, empty_like
+from linattn.ops.backends.halves import inverse
+from linattn.ops.backends.inside import decayed_products
+
+# half of the products inside a chunk is thrown away, so short chunks save work; their states cost memory traffic
+SHORTEST, LONGEST = 16, 32
+# numbers of a segment's keys or values: a megabyte in float32; segments of fewer tokens would save a state too often
+BLOCK, SEGMENT = 2**18, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
@@ -28,18 +33,16 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     y, S_end, S_saved, E_saved = results
     given, (y_view,) = arrange(call, y)
     S_end, E_saved = S_end.view(given.S.shape), E_saved.view(*given.k.shape[:-2], *E_saved.shape[-2:])
-    for states, places in cut(call):
+    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         S = given.S[states]
         for i, place in enumerate(places):
             if save:
                 S_saved[i, states] = S
             segment = Segment(given, place, work)
-            E, S_ends = segment.run(segment.load(given.v, "v"), S)
+            E, y_part, S = segment.run(place.load(given.v, "v", work), S)
             if save:
                 place.write(E_saved, E)
-            y_part = torch.bmm(segment.P, E, out=work("y")).baddbmm_(segment.q_in, S_ends[:-1].flatten(0, 1))
             place.write(y_view, y_part)
-            S = S_ends[-1]
         S_end[states] = S
     return results
 
@@ -48,8 +51,31 @@ def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     """Return results without numbers."""
     *lead, d, dv = call.S.shape
     y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
-    states = call.S.new_empty(number_of_segments(call) if save else 0, math.prod(lead), d, dv)
+    states = call.S.new_empty(sizes(call).count(n), math.prod(lead), d, dv)
     return y, call.S.new_empty(call.S.shape), states, empty_like(call.S, (*lead, n, dv))
+
+
+def sizes(call: DeltaCall) -> Sizes:
+    """Choose sizes of segments whose keys fit the cache."""
+    *lead, d, dv = call.S.shape
+    rows, chunk = lead[0] if lead else 1, SHORTEST if min(d, dv) <= LONGEST else LONGEST
+    block = BLOCK // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
+    step = max(1, min(rows, block // SEGMENT))
+    return Sizes(step, max(SEGMENT, block // step // SEGMENT * SEGMENT), chunk, True)
+
+
+def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]:
+    """View q and outputs as (*b *g n d), what belongs to keys as (*b n d), and the states as (b d dv), with one leading
+    dimension at least."""
+    lead, beside = call.S.shape[:-2] or (1,), [call.q, *outputs]
+    if call.S.ndim == 2:
+        beside = [x.unsqueeze(0) for x in beside]
+    q, *outputs = (beside_tokens(x, lead, beside[0].shape) for x in beside)
+    k, v, beta, log_decay = (
+        None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
+    )
+    assert k is not None and v is not None and beta is not None
+    return DeltaCall(q, k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), outputs
 
 
 class Segment:
@@ -57,43 +83,36 @@ class Segment:
     and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
 
     def __init__(self, given: DeltaCall, place: Place, work: Workspace):
-        q, k, self.place, self.work = place.cut(given.q), place.cut(given.k), place, work
+        q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         self.asking[:, :-1].view(q.shape).copy_(q)
         keys = self.asking[:, -1]
-        keys.view(k.shape).copy_(k)
-        keys.neg_()
-        self.less = self.load(given.beta, "less").neg_()
+        torch.mul(k, -1, out=keys.view(k.shape))
+        self.less = place.load(given.beta, "less", work).neg_()
         self.written = torch.mul(keys, self.less, out=work("written"))
-        self.inside = self._inside(given.log_decay)
-        asking_in, self.k_out = self.inside.asking_in, self.inside.written_out
-        self.q_in, self.k_in = asking_in[:, :-1].flatten(1, 2), asking_in[:, -1]
+        if given.log_decay is None:
+            self.inside = NoDecay(self.asking, self.written, work)
+        else:
+            log_decay = place.load(given.log_decay, "log_decay", work)
+            self.inside = decayed_products(self.asking, self.written, log_decay, work)
+        self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
         self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
         self.M = inverse(A, work("M"))
 
-    def _inside(self, log_decay: Tensor | None) -> NoDecay | PerHead | PerChannel:
-        if log_decay is None:
-            return NoDecay(self.asking, self.written, self.work)
-        kind = PerHead if log_decay.shape[-1] == 1 else PerChannel
-        return kind(self.asking, self.written, self.load(log_decay, "log_decay"), self.work)
-
-    def load(self, x: Tensor, name: str) -> Tensor:
-        """Copy the chunks of (*b n d) as (B C d)."""
-        x = self.place.cut(x)
-        return self.work(name, x.shape).copy_(x).flatten(0, -3)
-
-    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E (B C dv) and the states at the ends of all chunks, (c+1 b d dv), given V, which is overwritten."""
-        E, S_ends = self.work("E", v.shape), self.ends("S", S, 0)
-        parts = zip(S_ends, S_ends[1:], *map(self.place.chunks, (v, E, self.M, self.k_in, self.k_out)), strict=False)
-        for (before, after, v, e, M, k_in, k_out), a in zip(parts, self.over(), strict=True):
-            torch.bmm(M, v.baddbmm_(k_in, before), out=e)
-            if a is None:
-                torch.baddbmm(before, k_out.mT, e, out=after)
-            else:
-                torch.mul(before, a, out=after).baddbmm_(k_out.mT, e)
-        return E, S_ends
+    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return E (B C dv), the outputs (B gC dv) and the last state, given V, which is overwritten, and the first."""
+        (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
+        E, y = self.work("E", v.shape), self.work("y", (count, self.P.shape[1], dv))
+        S = self.work("S", S.shape).copy_(S)
+        parts = map(self.place.each, (v, E, y, self.M, self.P, self.asking_in, self.k_out))
+        for (v, e, y_part, M, P, asking, k_out), a in zip(zip(*parts, strict=True), self.over(), strict=True):
+            # one product for queries and keys
+            told = torch.bmm(asking, S, out=self.work("told"))
+            torch.bmm(M, v.add_(told[:, -chunk:]), out=e)
+            torch.baddbmm(told[:, :-chunk], P, e, out=y_part)
+            (S if a is None else S.mul_(a)).baddbmm_(k_out.mT, e)
+        return E, y, S
 
     def again(self, E: Tensor, S: Tensor) -> Tensor:
         """Return the states that enter the chunks, (B d dv), given E."""
@@ -111,7 +130,7 @@ class Segment:
 
     def over(self) -> Sequence[Tensor | None]:
         """Return what decays over each chunk."""
-        return [None] * self.place.number if self.inside.over is None else self.place.chunks(self.inside.over)
+        return [None] * self.place.number if self.inside.over is None else self.place.each(self.inside.over)
 
 
 def add(total: Tensor, S: Tensor, decay: Tensor | None) -> Tensor:

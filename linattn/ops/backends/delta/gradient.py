@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from linattn.ops.backends.base import decay_gradient, summed
+from linattn.ops.backends.blocks import Workspace, empty_like
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, add, forward
-from linattn.ops.backends.delta.places import arrange, cut
+from linattn.ops.backends.delta.chunked import Segment, arrange, forward, sizes
 from linattn.ops.backends.operator import Tensors
-from linattn.ops.backends.workspace import Workspace, empty_like
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
@@ -30,10 +29,12 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     dk, dv, dbeta = (empty_like(x, x.shape) for x in given[1:4])
     dlog_decay = None if given.log_decay is None else empty_like(dS, given.log_decay.shape)
     E_saved, dS = E_saved.view(given.v.shape), dS.reshape(given.S.shape).clone()
-    for states, places in cut(call):
+    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         for i, place in reversed(list(enumerate(places))):
             segment = Segment(given, place, work)
-            *found, dS[states] = _of_segment(segment, segment.load(E_saved, "E"), S_saved[i, states], dy, dS[states])
+            *found, dS[states] = _of_segment(
+                segment, place.load(E_saved, "E", work), S_saved[i, states], dy, dS[states]
+            )
             for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
                     place.write(total, part)
@@ -45,11 +46,10 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
-    work, S_in, dy = s.work, s.again(E, S), s.place.cut(dy)
+    work, S_in, dy = s.work, s.again(E, S), s.place.chunks(dy)
     upstream = work("upstream", (*s.asking.shape[:-1], E.shape[-1]))
     upstream[:, :-1].view(dy.shape).copy_(dy)
-    X, dS_ends = _of_states(s, upstream[:, :-1].flatten(1, 2), dS)
-    upstream[:, -1] = X
+    dS_ends = _of_states(s, upstream, dS)
     rows, leaving = upstream.flatten(1, 2), dS_ends[1:].flatten(0, 1)
     dproducts = torch.bmm(rows, E.mT, out=work("dproducts")).unflatten(1, s.asking.shape[1:3])
     # no token asks itself what the state says at its key
@@ -60,17 +60,21 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tup
     dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
     dk = dasking[:, -1].addcmul_(s.less, dwritten).neg_()
     dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True).neg_()
-    return dasking[:, :-1], dk, X, dbeta, dlog_decay, dS_ends[0]
+    return dasking[:, :-1], dk, upstream[:, -1], dbeta, dlog_decay, dS_ends[0]
 
 
-def _of_states(s: Segment, dy: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return X (B C dv) and the gradients of the states at the ends of all chunks, (c+1 b d dv)."""
-    work, dS_ends = s.work, s.ends("dS", dS, -1)
-    torch.bmm(s.q_in.mT, dy, out=dS_ends[:-1].flatten(0, 1))
-    dE = torch.bmm(s.P.mT, dy, out=work("dE"))
-    X = work("X", dE.shape)
-    parts = zip(dS_ends, dS_ends[1:], s.over(), *map(s.place.chunks, (dE, X, s.M, s.k_in, s.k_out)), strict=False)
-    for before, after, a, de, x, M, k_in, k_out in reversed(list(parts)):
-        torch.bmm(M.mT, de.baddbmm_(k_out, after), out=x)
-        add(before, after, a).baddbmm_(k_in.mT, x)
-    return X, dS_ends
+def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:
+    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv). X takes its place beside dY, in
+    `upstream` (B g+1 C dv)."""
+    work, dS_ends, chunk = s.work, s.ends("dS", dS, -1), upstream.shape[2]
+    dE = torch.bmm(s.P.mT, upstream[:, :-1].flatten(1, 2), out=work("dE"))
+    parts = map(s.place.each, (dE, upstream.flatten(1, 2), s.M, s.asking_in, s.k_out))
+    for before, after, a, de, rows, M, asking, k_out in reversed(
+        list(zip(dS_ends, dS_ends[1:], s.over(), *parts, strict=False))
+    ):
+        rows[:, -chunk:] = torch.bmm(M.mT, de.baddbmm_(k_out, after), out=work("X"))
+        if a is None:
+            torch.baddbmm(after, asking.mT, rows, out=before)
+        else:
+            torch.mul(after, a, out=before).baddbmm_(asking.mT, rows)
+    return dS_ends

@@ -26,27 +26,40 @@ def _nearest_bfloat16(x):
 
 
 @jit
-def _bfloat16(x):
-    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one."""
+def _bfloat16(x, ONCE: tl.constexpr):
+    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one. ONCE: and
+    it may not compute them again wherever they are used."""
     if _INTERPRETED:
         return _nearest_bfloat16(x.to(tl.float32)).to(tl.bfloat16)
     elif x.dtype == tl.float32 and tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, not ONCE, 2)
     else:
         return x.to(tl.bfloat16)
 
 
 @jit
-def cast(x, TYPE: tl.constexpr):
-    """Convert float32 to what a tensor holds."""
-    return _bfloat16(x) if tl.bfloat16 == TYPE else x.to(TYPE)
+def beside(x, y):
+    """Float32 numbers of x, in the registers in which y lies: what is computed from x then passes no shared memory."""
+    if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
+        # both halves of a register; y is not read
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r,r,r", [x, y], tl.float32, True, 2
+        )
+    else:
+        return x.to(tl.float32)
 
 
 @jit
-def rounded(x, PRECISION: tl.constexpr):
+def cast(x, TYPE: tl.constexpr):
+    """Convert float32 to what a tensor holds."""
+    return _bfloat16(x, False) if tl.bfloat16 == TYPE else x.to(TYPE)
+
+
+@jit
+def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = False):
     """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
     if PRECISION == "bf16":
-        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x)
+        return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)
     elif PRECISION == "tf32":
         return ((x.to(tl.float32).to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -63,23 +76,38 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @jit
-def product_with_state(a, b, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too."""
+def turned(x, TURNED: tl.constexpr):
+    return tl.trans(x) if TURNED else x
+
+
+@jit
+def turned_product(a, b, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """a b, or if TURNED its transpose, computed as such."""
+    if TURNED:
+        return product(tl.trans(b), tl.trans(a), PRECISION)
+    else:
+        return product(a, b, PRECISION)
+
+
+@jit
+def product_with_state(a, S, PRECISE: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too. S is given
+    TURNED if the product is wanted so."""
+    b = turned(S, TURNED)
     if PRECISE and PRECISION != "tf32x3":
         # the leading bits without rounding, which costs less, and then what they leave
         bits = b.to(tl.int32, bitcast=True)
         high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
         part = rounded(b - high, PRECISION)
-        rest = product(a, part, PRECISION)
+        rest = turned_product(a, part, TURNED, PRECISION)
         if PRECISION == "bf16":
             # two parts have 16 bits, too few for 65,536 values with a mean of ten times their deviation
-            rest += product(a, rounded(b - high - part.to(tl.float32), PRECISION), PRECISION)
+            rest += turned_product(a, rounded(b - high - part.to(tl.float32), PRECISION), TURNED, PRECISION)
         if PRECISION == "bf16" and not _INTERPRETED:
-            return tl.dot(a, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest)
-        else:
-            return rest + product(a, high, PRECISION)
+            high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return rest + turned_product(a, high, TURNED, PRECISION)
     else:
-        return product(a, rounded(b, PRECISION), PRECISION)
+        return turned_product(a, rounded(b, PRECISION), TURNED, PRECISION)
 
 
 # columns of the smallest tile that tensor cores multiply

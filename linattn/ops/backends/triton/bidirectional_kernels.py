@@ -91,8 +91,9 @@ def key_sums_gradient(
         present = dev.load_present(key_mask, tokens, MASKED)
         x = dev.load(k, tokens, features).to(tl.float32)
         if KEYS:
-            v_j = num.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
-            dk_j = (num.product_with_state(v_j, tl.trans(dS), True, PRECISION) + dz[None, :]) * DERIVATIVE(x, PHI(x))
+            v_j = dev.load_values(v, tokens, values, present, MASKED, PRECISION)
+            dk_j = num.product_with_state(v_j, tl.trans(dS), True, False, PRECISION) + dz[None, :]
+            dk_j *= DERIVATIVE(x, PHI(x))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
             k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)

@@ -1,5 +1,9 @@
 """The kernels of the causal gradients, whose programs walk as those of `causal_kernels.py` do: queries' gradients from
-the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient."""
+the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient.
+
+Tensor cores give a warp the more of a product, the fewer rows it has: each of two groups of warps would compute all of
+64 × 128. Where a program has more channels than tokens, tiles of tokens and channels are therefore TURNED, and only
+those of tokens by tokens are computed twice."""
 
 # constants decide which branches are compiled, and so which names are bound
 # pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false
@@ -27,6 +31,7 @@ def query_gradient(
     For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
     the state's tokens too; again each program its share."""
     row, split, begin, stop = dev.span(walk)
+    TURNED: tl.constexpr = BF > C
     places = tl.arange(0, C)
     features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, k, v, dy, dq = dev.in_row((q, k, v, dy, dq), row, UNIT)
@@ -34,14 +39,13 @@ def query_gradient(
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
     crossing = dev.per_token(crossing, walk, True)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
-    # transposed, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
-    S_i = tl.trans(S_i)
+    # without TURNED transposed, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
+    S_i, z_i = num.turned(S_i, not TURNED), tl.broadcast_to(z_i[:, None], (BF, num.COLUMNS))
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        x = dev.load(q, tokens, features)
         visible = places[:, None] >= places[None, :]
         scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
         delta_i = scale * 0
@@ -49,17 +53,21 @@ def query_gradient(
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             weight = dev.between(sums, visible, KEYS_FIRST=False)
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, TURNED, PRECISION)
+        x = num.turned(num.beside(dev.load(q, tokens, features), num.turned(from_state, TURNED)), TURNED)
+        y = dev.map_queries(x, features, present, PHI, MASKED, TURNED, PRECISION)
+        q_i, y = num.turned(y, TURNED), y.to(tl.float32)
+        if SUMS:
+            from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
             A = tl.where(visible, num.product(q_i, tl.trans(k_j), PRECISION), 0.0)
             if DECAYED:
                 A *= weight
-        G = num.product(dy_i, tl.trans(v_j), PRECISION)
-        from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, PRECISION)
+        G = tl.where(visible, num.product(dy_i, tl.trans(v_j), PRECISION), 0.0)
         if SUMS:
-            d_i = tl.sum(A, 1) + tl.sum(q_i.to(tl.float32) * z_i[None, :], 1) * since
-            delta_i = tl.sum(tl.where(visible, A * G, 0.0), 1) + tl.sum(q_i.to(tl.float32) * from_state, 1) * since
+            d_i = tl.sum(A, 1) + from_z * since
+            delta_i = tl.sum(A * G, 1) + tl.sum(y * from_state, 0 if TURNED else 1) * since
             if GRADIENT:
                 scale = num.one_over(d_i)
                 delta_i *= scale
@@ -70,23 +78,25 @@ def query_gradient(
                 scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
             G = tl.where(visible, G - delta_i[:, None], 0.0)
             if NORMALIZED:
-                from_state -= delta_i[:, None] * z_i[None, :]
+                from_state -= dev.along_tokens(delta_i, TURNED) * dev.along_features(tl.max(z_i, 1), TURNED)
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = num.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION).to(tl.float32)
+                q_end = num.rounded(y * dev.along_tokens(scale * since, TURNED), PRECISION).to(tl.float32)
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
-                dev.store_numbers(crossing, tokens, tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 1))
+                crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
+                dev.store_numbers(crossing, tokens, crossed)
                 G *= weight
-                from_state *= since[:, None]
-            dq_i = (num.product(num.rounded(G, PRECISION), k_j, PRECISION) + from_state) * scale[:, None]
-            slope = DERIVATIVE(x.to(tl.float32), q_i.to(tl.float32))
+                from_state *= dev.along_tokens(since, TURNED)
+            dq_i = num.turned_product(num.rounded(G, PRECISION), k_j, TURNED, PRECISION) + from_state
+            slope = DERIVATIVE(x, y)
             if MASKED:
-                slope = tl.where(present[:, None] | (tl.abs(slope) < float("inf")), slope, 0.0)
-            dev.store(dq, tokens, features, dq_i * slope)
+                slope = tl.where(dev.along_tokens(present, TURNED) | (tl.abs(slope) < float("inf")), slope, 0.0)
+            dq_i *= dev.along_tokens(scale, TURNED) * slope
+            dev.store_turned(dq, tokens, features, dq_i, TURNED)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
-        S_i += num.product(tl.trans(v_j), k_end, PRECISION)
-        z_i += tl.sum(k_end.to(tl.float32), 0)
+        S_i += num.turned_product(tl.trans(v_j), k_end, TURNED, PRECISION)
+        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
 
 
 @dev.jit
@@ -106,6 +116,7 @@ def key_gradients(
     For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
     the call too."""
     row, split, begin, stop = dev.span(walk)
+    TURNED: tl.constexpr = (BF > C) & (BV > C)
     places = tl.arange(0, C)
     features = dev.channels(0 if VALUES else dev.part(walk), F, BF)
     values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
@@ -116,57 +127,69 @@ def key_gradients(
     # of rows that share a state, the first one gets its gradient; the others begin with none
     given = dev.owns(dstate, row)
     dS_j, dz_j = dev.load_state(dstate, row, split, features, values, given, F, DV)
-    # transposed, as in `query_gradient`
-    dS_j = tl.trans(dS_j)
+    # each row of it is a number that is the sum of its columns
+    dz_j = tl.where(tl.arange(0, num.COLUMNS)[None, :] == 0, dz_j[:, None], 0.0)
+    dS_j = num.turned(dS_j, not TURNED)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
-        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        x = dev.load(k, tokens, features).to(tl.float32)
-        # features[1] is a constant if F fills the tile: φ is then computed in the layout of products, and spills
-        k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
-        scale = tl.where(tokens[1], 1.0, 0.0)
-        delta_i = scale * 0
-        if NORMALIZED:
-            scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
+        mine = dev.along_tokens(present, TURNED)
+        if KEYS:
+            v_j = dev.load_values(v, tokens, values, present, MASKED, PRECISION)
+            from_state = num.product_with_state(v_j, dS_j, NORMALIZED or DECAYED, TURNED, PRECISION)
+            x = num.turned(num.beside(dev.load(k, tokens, features), num.turned(from_state, TURNED)), TURNED)
+        else:
+            x = num.turned(dev.load(k, tokens, features).to(tl.float32), TURNED)
+        y = dev.mapped(x, mine & dev.along_features(features[1], TURNED), PHI, PRECISION)
+        k_j, y = num.turned(y, TURNED), y.to(tl.float32)
+        k_end, y_end = k_j, y
         # row j, column i; what a key is not seen by may be infinite
         visible = places[:, None] <= places[None, :]
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
+            y_end = num.rounded(y * dev.along_tokens(until, TURNED), PRECISION)
+            k_end, y_end = num.turned(y_end, TURNED), y_end.to(tl.float32)
+        if VALUES:
+            # before the queries are there, as all of them together would exceed shared memory
+            dS = num.rounded(num.turned(dS_j, not TURNED), PRECISION)
+            dv_j = num.turned_product(k_end, dS, TURNED, PRECISION)
+        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
+        scale = tl.where(tokens[1], 1.0, 0.0)
+        delta_i = scale * 0
+        if NORMALIZED:
+            scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
+        if DECAYED:
             weight = scale[None, :] * dev.between(sums, visible, KEYS_FIRST=True)
-            q_end, k_end = scale * since, num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-            q_end = num.rounded(q_i.to(tl.float32) * q_end[:, None], PRECISION)
+            q_end = num.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION)
         else:
             q_i = num.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
-            q_end, k_end = q_i, k_j
+            q_end = q_i
         if VALUES or DECAYED:
-            A = num.product(k_j, tl.trans(q_i), PRECISION)
+            A = tl.where(visible, num.product(k_j, tl.trans(q_i), PRECISION), 0.0)
+        if VALUES:
+            weighted = num.rounded(A * weight if DECAYED else A, PRECISION)
+            dv_j += num.turned_product(weighted, dy_i, TURNED, PRECISION)
+            dev.store_turned(dv, tokens, values, tl.where(mine, dv_j, 0.0) if MASKED else dv_j, TURNED)
         if KEYS:
-            v_j = num.rounded(tl.where(present[:, None], dev.load(v, tokens, values), 0.0), PRECISION)
             G = tl.where(visible, num.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
-            from_state = num.product_with_state(v_j, dS_j, NORMALIZED or DECAYED, PRECISION) + dz_j[None, :]
+            from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
             if DECAYED:
                 G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
-                crossed = tl.sum(after, 1) + tl.sum(k_end.to(tl.float32) * from_state, 1)
+                crossed = tl.sum(after, 1) + tl.sum(y_end * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
-                from_state *= until[:, None]
-            dk_j = num.product(num.rounded(G, PRECISION), q_i, PRECISION) + from_state
-            slope = DERIVATIVE(x, k_j.to(tl.float32))
-            dev.store(dk, tokens, features, tl.where(present[:, None], dk_j * slope, 0.0))
-        if VALUES:
-            if DECAYED:
-                A *= weight
-            A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
-            from_state = num.product(k_end, num.rounded(tl.trans(dS_j), PRECISION), PRECISION)
-            dv_j = num.product(A, dy_i, PRECISION) + from_state
-            dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))
+                from_state *= dev.along_tokens(until, TURNED)
+            dk_j = num.turned_product(num.rounded(G, PRECISION), q_i, TURNED, PRECISION) + from_state
+            dk_j *= DERIVATIVE(x, y)
+            dev.store_turned(dk, tokens, features, tl.where(mine, dk_j, 0.0) if MASKED else dk_j, TURNED)
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole
-        dS_j += num.product(tl.trans(dy_i), q_end, PRECISION)
+        dS_j += num.turned_product(tl.trans(dy_i), q_end, TURNED, PRECISION)
         if NORMALIZED:
-            dz_j -= tl.sum(q_end.to(tl.float32) * delta_i[:, None], 0)
+            delta_i = tl.broadcast_to(delta_i[:, None], (C, num.COLUMNS))
+            dz_j -= num.product(tl.trans(q_end), num.in_columns(delta_i, PRECISION), PRECISION)
     # one for each row, to be summed over rows that share a state
-    dev.store_state(dstart, row, 0, features, values, tl.trans(dS_j), dz_j, (split == 0) & KEYS, True, F, DV)
+    dS_j, dz_j, first = num.turned(dS_j, not TURNED), tl.sum(dz_j, 1), (split == 0) & KEYS
+    dev.store_state(dstart, row, 0, features, values, dS_j, dz_j, first, True, F, DV)

@@ -8,7 +8,7 @@ import math
 
 import triton.language as tl
 
-from linattn.ops.backends.triton.arithmetic import cast, jit, rounded
+from linattn.ops.backends.triton.arithmetic import cast, jit, rounded, turned
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 
@@ -161,8 +161,13 @@ def load(x, tokens, columns):
 
 @jit
 def store(x, tokens, columns, tile):
+    store_turned(x, tokens, columns, tile, False)
+
+
+@jit
+def store_turned(x, tokens, columns, tile, TURNED: tl.constexpr):
     places, inside = _tile(x, tokens, columns)
-    tl.store(places, cast(tile, x[0].dtype.element_ty), mask=inside)
+    tl.store(places, turned(cast(tile, x[0].dtype.element_ty), TURNED), mask=inside)
 
 
 @jit
@@ -191,7 +196,7 @@ def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted
 @jit
 def mapped(x, inside, PHI: tl.constexpr, PRECISION: tl.constexpr):
     """φ of a tile, rounded; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
-    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION)
+    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION, True)
 
 
 @jit
@@ -200,11 +205,28 @@ def load_queries(
 ):  # fmt: skip
     """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
     Tokens that are not inside give finite features: their outputs are not stored, and their weights are zero."""
-    x = load(q, tokens, features)
-    inside = features[1][None, :]
+    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, False, PRECISION)
+
+
+@jit
+def map_queries(
+    x, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    inside = along_features(features[1], TURNED)
     if MASKED:
-        inside = inside & (present[:, None] | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
+        inside = inside & (along_tokens(present, TURNED) | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
     return mapped(x, inside, PHI, PRECISION)
+
+
+@jit
+def along_tokens(x, TURNED: tl.constexpr):
+    """Stretch one number per token over a tile (C, B), or if TURNED (B, C)."""
+    return x[None, :] if TURNED else x[:, None]
+
+
+@jit
+def along_features(x, TURNED: tl.constexpr):
+    return x[:, None] if TURNED else x[None, :]
 
 
 @jit
@@ -213,10 +235,17 @@ def load_keys(
 ):  # fmt: skip
     """φ(k) and v of a chunk, rounded; zeros for masked tokens."""
     k_j = mapped(load(k, tokens, features), both(tokens[1], features[1]), PHI, PRECISION)
+    if MASKED:
+        k_j = tl.where(present[:, None], k_j, 0.0)
+    return k_j, load_values(v, tokens, values, present, MASKED, PRECISION)
+
+
+@jit
+def load_values(v, tokens, values, present, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     v_j = load(v, tokens, values)
     if MASKED:
-        k_j, v_j = tl.where(present[:, None], k_j, 0.0), tl.where(present[:, None], v_j, 0.0)
-    return k_j, rounded(v_j, PRECISION)
+        v_j = tl.where(present[:, None], v_j, 0.0)
+    return rounded(v_j, PRECISION)
 
 
 @jit

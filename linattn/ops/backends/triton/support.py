@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def unsupported(call: CausalCall) -> str | None:
         return reason
     if call.normalize == "keys":
         return 'has no causal normalize="keys"'
-    return too_many_turns(call.lead, call.S.shape[:-2])
+    sums = call.S.shape[:-2]
+    return None if call.q.shape[:-2] == sums else too_many_turns(call.lead, sums)
 
 
 def sums_unsupported(call: SumCall) -> str | None:
@@ -65,8 +67,13 @@ def untried(call: CausalCall | SumCall | ReadCall) -> str | None:
 def _device_cannot(x: Tensor) -> str | None:
     if x.device.type != "cuda" or torch.version.hip is not None:
         return None
-    capability = torch.cuda.get_device_capability(x.device)
+    capability = _capability(x.device)
     return None if capability >= (8, 0) else f"needs compute capability 8.0 or more, but the device has {capability}"
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def too_many_turns(lead: tuple[int, ...], sums: tuple[int, ...]) -> str | None:

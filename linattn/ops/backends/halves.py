@@ -36,17 +36,6 @@ def _blocks(A: Tensor, size: int, step: int, down: int) -> Tensor:
     return A.as_strided(shape, strides, A.storage_offset() + down * row)
 
 
-def between(decay: Tensor) -> Tensor:
-    """Return what decays between two tokens, D_ij = α_{j+1} … α_i for j ≤ i, else 0: (B, C, C), given α (B, C, 1)."""
-    D, size = torch.eye(decay.shape[1], dtype=decay.dtype, device=decay.device).repeat(decay.shape[0], 1, 1), 1
-    while size < decay.shape[1]:
-        first, second = halves(diagonal(D, size))
-        since = second[..., :1] * halves(in_blocks(decay, size))[1][..., :1, :]
-        torch.mul(since, first[..., -1:, :], out=corners(D, size))
-        size *= 2
-    return D
-
-
 def inverse(A: Tensor, M: Tensor) -> Tensor:
     """Return (I − A)⁻¹ in M, for strictly lower triangular A (B, C, C). Each step is exact, and no power of A, which
     would overflow where keys repeat, is formed."""
@@ -66,6 +55,6 @@ def _substitute(A: Tensor, M: Tensor) -> None:
     rows = A.permute(2, 3, 0, 1).contiguous()
     found = torch.zeros_like(rows)
     found.diagonal(dim1=0, dim2=1).fill_(1)
-    for i in range(1, rows.shape[0]):
-        torch.sum(rows[i, :i].unsqueeze(1) * found[:i, :i], 0, out=found[i, :i])
+    for j in range(rows.shape[0] - 1):
+        found[j + 1 :, : j + 1].addcmul_(rows[j + 1 :, j, None], found[j, : j + 1])
     M.copy_(found.permute(2, 3, 0, 1))

@@ -1,0 +1,12 @@
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from linattn.integrations.transformers.linearize import choose_layers, convert, plan, restore_layers
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()
+batches = [{"input_ids": torch.randint(256, (2, 64))}]
+conversion = convert(model, plan(model, batches[0]), batches)
+choice = choose_layers(model, conversion.teacher, batches, 1)
+restore_layers(model, conversion.teacher, choice.kept)
+print(len(choice.kept), sorted(choice.restored))  # 1 [0, 1]

@@ -1,0 +1,14 @@
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from linattn.integrations.transformers.linearize import CONTROLS, controlled, convert, plan
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()
+batches = [{"input_ids": torch.randint(256, (2, 64))}]
+conversion = convert(model, plan(model, batches[0]), batches)
+with torch.no_grad():
+    linear = model(**batches[0], use_cache=False).logits
+    with controlled(model, CONTROLS["uniform attention"]):
+        uniform = model(**batches[0], use_cache=False).logits
+print(torch.equal(uniform, linear))  # False
