@@ -1,4 +1,4 @@
-"""What a layer's new parts begin with, from a few batches and without a gradient: projections of queries and keys to
+"""The values from a few batches, without a gradient, that new parts begin with: projections of queries and keys to
 fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
 
 C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant added to all keys changes
