@@ -105,5 +105,24 @@ def test_the_causal_form_of_what_is_around_it(name):
     assert not own.causal and not own.inner.causal
 
 
+class Twice(InnerAttention):
+    """Somebody's own attention with the same inner one at two places."""
+
+    def __init__(self, inner: InnerAttention):
+        super().__init__()
+        self.first, self.second, self.causal = inner, inner, inner.causal
+
+    def _extend(self, q, k, v, state, key_mask):
+        first, second = state or (None, None)
+        y, first = self.first.extend(q, k, v, first, key_mask=key_mask)
+        other, second = self.second.extend(2 * q, k, v, second, key_mask=key_mask)
+        return y + other, (first, second)
+
+
+def test_the_causal_form_of_one_attention_at_two_places():
+    x = laws.tokens(20)
+    assert_close(Twice(make("elu", False)).as_causal()(*x), Twice(make("elu", True))(*x))
+
+
 def test_what_has_no_causal_form_has_none_with_rotary_positions():
     assert RotaryAttention(LinformerAttention(MeanPooling(20, 5))).as_causal() is None

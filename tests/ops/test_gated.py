@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, packed_log_decay
 from linattn.ops.backends import GATED
+from linattn.ops.backends.inside import RANGE
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -273,6 +274,32 @@ def test_any_strength_of_decay(backend: str, strength: float, normalize: str | N
     ours = everything({name: x.float() for name, x in given.items()}, upstream, backend, normalize=normalize)
     for name, x in exact.items():
         assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
+
+
+@every_backend
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16])
+@pytest.mark.parametrize("side", [0.99, 1.01])
+def test_gradients_of_decays_that_are_all_strong(backend: str, tokens: int, side: float) -> None:
+    """In float32 beside float64. So many tokens, or fewer by half, decay by no more than float32 can divide by; each
+    gradient is then as small as its decay, and must not be what rounding leaves of larger sums."""
+    given = inputs(70)
+    given["log_decay"] = torch.full_like(given["log_decay"], -side * RANGE / (tokens - 1))
+    upstream = upstream_of(given, normalize=None)
+    exact = everything(given, upstream, "reference", normalize=None)
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, backend, normalize=None)
+    for name, x in exact.items():
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
+
+
+@every_backend
+def test_what_is_not_a_number_stays_in_its_sequence(backend: str) -> None:
+    """A NaN among the decays of a batch element, with strong decays in the others."""
+    given = inputs(70)
+    expected, given["log_decay"] = run(given, backend), given["log_decay"].clone()
+    given["log_decay"][1, 2, 40, 1] = torch.nan
+    for x, other in zip(run(given, backend), expected, strict=True):
+        assert_close(x[0], other[0])
+        assert_close(x[1, :2], other[1, :2])
 
 
 @every_backend
