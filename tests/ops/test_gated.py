@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, packed_log_decay
 from linattn.ops.backends import GATED
 from linattn.ops.backends.inside import RANGE
+from linattn.ops.elementwise import ELEMENTWISE
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -111,6 +112,19 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, no
     upstream = upstream_of(given, **options)
     expected = everything(given, upstream, "reference", **options)
     assert_same(everything(given, upstream, backend, **options), expected, rtol=1e-9, atol=1e-9)
+
+
+@every_backend
+@every_normalization
+@pytest.mark.parametrize("n", [1, 21])
+def test_features_by_name(backend: str, normalize: str | None, n: int) -> None:
+    """φ(0) is not zero here: what fills up the last chunk adds nothing."""
+    given = inputs(n)
+    upstream, phi = upstream_of(given, normalize=normalize), ELEMENTWISE["elu_plus_one"].function
+    exact = everything(given, upstream, "reference", normalize=normalize, feature_map="elu_plus_one")
+    mapped = run(given | {name: phi(given[name]) for name in "qk"}, "reference", normalize=normalize)
+    assert_close(tuple(exact.values())[:3], mapped)
+    assert_same(everything(given, upstream, backend, normalize=normalize, feature_map="elu_plus_one"), exact)
 
 
 @every_normalization
