@@ -100,6 +100,11 @@ def sizes(smallest: bool) -> list[Size]:
     return [Size(2, 40, 16)] if smallest else [Size(128, n, d) for d in (64, 128) for n in (8192, 1024)]
 
 
+def trainings(smallest: bool) -> tuple[bool, ...]:
+    """Without and with gradients; the smallest run, which gradients begin with, only with them."""
+    return (True,) if smallest else (False, True)
+
+
 def forward(smallest: bool, *, training: bool = False) -> Iterator[Row]:
     for size in sizes(smallest):
         yield row("linattn, elu + 1", causal(), size, training=training)
@@ -118,13 +123,13 @@ def tiles(smallest: bool) -> Iterator[Row]:
                 C = 32
             rule = tiling.Rule(C, max(4096, size.d * size.d), warps, stages)
             tiling.rule = lambda *_, rule=rule: rule
-            for trained in (False, True):
+            for trained in trainings(smallest):
                 yield row(f"C={C} warps={warps} stages={stages}", causal(), size, training=trained)
             tiling.rule = chosen
 
 
 def long(smallest: bool) -> Iterator[Row]:
-    for trained in (False, True):
+    for trained in trainings(smallest):
         for d in (16,) if smallest else (64, 128):
             yield row("few rows", causal(), Size(1 if smallest else 8, 50 if smallest else 65_536, d), training=trained)
 
@@ -169,7 +174,7 @@ def ablations(smallest: bool) -> Iterator[Row]:
     """What the parts cost, in place of a profiler."""
     for size in sizes(smallest)[::2]:
         # features that may be negative have denominators near zero, which no gradient survives
-        for trained in (False, True):
+        for trained in trainings(smallest):
             yield row("φ = identity", causal(feature_map="identity", normalize=None), size, training=trained)
             yield row("normalize=None", causal(normalize=None), size, training=trained)
             yield row("with a decay", decaying, size, training=trained)
@@ -182,20 +187,20 @@ def decaying(q: Tensor, k: Tensor, v: Tensor, **backend: Any) -> Tensor:
 
 def softmax_rows(smallest: bool) -> Iterator[Row]:
     for size in sizes(smallest):
-        for trained in (False, True):
+        for trained in trainings(smallest):
             yield row("SDPA", softmax, size, training=trained, ours=False)
 
 
 def bidirectional_rows(smallest: bool) -> Iterator[Row]:
     for size in sizes(smallest)[::2]:
-        for trained in (False, True):
+        for trained in trainings(smallest):
             yield row("to all keys", bidirectional, size, training=trained)
 
 
 def dtypes(smallest: bool) -> Iterator[Row]:
-    tried = ((torch.float16, 64), (torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 256))
-    for dtype, d in tried:
-        for trained in (False, True):
+    tried = ((torch.float16, 128), (torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 256))
+    for dtype, d in tried[:2] if smallest else tried:
+        for trained in trainings(smallest):
             size = Size(2, 40, 16, dtype) if smallest else Size(128, 2048, d, dtype)
             yield row("linattn, elu + 1", causal(), size, training=trained)
 
@@ -211,7 +216,7 @@ def local(smallest: bool) -> Iterator[Row]:
         return in_blocks(q, k, v, window, None)
 
     # FlexAttention has no gradients on a CPU
-    for trained in (False, True) if torch.cuda.is_available() else (False,):
+    for trained in trainings(smallest) if torch.cuda.is_available() else (False,):
         for name, run in (("flex", flex), ("in blocks", blocks)):
             yield row(f"window of 128, {name}", run, size, training=trained, ours=False)
 
@@ -221,7 +226,7 @@ def contenders(smallest: bool) -> Iterator[Row]:
     for name in ("fused_chunk_linear_attn", "chunk_linear_attn"):
         for normalized in (True, False):
             for size in sizes(smallest)[::2]:
-                for trained in (False, True):
+                for trained in trainings(smallest):
                     attend = flash_linear_attention(name, normalized)
                     label = f"fla {name}{', normalised' if normalized else ''}"
                     yield row(label, attend, size, training=trained, ours=False)
@@ -232,7 +237,8 @@ def flash_linear_attention(name: str, normalize: bool) -> Attend:
     function = getattr(importlib.import_module("fla.ops.linear_attn"), name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return function(*(x.transpose(1, 2) for x in (q, k, v)), normalize=normalize)[0].transpose(1, 2)
+        # without a scale some versions fail when they normalise
+        return function(*(x.transpose(1, 2) for x in (q, k, v)), scale=1.0, normalize=normalize)[0].transpose(1, 2)
 
     return attend
 

@@ -140,4 +140,4 @@ def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
     (layer,) = given.pop("layers").values()
     spec = layer.linear_attention.spec
     assert (spec.index, spec.window, spec.convolution) == (1, 0, 2)
-    assert given == {"rates": pytest.approx((1e-4, 4e-4, 1e-3)), "lora": 4, "rows": 3, "steps": 3}
+    assert given == {"rates": pytest.approx((1e-4, 2.5e-4)), "lora": 4, "rows": 3, "steps": 3}

@@ -279,7 +279,7 @@ def test_permuted_and_strided_inputs(backend: str, batch: int) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("strength", [-1e-3, -20.0, -1000.0])
+@pytest.mark.parametrize("strength", [-1e-3, -5.0, -20.0, -1000.0])
 @every_normalization
 def test_any_strength_of_decay(backend: str, strength: float, normalize: str | None) -> None:
     """In float32 beside float64. The gradients of decays count by themselves: those of strong ones are small."""

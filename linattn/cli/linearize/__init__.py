@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
-METHOD, WINDOW, LR = "taylor2", 16, 1e-3
+METHOD, WINDOW = "taylor2", 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", default=8, **COUNT, help="sequences per batch (default: 8)")
     add(
         "--lr",
-        default=LR,
         **POSITIVE,
-        help=f"learning rate of fine-tuning; linear layers have 4 and new weights 10 times that (default: {LR:g})",
+        help="learning rate of fine-tuning, new weights have 2.5 times that (default: by the distance to the teacher)",
     )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")

@@ -160,7 +160,7 @@ def _train(
         restore_layers(model, teacher, chosen.kept)
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
-    rates = Rates.of(arguments.lr)
+    rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     losses["fine-tune"] = _stage(
         "fine-tune",
         lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),

@@ -34,7 +34,7 @@ SCANS = {
     "chunk_kimi_delta_attention": Scan(delta_rule, "causal_delta_attention", "fla"),
     "mamba2_chunk_scan": Scan(mamba2_scan, "causal_linear_attention", "mamba_ssm"),
     "MiniMaxLightningAttention.forward": Scan(lightning_attention, "causal_linear_attention"),
-    CONVOLUTION: Scan(convolution, "a sum of shifted products where a row holds several documents"),
+    CONVOLUTION: Scan(convolution, "a sum of shifted products"),
 }
 
 
@@ -112,7 +112,7 @@ def _before(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     @wraps(stock)
     def call(*args: Any, **options: Any) -> Any:
         marked, documents = MARK in options, options.pop(MARK, None)
-        if not marked or (documents is None and ours is convolution):
+        if not marked:
             return stock(*args, **options)
         return ours(*args, documents=documents, **options)
 

@@ -55,6 +55,6 @@ def _substitute(A: Tensor, M: Tensor) -> None:
     rows = A.permute(2, 3, 0, 1).contiguous()
     found = torch.zeros_like(rows)
     found.diagonal(dim1=0, dim2=1).fill_(1)
-    for i in range(1, rows.shape[0]):
-        torch.sum(rows[i, :i].unsqueeze(1) * found[:i, :i], 0, out=found[i, :i])
+    for j in range(rows.shape[0] - 1):
+        found[j + 1 :, : j + 1].addcmul_(rows[j + 1 :, j, None], found[j, : j + 1])
     M.copy_(found.permute(2, 3, 0, 1))

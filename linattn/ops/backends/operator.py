@@ -11,19 +11,12 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
+from linattn.ops.backends import library
 from linattn.ops.backends.base import is_exporting, without_autocast
+from linattn.ops.backends.library import differentiable
 from linattn.ops.names import unknown_name
-from linattn.version import __version__
-
-# torch keeps compiled graphs on the disk and knows operators by their names: those of another version are others
-NAMESPACE = f"linattn_{__version__.replace('.', '_')}"
 
 Tensors = tuple[Tensor | None, ...]
-
-_SCHEMA = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", int: "SymInt", bool: "bool",
-    torch.dtype: "ScalarType",
-}  # fmt: skip
 
 
 class Backend(NamedTuple):
@@ -108,9 +101,9 @@ class Form:
     def __init__(self, operator: Operator, backend: Backend):
         self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
         self.make, fields = operator.call, get_type_hints(operator.call)
-        schema = [f"{_SCHEMA[kind]} {name}" for name, kind in fields.items()]
+        schema = [f"{library.SCHEMA[kind]} {name}" for name, kind in fields.items()]
         self.tensors = sum(field.startswith("Tensor") for field in schema)
-        self.traced = _define(self, f"{operator.name}_{backend.name}", schema)
+        self.traced = library.define(self, f"{operator.name}_{backend.name}", schema)
 
     def __call__(self, call: Any) -> tuple[Tensor, ...]:
         save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[: self.tensors])
@@ -141,62 +134,6 @@ class Form:
         assert self.backend.empty is not None
         results = self.backend.empty(call, False)
         return tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, results, strict=False))
-
-
-def _define(form: Form, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, in whose results an empty tensor stands for none."""
-    backend, count, outputs, results = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
-
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        with without_autocast(arguments[0]):
-            return backend.forward(form.make(*arguments[:-1]), arguments[-1])
-
-    def empty(*arguments: Any) -> tuple[Tensor, ...]:
-        assert backend.empty is not None
-        return backend.empty(form.make(*arguments[:-1]), arguments[-1])
-
-    def gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        found = form.gradient(*arguments)
-        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
-
-    def empty_gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        call = form.make(*arguments[results:])
-        found = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in call[:count])
-        found = found if backend.empty_gradient is None else backend.empty_gradient(call)
-        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.options = inputs[count:-1]
-        ctx.save_for_backward(*(output[outputs:] if isinstance(output, tuple) else ()), *inputs[:count])
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        found = of_gradient(*grads[:outputs], *kept, *ctx.options)
-        found = [g if differentiable(x) else None for g, x in zip(found, kept[backend.saved :], strict=True)]
-        return *found, *[None] * (len(ctx.options) + 1)
-
-    given = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
-    traced = _library(name, [*schema, "bool save"], results, forward, empty)
-    of_gradient = _library(f"{name}_gradient", [*given, *schema], count, gradient, empty_gradient)
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=keep)
-    return traced
-
-
-def _library(
-    name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Define `torch.ops.<NAMESPACE>.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
-    full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-    torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
-    # a single one torch wants by itself
-    torch.library.impl(full, "default", run if count > 1 else lambda *arguments: run(*arguments)[0])
-    torch.library.register_fake(full, empty if count > 1 else lambda *arguments: empty(*arguments)[0])
-    operation = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return operation if count > 1 else lambda *arguments: (operation(*arguments),)
-
-
-def differentiable(x: Tensor | None) -> bool:
-    return x is not None and x.is_floating_point()
 
 
 class _Differentiable(Function):

@@ -1,5 +1,5 @@
-"""What a layer's new parts begin with, from a few batches and without a gradient: projections of queries and keys to
-fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
+"""The values with which a layer's new parts begin, from a few batches and without a gradient: projections of queries
+and keys to fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
 
 C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant added to all keys changes
 no softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_q^−½ U √Σ and P_k = C_k^−½ V √Σ give the

@@ -1,6 +1,7 @@
 """The two stages of training after a conversion: layer by layer towards the teacher's attention, then the whole model
 towards its outputs, as LoLCATs has them. Zhang et al., https://arxiv.org/abs/2410.10254"""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -9,29 +10,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import matched_layers, output_distance, with_labels
+from linattn.integrations.transformers.linearize.distance import (
+    divergence,
+    matched_layers,
+    output_distance,
+    with_labels,
+)
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
 
 
 class Rates(NamedTuple):
-    """Holds the highest learning rates: of `new` weights, of the others in linear `layers`, and of the `rest` of the
-    model, which only `fine_tune` trains."""
+    """Holds the highest learning rates: of `stock` weights, which the model had, and of `new` ones."""
 
-    rest: float
-    layers: float
+    stock: float
     new: float
 
-    @classmethod
-    def of(cls, rest: float) -> "Rates":
-        """Give the weights of linear layers, which have the most to learn, 4 times that rate, and new ones 10 times."""
-        return cls(rest, 4 * rest, 10 * rest)
 
-
-RATES = Rates.of(1e-3)
+RATES = Rates(4e-3, 1e-2)
 FIRST_STAGE = 0.1
 """The share of a conversion's steps that is best left to `transfer`."""
+# batches that the distance is measured on
+MEASURED = 4
 
 
 def transfer(
@@ -62,14 +63,16 @@ def fine_tune(
     batches: Sequence[Batch],
     budget: Budget,
     *,
-    rates: Rates = RATES,
+    rates: Rates | None = None,
     lora: int | None = None,
 ) -> Training:
     """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
     and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    Training repeats the `batches` within the `budget`; the `rates` fall to zero. All weights train; with `lora`, only
-    the new ones and adapters of this rank, which are merged in the end."""
+    Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters
+    of this rank, which are merged in the end. Without `rates`, they are those of `transfer` times min(1, 1.5 √d) for
+    the distance d at the beginning: larger steps would lead a model that is near its teacher away from it, and smaller
+    ones would not bring one from afar. They fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
@@ -84,7 +87,14 @@ def fine_tune(
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, lora))]
+        rates = rates or _fitting_rates(model, teacher, batches)
         return train(model, objective, batches, _groups(model, weights, rates), budget)
+
+
+def _fitting_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
+    measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
+    factor = min(1.0, 1.5 * math.sqrt(divergence(model, teacher, measured)))
+    return Rates(*(factor * rate for rate in RATES))
 
 
 def _new_weights(model: nn.Module) -> set[int]:
@@ -95,12 +105,11 @@ def _new_weights(model: nn.Module) -> set[int]:
 def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
     """Return the optimizer's groups, each weight in one of them however many layers share it."""
     new, unique = _new_weights(model), {id(weight): weight for weight in weights}
-    layers = {id(weight) for layer in linearized_layers(model).values() for weight in layer.parameters()}
-    params: dict[float, list[nn.Parameter]] = {}
-    for key, weight in unique.items():
-        rate = rates.new if key in new else rates.layers if key in layers else rates.rest
-        params.setdefault(rate, []).append(weight)
-    return [{"params": group, "lr": rate} for rate, group in params.items()]
+    pairs = [
+        ([weight for key, weight in unique.items() if key not in new], rates.stock),
+        ([weight for key, weight in unique.items() if key in new], rates.new),
+    ]
+    return [{"params": params, "lr": rate} for params, rate in pairs if params]
 
 
 @contextmanager

@@ -106,9 +106,7 @@ def over_both(
     chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
-        # with the weights of a decay, three stages of 128 channels would exceed 227 KiB by three
-        stages = 2 if decayed and BF * BV > 8192 else chosen.num_stages
-        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8, num_stages=stages)), True, True)]
+        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
     return [
         (over_features(f, dv, dtype, device, decayed), True, False),
         (over_values(f, dv, dtype, device, decayed), False, True),

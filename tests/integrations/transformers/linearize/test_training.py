@@ -2,6 +2,7 @@
 not."""
 
 import copy
+import importlib
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 from linattn.integrations.transformers.linearize import (
     Budget,
     Rates,
+    Training,
     choose_layers,
     convert,
     divergence,
@@ -24,6 +26,7 @@ from linattn.integrations.transformers.linearize import (
     transfer,
 )
 from linattn.integrations.transformers.linearize.distance import relative_error
+from linattn.integrations.transformers.linearize.transfer import RATES
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
 from ..test_attention import logits, tokens
@@ -202,4 +205,26 @@ def test_wrong_calls_are_refused():
 def test_a_loss_that_is_not_finite_is_an_error():
     conversion, batches = start(DECODERS["llama"])
     with pytest.raises(ValueError, match="the loss is not finite at step"):
-        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates.of(1e30))
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30))
+
+
+@pytest.mark.parametrize(("size", "is_near"), [(1e-2, True), (1e3, False)])
+def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypatch):
+    model, given = make(DECODERS["llama"]), []
+    with torch.no_grad():
+        model.lm_head.weight.mul_(size)
+    batches = [{"input_ids": tokens()} for _ in range(2)]
+    conversion = convert(model, plan(model, method="elu", window=0, convolution=0, decay=False))
+
+    def note(model, objective, batches, groups, budget):
+        given.extend(group["lr"] for group in groups)
+        return Training((), 0.0)
+
+    # the package has a function of the module's name
+    module = importlib.import_module("linattn.integrations.transformers.linearize.transfer")
+    monkeypatch.setattr(module, "train", note)
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1))
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.5))
+    length = 1.5 * divergence(model, conversion.teacher, batches) ** 0.5
+    assert (length < 1) == is_near
+    assert given == [pytest.approx(min(1, length) * RATES.stock), 0.5]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
-from linattn.ops.backends.operator import NAMESPACE
+from linattn.ops.backends.library import NAMESPACE
 
 OPTIONS = {"feature_map": "elu_plus_one", "backend": "triton"}
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
