@@ -8,10 +8,12 @@ from linattn.attention import (
     LinformerAttention,
     LocalAttention,
     MeanPooling,
+    RotaryLinearAttention,
     SoftmaxAttention,
 )
 from linattn.attention.rotary import RotaryAttention
 from linattn.feature_maps import ElementwiseFeatureMap
+from linattn.ops import LinearState
 from linattn.ops.rotary import rotate
 from tests import laws
 
@@ -126,3 +128,15 @@ def test_the_causal_form_of_one_attention_at_two_places():
 
 def test_what_has_no_causal_form_has_none_with_rotary_positions():
     assert RotaryAttention(LinformerAttention(MeanPooling(20, 5))).as_causal() is None
+
+
+def test_a_state_of_fewer_heads_is_refused():
+    """It would broadcast over the heads of the keys."""
+    attention = RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=True)
+    x = laws.tokens(5)
+    _, state = attention.extend(*x)
+    for name in ("numerator", "denominator"):
+        sums = getattr(state, name)
+        fewer = state._replace(**{name: LinearState(sums.S[:, :1], sums.z[:, :1])})
+        with pytest.raises(ValueError, match=name):
+            attention.extend(*x, fewer)
