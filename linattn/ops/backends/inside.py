@@ -10,9 +10,7 @@ is a sum over what crosses each token.
 Decays per channel are those of Yang et al., Gated Linear Attention, https://arxiv.org/abs/2312.06635."""
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,10 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.backends.blocks import Workspace
-from linattn.ops.backends.halves import corners, diagonal, halves, in_blocks
-
-# exp(RANGE) times queries, keys and gradients, and exp(−RANGE) times them, are far from the ends of float32's range
-RANGE = 40
+from linattn.ops.backends.halves import corners, halves, in_blocks
 
 
 def decayed_products(asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace) -> "PerHead | PerChannel":
@@ -97,30 +92,16 @@ class _Level(NamedTuple):
 
 
 class PerChannel:
-    """A chunk is cut into leaves, which are joined two by two again and again. A query and a key are in two
-    neighbouring blocks of s tokens for exactly one s, and what decays between them is what decays from the key until
-    the border times what decays since the border. In a leaf it is f_i / f_j, with f what decays after its first token,
-    which is in range because decays that are stronger make leaves smaller, one token at the least."""
+    """A chunk is halved again and again. A query and a key are in two neighbouring blocks of s tokens for exactly one
+    s, and what decays between them is what decays from the key until the border times what decays since the border. No
+    factor is above 1, however strong the decays are, and none depends on later tokens."""
 
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
         self.asking, self.written, self.work, self.levels = asking, written, work, list[_Level]()
-        size = leaf_size(log_decay)
-        logs = in_blocks(log_decay, size)
-        self.first = logs[..., :1, :].exp()
-        logs[..., :1, :] = 0
-        sum_up(logs.unbind(-2))
-        # on a CPU torch's exp2 takes a fifth of the time of exp
-        self.since = logs.mul_(math.log2(math.e)).exp2_()
-        asking_apart, written_apart = in_blocks(asking, size).movedim(1, 2), in_blocks(written, size)
-        if size > 1:
-            out = work("leaves_asking", asking_apart.shape)
-            asking_apart = torch.mul(asking_apart, self.since.unsqueeze(2), out=out)
-            written_apart = torch.div(written_apart, self.since, out=work("leaves_written"))
-        self.leaves = _Level(size, asking_apart, written_apart, self.since[..., -1:, :])
-        self.asking_in, self.written_out = work("asking_in", asking.shape), work("written_out", written.shape)
-        torch.mul(self.leaves.asking, self.first.unsqueeze(2), out=in_blocks(self.asking_in, size).movedim(1, 2))
-        torch.mul(self.leaves.written, self.leaves.over, out=in_blocks(self.written_out, size))
-        over = self.first * self.leaves.over
+        self.decay = log_decay.exp_()
+        self.asking_in = torch.mul(asking, self.decay.unsqueeze(1), out=work("asking_in"))
+        self.written_out = work("written_out", written.shape).copy_(written)
+        over, size = self.decay.unsqueeze(-2), 1
         while size < asking.shape[-2]:
             over = self._double(size, over)
             size *= 2
@@ -128,8 +109,8 @@ class PerChannel:
 
     @cached_property
     def products(self) -> Tensor:
-        products = self.work("products", (*self.asking_in.shape[:-1], self.asking_in.shape[-2])).zero_()
-        diagonal(products, self.leaves.size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
+        products = self.work("products", (*self.asking.shape[:-1], self.asking.shape[-2])).zero_()
+        products.diagonal(dim1=-2, dim2=-1).copy_((self.asking * self.written.unsqueeze(1)).sum(-1))
         for level in self.levels:
             corners(products, level.size).copy_(_meeting(level).movedim(2, 1))
         return products
@@ -154,34 +135,13 @@ class PerChannel:
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
-        # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
-        own = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        G = diagonal(dproducts, self.leaves.size).tril(-1)
-        dlog_decay = self._of_leaves(G, dasking, dwritten, dlog_over)
-        dasking.addcmul_(own, self.written.unsqueeze(1))
-        dwritten.add_(torch.mul(own, self.asking, out=self.work("scratch")).sum(1))
+        dlog_decay, same = dlog_over.squeeze(-2), dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        # a loop over heads needs no memory for its terms
+        for asking, dx, G in zip(self.asking.unbind(1), dasking.unbind(1), same.unbind(1), strict=True):
+            dlog_decay.addcmul_(asking, dx.mul_(self.decay))
+            dx.addcmul_(G, self.written)
+            dwritten.addcmul_(G, asking)
         return dlog_decay
-
-    def _of_leaves(self, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
-        """Return the gradients of the logarithms of decays, given those of `over` and of products of two tokens."""
-        size, asking, written, over = self.leaves
-        dasking, dwritten = in_blocks(dasking, size).movedim(1, 2), in_blocks(dwritten, size)
-        dasking.mul_(self.first.unsqueeze(2))
-        dlog = torch.mul(asking, dasking, out=self.work("scratch")).sum(2)
-        dlog_first = dlog_over + dlog.sum(-2, keepdim=True)
-        if size == 1:
-            return dlog_first.flatten(1, 2)
-        until = torch.mul(written, dwritten.mul_(over), out=self.work("until"))
-        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
-        dlog.add_(torch.mul(asking, through_asking, out=self.work("scratch")).sum(2))
-        dlog.addcmul_(written, through_written, value=-1)
-        dasking.add_(through_asking).mul_(self.since.unsqueeze(2))
-        dwritten.add_(through_written).div_(self.since)
-        sum_up(dlog.unbind(-2)[::-1])
-        sum_up(until.unbind(-2))
-        dlog[..., 1:, :] += dlog_over + until[..., :-1, :]
-        dlog[..., :1, :] = dlog_first
-        return dlog.flatten(1, 2)
 
     def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
         """Go back from blocks of 2s tokens to those of s; return the gradients of the logarithms of `over`."""
@@ -192,24 +152,6 @@ class PerChannel:
         torch.addcmul(through_second, dsecond, over_first.unsqueeze(2), out=dsecond)
         torch.addcmul(through_first, dfirst, over_second, out=dfirst)
         return torch.stack([dlog_first, dlog_second], 2).add_(dlog_over.unsqueeze(2)).flatten(1, 2)
-
-
-def leaf_size(log_decay: Tensor) -> int:
-    """Return how many tokens, a power of two, can decay after the first of them by no more than e^−RANGE in any
-    channel, given decays (B C d)."""
-    size = log_decay.shape[-2]
-    # another device would have to wait for the answer
-    most = -log_decay.amin().item() if log_decay.device.type == "cpu" and log_decay.numel() else math.inf
-    # not >, as a NaN must not make the leaves of other sequences too large
-    while size > 1 and not most * (size - 1) <= RANGE:
-        size //= 2
-    return size
-
-
-def sum_up(tokens: Sequence[Tensor]) -> None:
-    """Add to each token those before it, in place, in a third of the time of torch's cumsum."""
-    for before, x in pairwise(tokens):
-        x.add_(before)
 
 
 def _meeting(level: _Level) -> Tensor:
