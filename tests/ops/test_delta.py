@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
 from linattn.ops.backends.delta import chunked
+from linattn.ops.backends.inside import RANGE
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -262,6 +263,21 @@ def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype:
     bound = 1e-12 if dtype == torch.float64 else 1e-4
     for name, x in exact.items():
         assert (ours[name].double() - x).norm() <= bound * x.norm() + 1e-30, name
+
+
+@every_backend
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16])
+def test_gradients_of_decays_that_are_all_strong(backend: str, decay: str, tokens: int) -> None:
+    """In float32 beside float64. So many tokens decay by no more than float32 can divide by; each gradient is then as
+    small as its decay, and must not be what rounding leaves of larger sums."""
+    given = inputs(70, decay)
+    given["log_decay"] = torch.full_like(given["log_decay"], -0.99 * RANGE / (tokens - 1))
+    upstream = upstream_of(given)
+    exact = everything(given, upstream, backend="reference")
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, backend=backend)
+    for name, x in exact.items():
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
 
 
 @every_backend

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linattn.ops.backends.blocks import Workspace
 from linattn.ops.backends.halves import corners, diagonal, halves, in_blocks
@@ -55,8 +56,7 @@ class PerHead:
         G = dproducts.mul_(self.between).tril_().flatten(1, 2)
         dasking.flatten(1, 2).baddbmm_(G, self.written)
         dwritten.baddbmm_(G.mT, self.asking.flatten(1, 2))
-        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1))
-        dlog_decay += until.cumsum(-1).sub_(until).unsqueeze(-1)
+        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1), until.unsqueeze(-1))
         return dlog_decay + self.over * dover.sum((1, 2), keepdim=True)
 
 
@@ -78,11 +78,12 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, since, until
 
 
-def sum_crossing(pairs: Tensor, Q: Tensor) -> Tensor:
-    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, and Q_i (cb C 1) over i ≥ t, for the state before the
-    chunk. A difference of sums over all pairs would leave their rounding where decays are strong."""
+def sum_crossing(pairs: Tensor, Q: Tensor, K: Tensor) -> Tensor:
+    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, Q_i (cb C 1) over i ≥ t, for the state before the
+    chunk, and K_j (cb C 1) over j < t, for the state after it. A difference of sums over all pairs, or all keys, would
+    leave their rounding where decays are strong."""
     before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1)
+    return before.tril().sum(1).unsqueeze(-1) + F.pad(K[:, :-1].cumsum(1), (0, 0, 1, 0))
 
 
 class _Level(NamedTuple):
@@ -102,7 +103,8 @@ class PerChannel:
     which is in range because decays that are stronger make leaves smaller, one token at the least."""
 
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
-        self.work, self.levels, size = work, list[_Level](), leaf_size(log_decay)
+        self.asking, self.written, self.work, self.levels = asking, written, work, list[_Level]()
+        size = leaf_size(log_decay)
         logs = in_blocks(log_decay, size)
         self.first = logs[..., :1, :].exp()
         logs[..., :1, :] = 0
@@ -152,29 +154,34 @@ class PerChannel:
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
-        return self._of_leaves(diagonal(dproducts, self.leaves.size).tril_(), dasking, dwritten, dlog_over)
+        # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
+        own = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        G = diagonal(dproducts, self.leaves.size).tril(-1)
+        dlog_decay = self._of_leaves(G, dasking, dwritten, dlog_over)
+        dasking.addcmul_(own, self.written.unsqueeze(1))
+        dwritten.add_(torch.mul(own, self.asking, out=self.work("scratch")).sum(1))
+        return dlog_decay
 
     def _of_leaves(self, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
-        """Return the gradients of the logarithms of decays, given those of `over`."""
+        """Return the gradients of the logarithms of decays, given those of `over` and of products of two tokens."""
         size, asking, written, over = self.leaves
         dasking, dwritten = in_blocks(dasking, size).movedim(1, 2), in_blocks(dwritten, size)
         dasking.mul_(self.first.unsqueeze(2))
-        dlog_first = dlog_over + torch.mul(asking, dasking, out=self.work("scratch")).sum((2, 3)).unsqueeze(-2)
-        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
-        dasking.add_(through_asking)
+        dlog = torch.mul(asking, dasking, out=self.work("scratch")).sum(2)
+        dlog_first = dlog_over + dlog.sum(-2, keepdim=True)
         if size == 1:
-            dwritten.add_(through_written)
             return dlog_first.flatten(1, 2)
-        dwritten.mul_(over)
-        dlog_over = dlog_over + torch.mul(written, dwritten, out=self.work("scratch")).sum(2, keepdim=True)
-        dwritten.add_(through_written)
-        dlog_since = torch.mul(asking, dasking, out=self.work("scratch")).sum(2).addcmul_(written, dwritten, value=-1)
-        dlog_since[..., -1:, :] += dlog_over
-        dasking.mul_(self.since.unsqueeze(2))
-        dwritten.div_(self.since)
-        sum_up(dlog_since.unbind(-2)[::-1])
-        dlog_since[..., :1, :] = dlog_first
-        return dlog_since.flatten(1, 2)
+        until = torch.mul(written, dwritten.mul_(over), out=self.work("until"))
+        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
+        dlog.add_(torch.mul(asking, through_asking, out=self.work("scratch")).sum(2))
+        dlog.addcmul_(written, through_written, value=-1)
+        dasking.add_(through_asking).mul_(self.since.unsqueeze(2))
+        dwritten.add_(through_written).div_(self.since)
+        sum_up(dlog.unbind(-2)[::-1])
+        sum_up(until.unbind(-2))
+        dlog[..., 1:, :] += dlog_over + until[..., :-1, :]
+        dlog[..., :1, :] = dlog_first
+        return dlog.flatten(1, 2)
 
     def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
         """Go back from blocks of 2s tokens to those of s; return the gradients of the logarithms of `over`."""
@@ -193,7 +200,8 @@ def leaf_size(log_decay: Tensor) -> int:
     size = log_decay.shape[-2]
     # another device would have to wait for the answer
     most = -log_decay.amin().item() if log_decay.device.type == "cpu" and log_decay.numel() else math.inf
-    while size > 1 and most * (size - 1) > RANGE:
+    # not >, as a NaN must not make the leaves of other sequences too large
+    while size > 1 and not most * (size - 1) <= RANGE:
         size //= 2
     return size
 
