@@ -70,7 +70,9 @@ class InnerAttention(nn.Module, ABC):
         original. None means that there is no causal form, as for Linformer."""
         if self.causal or type(self)._extend is InnerAttention._extend:
             return self if self.causal else None
-        inside = {name: part.as_causal() for name, part in self.named_children() if isinstance(part, InnerAttention)}
+        # not named_children, which leaves out the second name of a part
+        parts = self._modules.items()
+        inside = {name: part.as_causal() for name, part in parts if isinstance(part, InnerAttention)}
         view = copy(self)
         view.causal, view._modules = True, self._modules | inside
         return None if None in inside.values() else view

@@ -8,10 +8,12 @@ from linattn.attention import (
     LinformerAttention,
     LocalAttention,
     MeanPooling,
+    RotaryLinearAttention,
     SoftmaxAttention,
 )
 from linattn.attention.rotary import RotaryAttention
 from linattn.feature_maps import ElementwiseFeatureMap
+from linattn.ops import LinearState
 from linattn.ops.rotary import rotate
 from tests import laws
 
@@ -105,5 +107,36 @@ def test_the_causal_form_of_what_is_around_it(name):
     assert not own.causal and not own.inner.causal
 
 
+class Twice(InnerAttention):
+    """Somebody's own attention with the same inner one at two places."""
+
+    def __init__(self, inner: InnerAttention):
+        super().__init__()
+        self.first, self.second, self.causal = inner, inner, inner.causal
+
+    def _extend(self, q, k, v, state, key_mask):
+        first, second = state or (None, None)
+        y, first = self.first.extend(q, k, v, first, key_mask=key_mask)
+        other, second = self.second.extend(2 * q, k, v, second, key_mask=key_mask)
+        return y + other, (first, second)
+
+
+def test_the_causal_form_of_one_attention_at_two_places():
+    x = laws.tokens(20)
+    assert_close(Twice(make("elu", False)).as_causal()(*x), Twice(make("elu", True))(*x))
+
+
 def test_what_has_no_causal_form_has_none_with_rotary_positions():
     assert RotaryAttention(LinformerAttention(MeanPooling(20, 5))).as_causal() is None
+
+
+def test_a_state_of_fewer_heads_is_refused():
+    """It would broadcast over the heads of the keys."""
+    attention = RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=True)
+    x = laws.tokens(5)
+    _, state = attention.extend(*x)
+    for name in ("numerator", "denominator"):
+        sums = getattr(state, name)
+        fewer = state._replace(**{name: LinearState(sums.S[:, :1], sums.z[:, :1])})
+        with pytest.raises(ValueError, match=name):
+            attention.extend(*x, fewer)

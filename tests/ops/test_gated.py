@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, packed_log_decay
 from linattn.ops.backends import GATED
+from linattn.ops.elementwise import ELEMENTWISE
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -112,6 +113,19 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, no
     assert_same(everything(given, upstream, backend, **options), expected, rtol=1e-9, atol=1e-9)
 
 
+@every_backend
+@every_normalization
+@pytest.mark.parametrize("n", [1, 21])
+def test_features_by_name(backend: str, normalize: str | None, n: int) -> None:
+    """φ(0) is not zero here: what fills up the last chunk adds nothing."""
+    given = inputs(n)
+    upstream, phi = upstream_of(given, normalize=normalize), ELEMENTWISE["elu_plus_one"].function
+    exact = everything(given, upstream, "reference", normalize=normalize, feature_map="elu_plus_one")
+    mapped = run(given | {name: phi(given[name]) for name in "qk"}, "reference", normalize=normalize)
+    assert_close(tuple(exact.values())[:3], mapped)
+    assert_same(everything(given, upstream, backend, normalize=normalize, feature_map="elu_plus_one"), exact)
+
+
 @every_normalization
 def test_equal_decays_of_all_channels_are_a_decay_per_head(normalize: str | None) -> None:
     given = inputs(200)
@@ -185,7 +199,10 @@ def test_a_masked_token_neither_writes_nor_decays(backend: str, normalize: str |
 def test_what_a_masked_token_holds_reaches_no_gradient(backend: str, normalize: str | None) -> None:
     n = 70 if backend == "chunked" else 9
     given = inputs(n)
-    mask, options = laws.masks(n)["holes"].expand(2, 3, n), {"normalize": normalize, "feature_map": "softplus"}
+    holes, options = laws.masks(n)["holes"], {"normalize": normalize, "feature_map": "softplus"}
+    tokens, attend = (given[name] for name in "qkv"), attention(backend, **options)
+    laws.a_masked_token_has_no_effect_on_gradients(attend, *tokens, holes, torch.nan, queries=True)
+    mask = holes.expand(2, 3, n)
     upstream = upstream_of(given | {"key_mask": mask}, **options)
     clean = everything(given | {"key_mask": mask}, upstream, backend, **options)
     for name in ("k", "v", "log_decay"):
@@ -273,6 +290,32 @@ def test_any_strength_of_decay(backend: str, strength: float, normalize: str | N
     ours = everything({name: x.float() for name, x in given.items()}, upstream, backend, normalize=normalize)
     for name, x in exact.items():
         assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
+
+
+@every_backend
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16])
+@pytest.mark.parametrize("side", [0.99, 1.01])
+def test_gradients_of_decays_that_are_all_strong(backend: str, tokens: int, side: float) -> None:
+    """In float32 beside float64. So many tokens, or fewer by half, decay by no more than float32 can divide by; each
+    gradient is then as small as its decay, and must not be what rounding leaves of larger sums."""
+    given = inputs(70)
+    given["log_decay"] = torch.full_like(given["log_decay"], -side * 40 / (tokens - 1))
+    upstream = upstream_of(given, normalize=None)
+    exact = everything(given, upstream, "reference", normalize=None)
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, backend, normalize=None)
+    for name, x in exact.items():
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
+
+
+@every_backend
+def test_what_is_not_a_number_stays_in_its_sequence(backend: str) -> None:
+    """A NaN among the decays of a batch element, with strong decays in the others."""
+    given = inputs(70)
+    expected, given["log_decay"] = run(given, backend), given["log_decay"].clone()
+    given["log_decay"][1, 2, 40, 1] = torch.nan
+    for x, other in zip(run(given, backend), expected, strict=True):
+        assert_close(x[0], other[0])
+        assert_close(x[1, :2], other[1, :2])
 
 
 @every_backend

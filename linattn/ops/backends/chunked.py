@@ -72,11 +72,11 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
     """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
     (*b n f), the state as (b f dv) and (b 1 f)."""
     lead = call.z.shape[:-1]
-    q, *outputs = (beside_tokens(x, lead, call.q.shape) for x in (call.q, *outputs))
+    q, *others = (beside_tokens(x, lead, call.q.shape) for x in (call.q, *outputs))
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
     per_key = (x if x is None or x.ndim == k.ndim else x.unsqueeze(-1) for x in (call.log_decay, call.key_mask))
     log_decay, key_mask = (None if x is None else x.expand(*lead, -1, -1) for x in per_key)
-    return CausalCall(q, k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:]), outputs
+    return CausalCall(q, k, v, S.flatten(0, -3), z.flatten(0, -3), log_decay, key_mask, *call[7:]), others
 
 
 class Block:

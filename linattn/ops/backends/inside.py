@@ -10,19 +10,15 @@ is a sum over what crosses each token.
 Decays per channel are those of Yang et al., Gated Linear Attention, https://arxiv.org/abs/2312.06635."""
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from linattn.ops.backends.blocks import Workspace
-from linattn.ops.backends.halves import corners, diagonal, halves, in_blocks
-
-# exp(RANGE) times queries, keys and gradients, and exp(−RANGE) times them, are far from the ends of float32's range
-RANGE = 40
+from linattn.ops.backends.halves import corners, halves, in_blocks
 
 
 def decayed_products(asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace) -> "PerHead | PerChannel":
@@ -55,8 +51,7 @@ class PerHead:
         G = dproducts.mul_(self.between).tril_().flatten(1, 2)
         dasking.flatten(1, 2).baddbmm_(G, self.written)
         dwritten.baddbmm_(G.mT, self.asking.flatten(1, 2))
-        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1))
-        dlog_decay += until.cumsum(-1).sub_(until).unsqueeze(-1)
+        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1), until.unsqueeze(-1))
         return dlog_decay + self.over * dover.sum((1, 2), keepdim=True)
 
 
@@ -78,11 +73,12 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inside, since, until
 
 
-def sum_crossing(pairs: Tensor, Q: Tensor) -> Tensor:
-    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, and Q_i (cb C 1) over i ≥ t, for the state before the
-    chunk. A difference of sums over all pairs would leave their rounding where decays are strong."""
+def sum_crossing(pairs: Tensor, Q: Tensor, K: Tensor) -> Tensor:
+    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, Q_i (cb C 1) over i ≥ t, for the state before the
+    chunk, and K_j (cb C 1) over j < t, for the state after it. A difference of sums over all pairs, or all keys, would
+    leave their rounding where decays are strong."""
     before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1)
+    return before.tril().sum(1).unsqueeze(-1) + F.pad(K[:, :-1].cumsum(1), (0, 0, 1, 0))
 
 
 class _Level(NamedTuple):
@@ -96,29 +92,16 @@ class _Level(NamedTuple):
 
 
 class PerChannel:
-    """A chunk is cut into leaves, which are joined two by two again and again. A query and a key are in two
-    neighbouring blocks of s tokens for exactly one s, and what decays between them is what decays from the key until
-    the border times what decays since the border. In a leaf it is f_i / f_j, with f what decays after its first token,
-    which is in range because decays that are stronger make leaves smaller, one token at the least."""
+    """A chunk is halved again and again. A query and a key are in two neighbouring blocks of s tokens for exactly one
+    s, and what decays between them is what decays from the key until the border times what decays since the border. No
+    factor is above 1, however strong the decays are, and none depends on later tokens."""
 
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
-        self.work, self.levels, size = work, list[_Level](), leaf_size(log_decay)
-        logs = in_blocks(log_decay, size)
-        self.first = logs[..., :1, :].exp()
-        logs[..., :1, :] = 0
-        sum_up(logs.unbind(-2))
-        # on a CPU torch's exp2 takes a fifth of the time of exp
-        self.since = logs.mul_(math.log2(math.e)).exp2_()
-        asking_apart, written_apart = in_blocks(asking, size).movedim(1, 2), in_blocks(written, size)
-        if size > 1:
-            out = work("leaves_asking", asking_apart.shape)
-            asking_apart = torch.mul(asking_apart, self.since.unsqueeze(2), out=out)
-            written_apart = torch.div(written_apart, self.since, out=work("leaves_written"))
-        self.leaves = _Level(size, asking_apart, written_apart, self.since[..., -1:, :])
-        self.asking_in, self.written_out = work("asking_in", asking.shape), work("written_out", written.shape)
-        torch.mul(self.leaves.asking, self.first.unsqueeze(2), out=in_blocks(self.asking_in, size).movedim(1, 2))
-        torch.mul(self.leaves.written, self.leaves.over, out=in_blocks(self.written_out, size))
-        over = self.first * self.leaves.over
+        self.asking, self.written, self.work, self.levels = asking, written, work, list[_Level]()
+        self.decay = log_decay.exp_()
+        self.asking_in = torch.mul(asking, self.decay.unsqueeze(1), out=work("asking_in"))
+        self.written_out = work("written_out", written.shape).copy_(written)
+        over, size = self.decay.unsqueeze(-2), 1
         while size < asking.shape[-2]:
             over = self._double(size, over)
             size *= 2
@@ -126,8 +109,8 @@ class PerChannel:
 
     @cached_property
     def products(self) -> Tensor:
-        products = self.work("products", (*self.asking_in.shape[:-1], self.asking_in.shape[-2])).zero_()
-        diagonal(products, self.leaves.size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
+        products = self.work("products", (*self.asking.shape[:-1], self.asking.shape[-2])).zero_()
+        products.diagonal(dim1=-2, dim2=-1).copy_((self.asking * self.written.unsqueeze(1)).sum(-1))
         for level in self.levels:
             corners(products, level.size).copy_(_meeting(level).movedim(2, 1))
         return products
@@ -152,29 +135,13 @@ class PerChannel:
         dlog_over = (self.over * dover).mT.unsqueeze(1)
         for level in reversed(self.levels):
             dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
-        return self._of_leaves(diagonal(dproducts, self.leaves.size).tril_(), dasking, dwritten, dlog_over)
-
-    def _of_leaves(self, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
-        """Return the gradients of the logarithms of decays, given those of `over`."""
-        size, asking, written, over = self.leaves
-        dasking, dwritten = in_blocks(dasking, size).movedim(1, 2), in_blocks(dwritten, size)
-        dasking.mul_(self.first.unsqueeze(2))
-        dlog_first = dlog_over + torch.mul(asking, dasking, out=self.work("scratch")).sum((2, 3)).unsqueeze(-2)
-        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
-        dasking.add_(through_asking)
-        if size == 1:
-            dwritten.add_(through_written)
-            return dlog_first.flatten(1, 2)
-        dwritten.mul_(over)
-        dlog_over = dlog_over + torch.mul(written, dwritten, out=self.work("scratch")).sum(2, keepdim=True)
-        dwritten.add_(through_written)
-        dlog_since = torch.mul(asking, dasking, out=self.work("scratch")).sum(2).addcmul_(written, dwritten, value=-1)
-        dlog_since[..., -1:, :] += dlog_over
-        dasking.mul_(self.since.unsqueeze(2))
-        dwritten.div_(self.since)
-        sum_up(dlog_since.unbind(-2)[::-1])
-        dlog_since[..., :1, :] = dlog_first
-        return dlog_since.flatten(1, 2)
+        dlog_decay, same = dlog_over.squeeze(-2), dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        # a loop over heads needs no memory for its terms
+        for asking, dx, G in zip(self.asking.unbind(1), dasking.unbind(1), same.unbind(1), strict=True):
+            dlog_decay.addcmul_(asking, dx.mul_(self.decay))
+            dx.addcmul_(G, self.written)
+            dwritten.addcmul_(G, asking)
+        return dlog_decay
 
     def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
         """Go back from blocks of 2s tokens to those of s; return the gradients of the logarithms of `over`."""
@@ -185,23 +152,6 @@ class PerChannel:
         torch.addcmul(through_second, dsecond, over_first.unsqueeze(2), out=dsecond)
         torch.addcmul(through_first, dfirst, over_second, out=dfirst)
         return torch.stack([dlog_first, dlog_second], 2).add_(dlog_over.unsqueeze(2)).flatten(1, 2)
-
-
-def leaf_size(log_decay: Tensor) -> int:
-    """Return how many tokens, a power of two, can decay after the first of them by no more than e^−RANGE in any
-    channel, given decays (B C d)."""
-    size = log_decay.shape[-2]
-    # another device would have to wait for the answer
-    most = -log_decay.amin().item() if log_decay.device.type == "cpu" and log_decay.numel() else math.inf
-    while size > 1 and most * (size - 1) > RANGE:
-        size //= 2
-    return size
-
-
-def sum_up(tokens: Sequence[Tensor]) -> None:
-    """Add to each token those before it, in place, in a third of the time of torch's cumsum."""
-    for before, x in pairwise(tokens):
-        x.add_(before)
 
 
 def _meeting(level: _Level) -> Tensor:

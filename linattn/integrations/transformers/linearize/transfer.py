@@ -22,7 +22,7 @@ from linattn.integrations.transformers.linearize.training import Budget, Trainin
 
 
 class Rates(NamedTuple):
-    """Holds the highest learning rates: of the `stock` weights, which the model had, and of `new` ones."""
+    """Holds the highest learning rates: of `stock` weights, which the model had, and of `new` ones."""
 
     stock: float
     new: float

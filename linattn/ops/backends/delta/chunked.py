@@ -70,12 +70,12 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
     lead, beside = call.S.shape[:-2] or (1,), [call.q, *outputs]
     if call.S.ndim == 2:
         beside = [x.unsqueeze(0) for x in beside]
-    q, *outputs = (beside_tokens(x, lead, beside[0].shape) for x in beside)
+    q, *others = (beside_tokens(x, lead, beside[0].shape) for x in beside)
     k, v, beta, log_decay = (
         None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
     )
     assert k is not None and v is not None and beta is not None
-    return DeltaCall(q, k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), outputs
+    return DeltaCall(q, k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), others
 
 
 class Segment:

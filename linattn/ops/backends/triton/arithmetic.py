@@ -16,6 +16,9 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
 
+# of `rounded`, as a rule
+_AGAIN = tl.constexpr(False)
+
 
 @jit
 def _nearest_bfloat16(x):
@@ -56,7 +59,7 @@ def cast(x, TYPE: tl.constexpr):
 
 
 @jit
-def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = False):
+def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _AGAIN):
     """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
     if PRECISION == "bf16":
         return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)

@@ -92,7 +92,7 @@ def query_gradient(
             if MASKED:
                 slope = tl.where(dev.along_tokens(present, TURNED) | (tl.abs(slope) < float("inf")), slope, 0.0)
             dq_i *= dev.along_tokens(scale, TURNED) * slope
-            dev.store_turned(dq, tokens, features, dq_i, TURNED)
+            dev.store(dq, tokens, features, dq_i, TURNED)
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
         S_i += num.turned_product(tl.trans(v_j), k_end, TURNED, PRECISION)
@@ -171,7 +171,7 @@ def key_gradients(
         if VALUES:
             weighted = num.rounded(A * weight if DECAYED else A, PRECISION)
             dv_j += num.turned_product(weighted, dy_i, TURNED, PRECISION)
-            dev.store_turned(dv, tokens, values, tl.where(mine, dv_j, 0.0) if MASKED else dv_j, TURNED)
+            dev.store(dv, tokens, values, tl.where(mine, dv_j, 0.0) if MASKED else dv_j, TURNED)
         if KEYS:
             G = tl.where(visible, num.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
             from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
@@ -183,7 +183,7 @@ def key_gradients(
                 from_state *= dev.along_tokens(until, TURNED)
             dk_j = num.turned_product(num.rounded(G, PRECISION), q_i, TURNED, PRECISION) + from_state
             dk_j *= DERIVATIVE(x, y)
-            dev.store_turned(dk, tokens, features, tl.where(mine, dk_j, 0.0) if MASKED else dk_j, TURNED)
+            dev.store(dk, tokens, features, tl.where(mine, dk_j, 0.0) if MASKED else dk_j, TURNED)
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole
         dS_j += num.turned_product(tl.trans(dy_i), q_end, TURNED, PRECISION)

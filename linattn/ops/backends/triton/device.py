@@ -11,6 +11,8 @@ import triton.language as tl
 from linattn.ops.backends.triton.arithmetic import cast, jit, rounded, turned
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
+# how tiles lie as a rule
+_STRAIGHT = tl.constexpr(False)
 
 
 @jit
@@ -160,12 +162,7 @@ def load(x, tokens, columns):
 
 
 @jit
-def store(x, tokens, columns, tile):
-    store_turned(x, tokens, columns, tile, False)
-
-
-@jit
-def store_turned(x, tokens, columns, tile, TURNED: tl.constexpr):
+def store(x, tokens, columns, tile, TURNED: tl.constexpr = _STRAIGHT):
     places, inside = _tile(x, tokens, columns)
     tl.store(places, turned(cast(tile, x[0].dtype.element_ty), TURNED), mask=inside)
 
@@ -205,7 +202,7 @@ def load_queries(
 ):  # fmt: skip
     """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
     Tokens that are not inside give finite features: their outputs are not stored, and their weights are zero."""
-    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, False, PRECISION)
+    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, _STRAIGHT, PRECISION)
 
 
 @jit
