@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.backends.operator import NAMESPACE
+from linattn.ops.backends.library import NAMESPACE
 from linattn.ops.convolution import short_convolution
 
 
