@@ -13,8 +13,9 @@ from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
 
-TAYLOR_CHANNELS = 16
-"""Channels that second-order Taylor features are made of unless others are asked for: 153 features, not thousands."""
+TAYLOR_CHANNELS = 16, 24
+"""Second-order Taylor features keep half of a head's channels, at least and at most these: φ has 153 numbers for 16 of
+them and 325 for 24."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def plan(
     those whose indices are in `keep`, by `method`, a name as in `named_attention`.
 
     Local heads see `window` tokens; a method without any gets a window of softmax beside it (0: none). `key_dim` is the
-    number of channels that queries and keys are projected to (None: 16 for "taylor2", else all), `convolution` is the
-    width of the short convolution before causal attention (0: none), and `decay` gives causal linear heads one per head
-    and token. Cross-attention gets none of these but the projection.
+    number of channels that queries and keys are projected to (None: for "taylor2" half of the head's, from 16 to 24;
+    else all), `convolution` the width of the short convolution before causal attention (0: none), and `decay` gives
+    causal linear heads one per head and token. Cross-attention gets none of these but the projection.
 
     Raises ValueError, by name, for what no method of ours can replace, and where no layer would change."""
     if linearized_layers(model):
@@ -107,8 +108,9 @@ def plan(
 
 def _spec(call: Attended, index: int, *, method: str, window: int, key_dim: int | None) -> LayerSpec:
     d = call.q.shape[-1]
-    if key_dim is None and "taylor2" in method and d > TAYLOR_CHANNELS:
-        key_dim = TAYLOR_CHANNELS
+    least, most = TAYLOR_CHANNELS
+    if key_dim is None and "taylor2" in method and d > least:
+        key_dim = max(least, min(most, d // 2))
     return LayerSpec(
         index=index,
         method=method,

@@ -48,6 +48,13 @@ def test_the_state_has_the_planned_size(family, method):
     assert made.layers[0].cache_numbers == 2 * heads * 8
 
 
+@pytest.mark.parametrize(("channels", "kept"), [(16, None), (20, 16), (40, 20), (64, 24)])
+def test_taylor_features_keep_half_of_a_head(channels, kept):
+    sizes = {"hidden_size": channels, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    made = plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes)), method="taylor2")
+    assert [layer.spec.key_dim for layer in made.layers if layer.spec] == [kept]
+
+
 def test_encoders_and_cross_attention_have_no_convolution():
     model = make(ENCODER_DECODERS["bart"])
     made = plan(model, batch_of(model), method="elu")
