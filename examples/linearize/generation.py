@@ -25,7 +25,7 @@ def measured(lengths: Sequence[int], rows: int, *, compiled: bool = False) -> li
     batch = byte_lm.ByteText(0).batch()
     teacher = convert(model, plan(model, batch), [batch]).teacher
     # the compiler's own time is that of the first few
-    repeats = 64 if compiled else 16
+    repeats = 8 if compiled else 3
     with native(teacher):
         return [costs([teacher, model], tokens, rows=rows, repeats=repeats, compiled=compiled) for tokens in lengths]
 

@@ -16,6 +16,8 @@ from linattn.integrations.transformers.linearize.observe import attending_by, ev
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""
+# a model that had only one token per turn would find its weights driven out of the processor's cache by the other's
+TURN = 8
 
 
 class Generated(NamedTuple):
@@ -82,12 +84,12 @@ def costs(
     tokens: int,
     *,
     rows: int = 1,
-    repeats: int = 16,
+    repeats: int = 3,
     piece: int = 512,
     compiled: bool = False,
 ) -> list[Cost]:
     """Read `rows` sequences of `tokens` random tokens with each model, in pieces, and time single tokens after them,
-    taking turns; if `compiled`, by `torch.compile`, whose own time is that of the first few."""
+    in `repeats` turns of a few; if `compiled`, by `torch.compile`, whose own time is that of the first few."""
     random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
     ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
     caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]
@@ -103,7 +105,7 @@ def costs(
         steps = [torch.compile(model) if compiled else model for model in models]
         for _ in range(repeats):
             for step, cache, times in zip(steps, caches, seconds, strict=True):
-                times.append(_step(step, ids[:, -1:], cache))
+                times += [_step(step, ids[:, -1:], cache) for _ in range(TURN)]
     return [Cost(tokens, statistics.median(times), size) for times, size in zip(seconds, sizes, strict=True)]
 
 
