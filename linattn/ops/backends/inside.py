@@ -218,9 +218,9 @@ class PerChannel:
 
 
 class FromStrongDecays:
-    """From the first decay on that is too strong for leaves, the rows of a sequence are computed with leaves of one
-    token. So they depend on no later token, not even in their rounding. One form has all chunks, and the other those,
-    `at`, of which it has rows; given is which tokens have `strong` decays, (c b C)."""
+    """The rows of a sequence have leaves of one token from the first decay on that is too strong for larger ones. So
+    they depend on no later token, not even in their rounding. One form has all chunks, and the other those, `at`, of
+    which it has rows. Given is which tokens have `strong` decays, (c b C)."""
 
     def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace, strong: Tensor):
         count, _, chunk = strong.shape
