@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.cache import LinattnCache
-from linattn.integrations.transformers.config import LinattnConfig
+from linattn.integrations.transformers.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD, Block
 
@@ -25,11 +25,10 @@ class Hidden(NamedTuple):
 
     x: Float[Tensor, "b n d"]
     key_mask: Bool[Tensor, "b n"] | None
-    cache: LinattnCache | None
     states: tuple[Tensor, ...] | None
 
 
-class LinattnPreTrainedModel(PreTrainedModel):
+class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     """Holds the LanguageModel as `model`, whose weights have the same names in every subclass.
 
     Zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions count the present tokens, so there is
@@ -50,32 +49,27 @@ class LinattnPreTrainedModel(PreTrainedModel):
         self.model = _new_model(config)
         self.gradient_checkpointing = False
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
-
     def hidden(
         self,
         input_ids: Int[Tensor, "b n"] | None,
         attention_mask: Tensor | None,
         inputs_embeds: Float[Tensor, "b n d"] | None,
-        *,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
         output_hidden_states: bool | None,
         output_attentions: bool | None,
+        cache: LinattnCache | None = None,
     ) -> Hidden:
-        """Run the model up to its last norm; the arguments are transformers' own."""
+        """Run the model up to its last norm; the arguments are transformers' own, and the `cache` to go on from."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
-        cache = self._cache(past_key_values, use_cache)
-        tokens = _one_of(input_ids, inputs_embeds)
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         key_mask = _key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         record = [] if output_hidden_states else None
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        return Hidden(x, key_mask, cache, None if record is None else (*record, x))
+        return Hidden(x, key_mask, None if record is None else (*record, x))
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embedding
@@ -195,14 +189,9 @@ class LinattnModel(LinattnPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        x, _, cache, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        cache = self._cache(past_key_values, use_cache)
+        x, _, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
 
@@ -217,14 +206,6 @@ def _new_model(config: LinattnConfig) -> LanguageModel:
 
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    if input_ids is not None and inputs_embeds is None:
-        return input_ids
-    if inputs_embeds is not None and input_ids is None:
-        return inputs_embeds
-    raise ValueError("exactly one of input_ids and inputs_embeds must be given")
 
 
 def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
