@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,14 +20,6 @@ from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD, Block
 
 
-class Hidden(NamedTuple):
-    """The output of the last norm, and what the callers of `hidden` need beside it."""
-
-    x: Float[Tensor, "b n d"]
-    key_mask: Bool[Tensor, "b n"] | None
-    states: tuple[Tensor, ...] | None
-
-
 class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     """Holds the LanguageModel as `model`, whose weights have the same names in every subclass.
 
@@ -36,6 +28,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
 
     config: LinattnConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_context_parallel = False
@@ -57,8 +50,9 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         output_hidden_states: bool | None,
         output_attentions: bool | None,
         cache: LinattnCache | None = None,
-    ) -> Hidden:
-        """Run the model up to its last norm; the arguments are transformers' own, and the `cache` to go on from."""
+    ) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"] | None, tuple[Tensor, ...] | None]:
+        """Return the output of the last norm, the mask of the tokens, and the hidden states if they are asked for. The
+        arguments are transformers' own, and the `cache` to go on from."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         tokens = inputs_embeds if input_ids is None else input_ids
@@ -69,13 +63,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         record = [] if output_hidden_states else None
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        return Hidden(x, key_mask, None if record is None else (*record, x))
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = cast(nn.Embedding, value)
+        return x, key_mask, None if record is None else (*record, x)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -112,7 +100,9 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
             if record is not None:
                 record.append(x)
             if cache is None:
-                x = self._checkpointed(layer, partial(block, key_mask=key_mask), x)
+                call = partial(block, key_mask=key_mask)
+                recompute = self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0
+                x = self._checkpoint(call, x) if recompute else call(x)
             else:
                 x, block_state = block.extend(x, None if state is None else state.stack[layer], key_mask=key_mask)
                 states.append(block_state)
@@ -126,11 +116,6 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         if self.model.positions is not None:
             raise ValueError("inputs_embeds: this model has learned positions, which belong to its own embeddings")
         return self.model.dropout(tokens), None
-
-    def _checkpointed(self, layer: int, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0:
-            return self._checkpoint(block, x)
-        return block(x)
 
     def _set_gradient_checkpointing(
         self,
