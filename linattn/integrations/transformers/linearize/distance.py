@@ -16,6 +16,7 @@ from linattn.integrations.transformers.linearize.parts import LinearizedAttentio
 
 IGNORED = -100
 """The label of a token that nothing is asked about, in transformers' models."""
+NOTHING_ASKED = "each batch must ask for a prediction, but one has no label or no next token"
 
 
 def relative_error(
@@ -40,7 +41,10 @@ def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Bat
     distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
     labels = aligned_labels(model, batch, target.logits)
     mask = present_tokens(batch, target.logits) if labels is None else labels != IGNORED
-    return (distance if mask is None else distance[mask]).mean()
+    distance = distance if mask is None else distance[mask]
+    if not distance.numel():
+        raise ValueError(NOTHING_ASKED)
+    return distance.mean()
 
 
 def predicts_next(model: PreTrainedModel) -> bool:
@@ -58,14 +62,21 @@ def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
 
 def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
     """Return the mean of `output_distance` over the batches."""
+    require_batches(batches)
     with evaluating(model), evaluating(teacher):
         found = [output_distance(model, run(model, batch), run(teacher, batch), batch).item() for batch in batches]
     return math.fsum(found) / len(found)
 
 
+def require_batches(batches: Sequence[Batch]) -> None:
+    if not batches:
+        raise ValueError("give at least one batch: there is none to run the model on")
+
+
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
     """Return the mean relative error on the `batches` of each linearized layer, by its index, given the teacher's own
     input of that layer."""
+    require_batches(batches)
     with evaluating(model):
         found = [matched_layers(model, teacher, batch) for batch in batches]
     return {index: math.fsum(float(errors[index]) for errors in found) / len(found) for index in found[0]}

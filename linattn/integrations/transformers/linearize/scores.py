@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import IGNORED, aligned_labels, present_tokens, with_labels
+from linattn.integrations.transformers.linearize.distance import (
+    IGNORED,
+    NOTHING_ASKED,
+    aligned_labels,
+    present_tokens,
+    require_batches,
+    with_labels,
+)
 from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
 
 
@@ -28,8 +35,7 @@ class Scores(NamedTuple):
 
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model on the `batches`, and how close its output is to the teacher's."""
-    if not batches:
-        raise ValueError("scores need at least one batch")
+    require_batches(batches)
     with evaluating(model), evaluating(teacher):
         found = [_batch_scores(*outputs(model, batch), outputs(teacher, batch)[0]) for batch in batches]
     total = sum(n for n, _ in found)
@@ -41,6 +47,8 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
 
 def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:
     """Return the number of places, and the scores there."""
+    if not len(y):
+        raise ValueError(NOTHING_ASKED)
     found = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
