@@ -9,12 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linattn.attention.rotary import count_positions
-from linattn.attention.states import for_batch
 from linattn.nn import MultiheadAttention
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.compaction import compact, pack, unpack
-from linattn.ops.state import check_part, checked_kind
+from linattn.ops.state import check_part, checked_kind, for_batch
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
