@@ -12,19 +12,23 @@ Run = dict[str, Any]
 
 
 def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: Sequence[Run], path: Path) -> None:
-    """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method."""
+    """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method. With a SiLU
+    the line is dashed and its marks are hollow."""
     tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "numbers of state per sequence")
-    style = styles(dict.fromkeys(map(_method, shown_methods(tasks, runs))))
+    methods = dict.fromkeys(_kind(name) for name in shown_methods(tasks, runs))
+    style = styles(dict.fromkeys(_without_silu(method) for method in methods))
     for task, axes in zip(tasks, panels, strict=True):
-        for method in style:
+        for method in methods:
             shown = sorted(
                 (size(task, run["method"]), 100 * run["accuracy"])
                 for run in runs
-                if run["task"] == task.name and _method(run["method"]) == method and run["seed"] == 0
+                if run["task"] == task.name and _kind(run["method"]) == method and run["seed"] == 0
             )
             if shown:
-                axes.plot(*zip(*shown, strict=True), linewidth=1, label=label(method), **style[method])
+                hollow = {} if _without_silu(method) == method else {"markerfacecolor": "none", "linestyle": "--"}
+                options = style[_without_silu(method)] | hollow
+                axes.plot(*zip(*shown, strict=True), linewidth=1, label=label(method), **options)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f}")
     _save(figure, panels, path)
@@ -51,8 +55,12 @@ def _run(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
     return [task for task in tasks if shown_methods([task], runs)]
 
 
-def _method(name: str) -> str:
-    return name.partition(":")[0]
+def _kind(method: str) -> str:
+    return method.partition(":")[0]
+
+
+def _without_silu(kind: str) -> str:
+    return kind.removesuffix("+silu")
 
 
 def _panels(tasks: Sequence[Task], below: str) -> tuple[Any, Any]:

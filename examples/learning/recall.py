@@ -94,13 +94,17 @@ HALF_STATE = {
 }
 
 
+def with_silu(method: str) -> str:
+    """Return the name of a method that has a SiLU on q, k and v: "delta:32" becomes "delta+silu:32"."""
+    kind, colon, channels = method.partition(":")
+    return f"{kind}+silu{colon}{channels}"
+
+
 def _with_silu(models: Mapping[str, LanguageModelConfig]) -> dict[str, LanguageModelConfig]:
     """The models with a SiLU on q, k and v, as DeltaNet has. The convolution of width 1 is a factor and a bias."""
-    changed = {}
-    for name, model in models.items():
-        kind, colon, channels = name.partition(":")
-        changed[f"{kind}+silu{colon}{channels}"] = replace(model, convolution=1, convolution_on="projections")
-    return changed
+    return {
+        with_silu(name): replace(model, convolution=1, convolution_on="projections") for name, model in models.items()
+    }
 
 
 def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int, pairs: int) -> Task:

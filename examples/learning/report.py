@@ -40,6 +40,36 @@ def table(task: Task, runs: Sequence[Run]) -> str:
         by_seed = {run["seed"]: run for run in sorted(runs, key=_seed) if run["method"] == method}
         if by_seed:
             lines.append([label(method), *_figures(task, by_seed, seeds), *_costs(task, method, by_seed)])
+    return _markdown(lines)
+
+
+def recall_table(runs: Sequence[Run]) -> str:
+    """A row for each method, the largest state first, in all tasks of recall, without and with a SiLU."""
+    tasks, kinds = recall.TASKS, {"": str, "with SiLU: ": recall.with_silu}
+    titles = [task.title.removeprefix("recall of ") for task in tasks]
+    rows = []
+    for method in dict.fromkeys(name for task in tasks for name in task.methods if "silu" not in name):
+        figures = [_recalled(task, rename(method), runs) for rename in kinds.values() for task in tasks]
+        if any(figures):
+            first = next(task for task in tasks if method in task.methods)
+            rows.append((state_size(first, method), label(method), figures))
+    rows.sort(key=lambda row: -row[0])
+    head = ["method", "state", *(f"{kind}{title}" for kind in kinds for title in titles)]
+    return _markdown([head, *([method, f"{size:,}", *figures] for size, method, figures in rows)])
+
+
+def _recalled(task: Task, method: str, runs: Sequence[Run]) -> str:
+    """The accuracy of each seed, and the steps after which a run had solved the task before its last."""
+    runs = sorted((run for run in runs if (run["task"], run["method"]) == (task.name, method)), key=_seed)
+    return " / ".join(show(task, at(run, "accuracy", None)) + _sooner(task, run) for run in runs)
+
+
+def _sooner(task: Task, run: Run) -> str:
+    step = run["curve"][-1]["step"]
+    return f" ({step:,})" if step < task.training.steps else ""
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
 
@@ -82,12 +112,15 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
 
 
 def with_tables(page: str, runs: Sequence[Run]) -> str:
-    """Return the page with the table of each task that was run between its marks, in the place of what was there."""
-    for name in dict.fromkeys(run["task"] for run in runs):
+    """Return the page with the table of each task that was run between its marks, in the place of what was there. The
+    tasks of recall have one table together."""
+    together = {task.name for task in recall.TASKS}
+    for name in dict.fromkeys("recall" if run["task"] in together else run["task"] for run in runs):
         marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marks.search(page):
             raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
-        page = marks.sub(lambda found, task=TASKS[name]: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
+        text = recall_table(runs) if name == "recall" else table(TASKS[name], runs)
+        page = marks.sub(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
     return page
 
 

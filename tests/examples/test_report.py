@@ -92,6 +92,19 @@ def test_styles_differ():
     assert len(set(kinds)) == 88
 
 
+def test_recall_has_one_table_of_all_its_tasks_without_and_with_a_silu():
+    early = fake("recall32", "elu+silu", 1, [0.1, 0.9995])
+    runs = [early, fake("recall", "local", 0, [0.01] * 10), fake("recall32", "elu+silu", 0, [0.5] * 10), *RUNS]
+    page = report.with_tables(PAGE, runs)
+    assert page.count("old") == len(run.TASKS) - 3
+    head, _, elu, local = cells(report.recall_table(runs))
+    pairs = ["16 pairs, 128 tokens", "32 pairs, 128 tokens", "64 pairs, 256 tokens"]
+    assert head == ["method", "state", *pairs, *(f"with SiLU: {title}" for title in pairs)]
+    # the largest state comes first; a run that ended sooner says when
+    assert elu == ["elu", "4,288", "", "", "", "", "50.0 % / 100.0 % (400)", ""]
+    assert local == ["local", "2,049", "1.0 %", "", "", "", "", ""]
+
+
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
