@@ -109,9 +109,10 @@ def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
     monkeypatch.setattr(points, "_save", lambda *arguments: None)
-    records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in (("elu", 0.5), ("elu:32", 0.25))]
+    figures = {"elu": 0.5, "elu:32": 0.25, "elu+silu:32": 0.75}
+    records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in figures.items()]
     points.draw_states([run.TASKS["recall"]], report.state_size, [*records, *RUNS], path)
-    assert lines == [("elu", (2208, 4288), (25, 50))]
+    assert lines == [("elu", (2208, 4288), (25, 50)), ("_", (2208,), (75,)), ("hollow: with SiLU", [], [])]
 
 
 def test_pictures_of_places_name_their_methods(tmp_path):
