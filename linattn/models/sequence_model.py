@@ -41,9 +41,6 @@ class SequenceModel(TokenModel):
         self.head, self.tied = head, tied
         self.causal = any(part.causal for part in stack.modules() if isinstance(part, InnerAttention))
 
-    def get_stack(self) -> nn.Module:
-        return self.stack
-
     def forward(
         self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Float[Tensor, "b n o"]:

@@ -1,6 +1,6 @@
 """The base of all models of tokens: embeddings with positions, a stack of layers, a norm and the logits."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,15 +35,16 @@ class TokenModel(nn.Module, ABC):
 
     embedding: nn.Embedding
     positions: nn.Module | None
+    stack: Any
     dropout: nn.Module
     norm: nn.Module
     head: nn.Module | None
     tied: bool
     causal: bool
 
-    @abstractmethod
     def get_stack(self) -> Any:
         """Return the layers, which have the `forward` and `extend` of a `ResidualSequence`."""
+        return self.stack
 
     @property
     def device(self) -> torch.device:

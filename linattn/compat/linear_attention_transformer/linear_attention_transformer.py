@@ -99,9 +99,6 @@ class LinearAttentionTransformerLM(TokenModel):
         self.norm = nn.LayerNorm(out)
         self.head = None if options.return_embeddings else nn.Linear(width, options.num_tokens)
 
-    def get_stack(self) -> nn.Module:
-        return self.stack
-
     def forward(
         self, x: TokenIds, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Float[Tensor, "b n o"]:
