@@ -56,14 +56,9 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
         """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
-        x, key_mask, cache, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        cache = self._cache(past_key_values, use_cache)
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
         # 0 means all of them, as in x[:, -0:]
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
@@ -129,12 +124,8 @@ class _Classifier(LinattnPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> Any:
-        x, key_mask, _, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions
         )
         return self._output(x, key_mask, labels, states)
 

@@ -46,9 +46,9 @@ def query_gradient(
         present = dev.load_present(key_mask, tokens, MASKED)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        visible = places[:, None] >= places[None, :]
-        scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
-        delta_i = scale * 0
+        visible, ones = places[:, None] >= places[None, :], num.count(present, PRECISION)
+        scale, since, k_end = tl.full((C,), 1, tl.float32), tl.full((C,), 1, tl.float32), k_j
+        delta_i = tl.zeros((C,), tl.float32)
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             weight = dev.between(sums, visible, KEYS_FIRST=False)
@@ -56,7 +56,7 @@ def query_gradient(
         from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, TURNED, PRECISION)
         x = num.turned(num.beside(dev.load(q, tokens, features), num.turned(from_state, TURNED)), TURNED)
         y = dev.map_queries(x, features, present, PHI, MASKED, TURNED, PRECISION)
-        q_i, y = num.turned(y, TURNED), y.to(tl.float32)
+        q_i = num.turned(y, TURNED)
         if SUMS:
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         # what a query does not see may be infinite
@@ -64,10 +64,15 @@ def query_gradient(
             A = tl.where(visible, num.product(q_i, tl.trans(k_j), PRECISION), 0.0)
             if DECAYED:
                 A *= weight
-        G = tl.where(visible, num.product(dy_i, tl.trans(v_j), PRECISION), 0.0)
+            else:
+                # as in `forward`; decays' gradients, of which little would cancel between the kernels, want more digits
+                A = num.rounded(A, PRECISION, True)
         if SUMS:
-            d_i = tl.sum(A, 1) + from_z * since
-            delta_i = tl.sum(A * G, 1) + tl.sum(y * from_state, 0 if TURNED else 1) * since
+            d_i = tl.sum(num.wide(A), 1) + from_z * since
+        G = num.product(dy_i, tl.trans(v_j), PRECISION)
+        if SUMS:
+            A = num.beside(A, G)
+            delta_i = tl.sum(A * G, 1) + tl.sum(num.wide(y) * from_state, 0 if TURNED else 1) * since
             if GRADIENT:
                 scale = num.one_over(d_i)
                 delta_i *= scale
@@ -81,14 +86,14 @@ def query_gradient(
                 from_state -= dev.along_tokens(delta_i, TURNED) * dev.along_features(tl.max(z_i, 1), TURNED)
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = num.rounded(y * dev.along_tokens(scale * since, TURNED), PRECISION).to(tl.float32)
+                q_end = num.rounded(num.wide(y) * dev.along_tokens(scale * since, TURNED), PRECISION).to(tl.float32)
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
                 crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 G *= weight
                 from_state *= dev.along_tokens(since, TURNED)
             dq_i = num.turned_product(num.rounded(G, PRECISION), k_j, TURNED, PRECISION) + from_state
-            slope = DERIVATIVE(x, y)
+            slope = DERIVATIVE(x, num.beside(y, dq_i))
             if MASKED:
                 slope = tl.where(dev.along_tokens(present, TURNED) | (tl.abs(slope) < float("inf")), slope, 0.0)
             dq_i *= dev.along_tokens(scale, TURNED) * slope
@@ -96,7 +101,7 @@ def query_gradient(
         if DECAYED:
             S_i, z_i = S_i * whole, z_i * whole
         S_i += num.turned_product(tl.trans(v_j), k_end, TURNED, PRECISION)
-        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
+        z_i += num.product(tl.trans(k_end), ones, PRECISION)
 
 
 @dev.jit
@@ -142,14 +147,14 @@ def key_gradients(
         else:
             x = num.turned(dev.load(k, tokens, features).to(tl.float32), TURNED)
         y = dev.mapped(x, mine & dev.along_features(features[1], TURNED), PHI, PRECISION)
-        k_j, y = num.turned(y, TURNED), y.to(tl.float32)
+        k_j = num.turned(y, TURNED)
         k_end, y_end = k_j, y
         # row j, column i; what a key is not seen by may be infinite
         visible = places[:, None] <= places[None, :]
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            y_end = num.rounded(y * dev.along_tokens(until, TURNED), PRECISION)
-            k_end, y_end = num.turned(y_end, TURNED), y_end.to(tl.float32)
+            y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), PRECISION)
+            k_end = num.turned(y_end, TURNED)
         if VALUES:
             # before the queries are there, as all of them together would exceed shared memory
             dS = num.rounded(num.turned(dS_j, not TURNED), PRECISION)
@@ -178,11 +183,11 @@ def key_gradients(
             if DECAYED:
                 G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
-                crossed = tl.sum(after, 1) + tl.sum(y_end * from_state, 0 if TURNED else 1)
+                crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 from_state *= dev.along_tokens(until, TURNED)
             dk_j = num.turned_product(num.rounded(G, PRECISION), q_i, TURNED, PRECISION) + from_state
-            dk_j *= DERIVATIVE(x, y)
+            dk_j *= DERIVATIVE(x, num.beside(y, dk_j))
             dev.store(dk, tokens, features, tl.where(mine, dk_j, 0.0) if MASKED else dk_j, TURNED)
         if DECAYED:
             dS_j, dz_j = dS_j * whole, dz_j * whole

@@ -31,7 +31,7 @@ def forward(
         A = num.product(q_i, tl.trans(k_j), PRECISION)
         from_state = num.product(q_i, num.rounded(S_i, PRECISION), PRECISION)
         from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
-        visible, k_end = places[:, None] >= places[None, :], k_j
+        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
         if DECAYED:
             since, until, whole, sums = dev.load_decay(log_decay, tokens)
             A *= dev.between(sums, visible, KEYS_FIRST=False)
@@ -42,10 +42,10 @@ def forward(
         A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
         y_i = num.product(A, v_j, PRECISION) + from_state
         if NORMALIZED:
-            y_i *= num.one_over(tl.sum(A.to(tl.float32), 1) + from_z)[:, None]
+            y_i *= num.one_over(tl.max(num.product(A, ones, PRECISION), 1) + from_z)[:, None]
         dev.store(y, tokens, values, y_i)
         S_i += num.product(tl.trans(k_end), v_j, PRECISION)
-        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
+        z_i += num.product(tl.trans(k_end), ones, PRECISION)
     # rows that share their keys have the same sums: the first one writes them
     last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
     dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)

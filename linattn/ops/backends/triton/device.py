@@ -8,7 +8,7 @@ import math
 
 import triton.language as tl
 
-from linattn.ops.backends.triton.arithmetic import cast, jit, rounded, turned
+from linattn.ops.backends.triton.arithmetic import cast, hidden, jit, rounded, turned
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 # how tiles lie as a rule
@@ -75,11 +75,7 @@ def owns(x, row):
 
 @jit
 def _in_row(x, row, UNIT: tl.constexpr):
-    pointer = x.pointer + offset(x, row, UNIT)
-    if UNIT == 1:
-        return pointer, x.step
-    else:
-        return pointer, _elements(x.step, UNIT)
+    return x.pointer + offset(x, row, UNIT), x.step
 
 
 @jit
@@ -99,6 +95,7 @@ def per_token(x, walk, SHARES: tl.constexpr):
 
 @jit
 def chunk(start, stop, C: tl.constexpr):
+    start = hidden(start)
     return start, start + tl.arange(0, C) < stop
 
 
@@ -230,10 +227,11 @@ def along_features(x, TURNED: tl.constexpr):
 def load_keys(
     k, v, tokens, features, values, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """φ(k) and v of a chunk, rounded; zeros for masked tokens."""
-    k_j = mapped(load(k, tokens, features), both(tokens[1], features[1]), PHI, PRECISION)
+    """φ(k) and v of a chunk, rounded; zeros for masked tokens. For those that are not inside only v is zero."""
+    inside = features[1][None, :]
     if MASKED:
-        k_j = tl.where(present[:, None], k_j, 0.0)
+        inside = both(present, features[1])
+    k_j = mapped(load(k, tokens, features), inside, PHI, PRECISION)
     return k_j, load_values(v, tokens, values, present, MASKED, PRECISION)
 
 

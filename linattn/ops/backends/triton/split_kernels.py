@@ -28,7 +28,7 @@ def key_sums(
             k_j = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i, decay = S_i * whole, z_i * whole, decay * whole
         S_i += num.product(tl.trans(v_j), k_j, PRECISION)
-        z_i += tl.sum(k_j.to(tl.float32), 0)
+        z_i += tl.sum(tl.where(present[:, None], k_j.to(tl.float32), 0.0), 0)
     first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, tl.trans(S_i), z_i, True, first, F, DV)
     tl.store(kept + dev.place(walk), decay, mask=first)
