@@ -6,7 +6,7 @@ import argparse
 from fractions import Fraction
 from pathlib import Path
 
-from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
+from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, integers, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
 METHOD, WINDOW = "taylor2", 16
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")
     add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
-    add("--context", **COUNT, help="tokens per sequence (default: 512, or as many as the model takes)")
+    add("--context", **integers(2), help="tokens per sequence (default: 512, or as many as the model takes)")
     add("--batch", default=8, **COUNT, help="sequences per batch (default: 8)")
     add(
         "--lr",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -31,8 +32,11 @@ from linattn.integrations.transformers.linearize import (
     fine_tune,
     plan,
     restore_layers,
+    scores,
     transfer,
 )
+from linattn.integrations.transformers.linearize.distance import Diverged
+from linattn.integrations.transformers.linearize.folder import FIELD
 from linattn.integrations.transformers.linearize.report import Probes, report
 from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
 
@@ -57,13 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model, config)
     tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
     require_tokens(tokens, context)
+    require_room(config, tokens, context)
     if torch.cuda.is_available() and not arguments.cpu:
         model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     batches = TrainingBatches(tokens.training, context=context, batch=arguments.batch, seed=arguments.seed)
-    with explained(f"{arguments.model} cannot be linearized", ValueError):
+    with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
+        first = _here(model, [batches[0]])
+        # before any work: a model whose outputs cannot be compared has no way to its teacher
+        scores(model, model, first)
         keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
         options = {name: getattr(arguments, name) for name in ("method", "window", "convolution")}
-        planned = plan(model, *_here(model, [batches[0]]), keep=keep, **options)
+        planned = plan(model, *first, keep=keep, **options)
     print(planned, file=sys.stderr)
     work = open_work(arguments)
     try:
@@ -71,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         held_out = held_out_batches(tokens.held_out, context=context, batch=arguments.batch, count=HELD_OUT)
         facts = _train(conversion, batches, _here(model, held_out), arguments, work)
         made = _report(conversion, tokens.held_out, _here(model, held_out), context)
+    except Diverged as error:
+        raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     made |= facts | {"command": shlex.join(["linattn", *sys.argv[1:]]), "plan": planned.to_dict()}
@@ -83,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Load the model with the class that it was saved from."""
-    with explained(f"{name} cannot be loaded", OSError, ValueError):
+    with explained(f"{name} cannot be loaded", OSError, ValueError, SafetensorError):
         config: Any = AutoConfig.from_pretrained(name)
+        if hasattr(config, FIELD):
+            raise CommandError(f"{name} is linearized already: give the model that it was made from")
         kind = getattr(transformers, (config.architectures or ["none"])[0], None)
         if kind is None or not hasattr(kind, "from_pretrained"):
             raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
@@ -111,6 +123,15 @@ def require_tokens(tokens: Tokens, context: int) -> None:
             )
 
 
+def require_room(config: PreTrainedConfig, tokens: Tokens, context: int) -> None:
+    """Raise unless the model has a position and an embedding for every token."""
+    if context > (most := positions(config)):
+        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
+    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
+    if largest >= size:
+        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
+
+
 def _here(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
 
@@ -125,7 +146,8 @@ def open_work(arguments: argparse.Namespace) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2))
         return work
-    begun = json.loads(path.read_bytes())
+    with explained(f"{path} is corrupt", ValueError):
+        begun = json.loads(path.read_bytes())
     if other := [name for name in settings if settings[name] != begun.get(name)]:
         raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
     print(f"going on with {work}", file=sys.stderr)

@@ -26,8 +26,10 @@ from linattn.version import __version__
 FIELD = "linear_attention"
 """The field of a configuration that describes the linearized layers."""
 LOADER = "linattn_linearized.py"
+# not attn_implementation, which many callers choose, and would replace
+CHECKED = "experts_implementation"
 REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
-"""The `attn_implementation` of config.json: without our class, transformers says that it is not supported."""
+"""The value of a field of config.json that every stock class checks: transformers says that it is not supported."""
 
 
 class Linearized(NotCopied, PreTrainedModel):
@@ -37,14 +39,20 @@ class Linearized(NotCopied, PreTrainedModel):
     stock: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any):
-        _refuse_other(config._attn_implementation, REFUSAL, None)
+        _refuse_other(config._attn_implementation, None)
         config._attn_implementation = SOFTMAX
+        if config._experts_implementation == REFUSAL:
+            config._experts_implementation = None
         super().__init__(config, *args, **options)
-        config.attn_implementation = REFUSAL
+        setattr(config, CHECKED, REFUSAL)
         described = getattr(config, FIELD)
         check_version(described["linattn_version"], Path("config.json"))
         for name, spec in described["layers"].items():
             attach(self.get_submodule(_name_here(self, name)), LinearizedAttention(LayerSpec(**spec)))
+
+    def __reduce__(self) -> Any:
+        """Pickle by the name of the stock class, as this class has none that an import would find."""
+        return _empty, (type(self).__name__,), self.__dict__
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
         """Refuse other functions, which would ignore the layers' own weights."""
@@ -71,6 +79,12 @@ def linearized_class(name: str) -> type[Linearized]:
     return cast(type[Linearized], type(name, (Linearized, stock), {"stock": stock, "__module__": stock.__module__}))
 
 
+def _empty(name: str) -> Linearized:
+    """Return an object of the class without attributes, for pickle to fill."""
+    kind = linearized_class(name)
+    return kind.__new__(kind)
+
+
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Load a linearized model with the class it was saved from; the options are those of `from_pretrained`.
 
@@ -88,12 +102,12 @@ def describe(model: PreTrainedModel) -> None:
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
-        model.config.attn_implementation = REFUSAL
+        setattr(model.config, CHECKED, REFUSAL)
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
         stock: Any = model.stock
         model.__class__ = stock
-        for field in (FIELD, "attn_implementation", "auto_map"):
+        for field in (FIELD, CHECKED, "auto_map"):
             delattr(model.config, field)
 
 

@@ -14,6 +14,8 @@ from linattn.integrations.transformers.linearize import (
     CONTROLS,
     Conversion,
     Probes,
+    Report,
+    Scores,
     controlled,
     convert,
     entropies,
@@ -23,6 +25,7 @@ from linattn.integrations.transformers.linearize import (
     scores,
 )
 from linattn.integrations.transformers.linearize.probes import NEEDLE, cache_bytes, costs, generated, needles, recalled
+from linattn.integrations.transformers.linearize.report import AFTER, BEFORE, OFF, WINDOW
 
 from ..families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
 
@@ -210,6 +213,36 @@ def test_it_says_when_the_linear_part_does_nothing():
             if hasattr(layer, "o_proj"):
                 layer.o_proj.weight.data.zero_()
     assert "The linear part does nothing" in report(made.model, made.teacher, batches).sentences()[0]
+
+
+def said_of(differences: list[float]) -> str:
+    """Return the verdict where the removal of the linear part changes the losses by so much."""
+    rows = {
+        name: Scores(1.0, 0.5, 0.1, 0.9, 1.0, tuple(1 + x * (name == OFF) for x in differences))
+        for name in (BEFORE, AFTER, WINDOW, OFF)
+    }
+    return Report("LlamaForCausalLM", "elu", 16, rows, ()).verdict()
+
+
+def test_the_verdict_has_a_sign_and_needs_two_batches():
+    assert said_of([0.1, 0.4]) == (
+        "The linear part does nothing: its removal changes the loss by +0.2500 bits, and the noise is 0.3000."
+    )
+    assert said_of([0.1, 0.2]).startswith("The linear part matters: its removal changes the loss by +0.1500 bits")
+    assert said_of([-0.1, -0.2]).startswith("The linear part does harm: its removal changes the loss by -0.1500 bits")
+    assert said_of([0.3]) == (
+        "A single batch does not tell whether the linear part matters: its removal changes the loss by +0.3000 bits, "
+        "and the noise is unknown."
+    )
+
+
+@pytest.mark.parametrize("silent", [{"labels": torch.full((3, N), -100)}, {"input_ids": torch.ones(2, 1).long()}])
+def test_a_batch_without_predictions_has_no_scores(silent):
+    made, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="each batch must ask for a prediction"):
+        scores(made.model, made.teacher, [batches[0], {"input_ids": batches[0]["input_ids"], **silent}])
+    with pytest.raises(ValueError, match="at least one batch"):
+        report(made.model, made.teacher, [])
 
 
 def test_it_says_when_a_window_does_as_well():
