@@ -45,14 +45,14 @@ def query_gradient(
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
-        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
-        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        visible, ones = places[:, None] >= places[None, :], num.count(present, PRECISION)
-        scale, since, k_end = tl.full((C,), 1, tl.float32), tl.full((C,), 1, tl.float32), k_j
-        delta_i = tl.zeros((C,), tl.float32)
+        scale, since, delta_i = tl.full((C,), 1, tl.float32), tl.full((C,), 1, tl.float32), tl.zeros((C,), tl.float32)
         if DECAYED:
             since, until, whole = dev.load_decay(decay, tokens)
-            weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
+        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
+        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
+        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
+        if DECAYED:
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, TURNED, PRECISION)
         x = num.turned(num.beside(dev.load(q, tokens, features), num.turned(from_state, TURNED)), TURNED)
@@ -62,12 +62,11 @@ def query_gradient(
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
-            A = tl.where(visible, num.product(q_i, tl.trans(k_j), PRECISION), 0.0)
-            if DECAYED:
-                A *= weight
-            else:
-                # as in `forward`; decays' gradients, of which little would cancel between the kernels, want more digits
-                A = num.rounded(A, PRECISION, True)
+            A = num.product(q_i, tl.trans(k_j), PRECISION)
+            A = tl.where(visible, A * weight if DECAYED else A, 0.0)
+            if not DECAYED:
+                # as in `forward`; for the gradient of a decay, both kernels have to multiply the same numbers
+                A = num.rounded(A, PRECISION, ONCE=True)
         if SUMS:
             d_i = tl.sum(num.wide(A), 1) + from_z * since
         G = num.product(dy_i, tl.trans(v_j), PRECISION)
@@ -82,17 +81,19 @@ def query_gradient(
         if GRADIENT:
             if NORMALIZED and not SUMS:
                 scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
-            G = tl.where(visible, G - delta_i[:, None], 0.0)
+            G -= delta_i[:, None]
             if NORMALIZED:
                 from_state -= dev.along_tokens(delta_i, TURNED) * dev.along_features(tl.max(z_i, 1), TURNED)
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = num.rounded(num.wide(y) * dev.along_tokens(scale * since, TURNED), PRECISION).to(tl.float32)
+                q_end = num.beside(y, from_state) * dev.along_tokens(scale * since, TURNED)
+                q_end = num.wide(num.rounded(q_end, PRECISION))
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
                 crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 G *= weight
                 from_state *= dev.along_tokens(since, TURNED)
+            G = tl.where(visible, G, 0.0)
             dq_i = num.turned_product(num.rounded(G, PRECISION), k_j, TURNED, PRECISION) + from_state
             slope = DERIVATIVE(x, num.beside(y, dq_i))
             if MASKED:
@@ -142,6 +143,8 @@ def key_gradients(
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        if DECAYED:
+            since, until, whole = dev.load_decay(decay, tokens)
         mine = dev.along_tokens(present, TURNED)
         if KEYS:
             v_j = dev.load_values(v, tokens, values, present, MASKED, PRECISION)
@@ -156,7 +159,6 @@ def key_gradients(
         # row j, column i; what a key is not seen by may be infinite
         visible = places[:, None] <= places[None, :]
         if DECAYED:
-            since, until, whole = dev.load_decay(decay, tokens)
             y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), PRECISION)
             k_end = num.turned(y_end, TURNED)
         if VALUES:
@@ -172,25 +174,25 @@ def key_gradients(
             delta_i = num.in_columns(delta_i, PRECISION)
         if DECAYED:
             q_i = num.rounded(q_i, PRECISION, ONCE=True)
-            weight = scale[None, :] * dev.between(decay, tokens, PRECISION, KEYS_FIRST=True)
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=True)
+            weight *= scale[None, :]
             q_end = num.rounded(num.wide(q_i) * (scale * since)[:, None], PRECISION)
         else:
             q_i = num.rounded(q_i * scale[:, None], PRECISION, ONCE=True)
             q_end = q_i
         if VALUES or DECAYED:
-            A = tl.where(visible, num.product(k_j, tl.trans(q_i), PRECISION), 0.0)
+            A = num.product(k_j, tl.trans(q_i), PRECISION)
         if VALUES:
-            weighted = num.rounded(A * weight if DECAYED else A, PRECISION)
+            weighted = num.rounded(tl.where(visible, A * weight if DECAYED else A, 0.0), PRECISION)
             dv_j += num.turned_product(weighted, dy_i, TURNED, PRECISION)
             dev.store(dv, tokens, values, tl.where(mine, dv_j, 0.0) if MASKED else dv_j, TURNED)
         if KEYS:
             G = num.product(v_j, tl.trans(dy_i), PRECISION)
             if NORMALIZED:
                 G += num.product(minus, tl.trans(delta_i), PRECISION)
-            G = tl.where(visible, G, 0.0)
+            G = tl.where(visible, G * weight if DECAYED else G, 0.0)
             from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
             if DECAYED:
-                G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)

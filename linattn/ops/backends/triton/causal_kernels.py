@@ -27,6 +27,8 @@ def forward(
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        if DECAYED:
+            since, until, whole = dev.load_decay(decay, tokens)
         q_i = num.rounded(dev.load_queries(q, tokens, features, present, PHI, MASKED), PRECISION, ONCE=True)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         A = num.product(q_i, tl.trans(k_j), PRECISION)
@@ -34,8 +36,8 @@ def forward(
         from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
         if DECAYED:
-            since, until, whole = dev.load_decay(decay, tokens)
-            A *= dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
+            A *= weight
             from_state, from_z = from_state * since[:, None], from_z * since
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i = S_i * whole[:, None], z_i * whole[:, None]

@@ -33,6 +33,9 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 def _weighed(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
     """Return the call and its state. Of a decay, kernels read what `weigh` makes of it."""
     call, S, z = readable_call(given)
+    if call.key_mask is not None:
+        # loads of bytes cannot start early
+        call.key_mask = call.key_mask.to(torch.int32)
     if call.log_decay is not None:
         call.log_decay = weigh(call.log_decay, rule(*call.shape).C)[..., 0, :]
     return call, S, z

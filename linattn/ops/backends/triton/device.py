@@ -272,16 +272,16 @@ def load_decay(decay, tokens):
 
 @jit
 def between(decay, tokens, PRECISION: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(C, C): what a key has decayed to at a query, if the query sees it; rows are queries, or keys."""
-    C: tl.constexpr = tokens[1].shape[0]
-    high, first, places = load_numbers(decay.high, tokens), load_numbers(decay.first, tokens), tl.arange(0, C)
-    exponent = high[:, None] - high[None, :]
+    """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
+    high, first = load_numbers(decay.high, tokens), load_numbers(decay.first, tokens)
+    exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
     if PRECISION == "tf32x3":
         low = load_numbers(decay.low, tokens)
         exponent += low[:, None] - low[None, :]
+    first = first.to(tl.int32) + tokens[1].shape[0]
     if KEYS_FIRST:
-        seen = (places[:, None] <= places[None, :]) & (places[:, None] >= (first[None, :] + C).to(tl.int32))
-        return tl.where(seen, tl.exp2(-exponent), 0.0)
+        exponent = -exponent
+        seen = (places[:, None] <= places[None, :]) & (places[:, None] >= first[None, :])
     else:
-        seen = (places[:, None] >= places[None, :]) & (places[None, :] >= (first[:, None] + C).to(tl.int32))
-        return tl.where(seen, tl.exp2(exponent), 0.0)
+        seen = (places[:, None] >= places[None, :]) & (places[None, :] >= first[:, None])
+    return seen, tl.exp2(exponent)

@@ -23,9 +23,10 @@ def key_sums(
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
-        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         if DECAYED:
             _, until, whole = dev.load_decay(decay, tokens)
+        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
+        if DECAYED:
             k_j = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
             S_i, z_i, left = S_i * whole[:, None], z_i * whole, left * whole
         S_i += num.product(tl.trans(v_j), k_j, PRECISION)
@@ -53,13 +54,14 @@ def query_sums(
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        if DECAYED:
+            since, _, whole = dev.load_decay(decay, tokens)
         q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
         scale = tl.where(tokens[1], 1.0, 0.0)
         if NORMALIZED:
             scale = dev.load_numbers(inverse, tokens)
         if DECAYED:
-            since, _, whole = dev.load_decay(decay, tokens)
             scale *= since
             dS_j, dz_j, left = dS_j * whole[:, None], dz_j * whole, left * whole
         q_i = num.rounded(q_i * scale[:, None], PRECISION, ONCE=True)
