@@ -61,10 +61,3 @@ def kept(text: str) -> Fraction | tuple[int, ...]:
     except (ValueError, ZeroDivisionError):
         pass
     raise argparse.ArgumentTypeError(f"must be a share such as 1/4, numbers such as 0,5, or none, but is {text!r}")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    # imported here, because it takes seconds and mistakes in the options should be told at once
-    from linattn.cli.linearize import command
-
-    return command.run(arguments)

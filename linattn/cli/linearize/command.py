@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from linattn.cli.linearize.progress import showing
 from linattn.integrations.transformers.linearize import (
     Budget,
     Conversion,
-    Plan,
     Rates,
     Training,
     choose_layers,
@@ -66,9 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     batches = TrainingBatches(tokens.training, context=context, batch=arguments.batch, seed=arguments.seed)
     with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
+        first = _here(model, [batches[0]])
         # before any work: a model whose outputs cannot be compared has no way to its teacher
-        scores(model, model, _here(model, [batches[0]]))
-        planned = _plan(model, batches[0], arguments)
+        scores(model, model, first)
+        keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
+        options = {name: getattr(arguments, name) for name in ("method", "window", "convolution")}
+        planned = plan(model, *first, keep=keep, **options)
     print(planned, file=sys.stderr)
     work = open_work(arguments)
     try:
@@ -129,17 +132,6 @@ def require_room(config: PreTrainedConfig, tokens: Tokens, context: int) -> None
         raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
 
 
-def _plan(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace) -> Plan:
-    return plan(
-        model,
-        *_here(model, [batch]),
-        method=arguments.method,
-        keep=() if isinstance(arguments.keep, Fraction) else arguments.keep,
-        window=arguments.window,
-        convolution=arguments.convolution,
-    )
-
-
 def _here(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
 
@@ -172,9 +164,8 @@ def _train(
     """Run the two stages of training, and the choice of layers between them; return what to report of them."""
     model, teacher = conversion.model, conversion.teacher
     facts: dict[str, Any] = {"kept": list(arguments.keep) if isinstance(arguments.keep, tuple) else []}
-    losses = {
-        "transfer": _stage("transfer", lambda budget: transfer(model, teacher, batches, budget), model, arguments, work)
-    }
+    stage = partial(_stage, model, arguments, work)
+    losses = {"transfer": stage("transfer", partial(transfer, model, teacher, batches))}
     if isinstance(arguments.keep, Fraction):
         count = max(1, round(arguments.keep * len(conversion.plan.replaced)))
         chosen = choose_layers(model, teacher, held_out[:CHOOSING], count)
@@ -182,22 +173,13 @@ def _train(
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
-    losses["fine-tune"] = _stage(
-        "fine-tune",
-        lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),
-        model,
-        arguments,
-        work,
-    )
+    tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
+    losses["fine-tune"] = stage("fine-tune", tune)
     return facts | {"losses": losses}
 
 
 def _stage(
-    name: str,
-    train: Callable[[Budget], Training],
-    model: PreTrainedModel,
-    arguments: argparse.Namespace,
-    work: Path,
+    model: PreTrainedModel, arguments: argparse.Namespace, work: Path, name: str, train: Callable[[Budget], Training]
 ) -> list[float]:
     """Train, or take the result of a run that was interrupted after this stage; return the losses."""
     done, share = work / f"{name}.pt", FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
@@ -206,8 +188,8 @@ def _stage(
         minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
         with showing(name) as show:
             training = train(Budget(steps, minutes, work / name, arguments.save_every, show))
-        with atomic_file(done) as partial:
-            torch.save({"weights": model.state_dict(), "losses": training.losses}, partial)
+        with atomic_file(done) as file:
+            torch.save({"weights": model.state_dict(), "losses": training.losses}, file)
         shutil.rmtree(work / name, ignore_errors=True)
     saved = torch.load(done, map_location=model.device, weights_only=True)
     model.load_state_dict(saved["weights"])
@@ -240,9 +222,9 @@ def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tenso
 
 def write_result(out: Path, model: PreTrainedModel, tokenizer: Any, made: dict[str, Any]) -> None:
     """Write the folder as a whole: the model as transformers saves it, its tokenizer and the report."""
-    with atomic_folder(out) as partial:
-        model.save_pretrained(partial)
+    with atomic_folder(out) as folder:
+        model.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        (partial / "report.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-        (partial / "report.html").write_text(html(made), encoding="utf-8")
+            tokenizer.save_pretrained(folder)
+        (folder / "report.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(html(made), encoding="utf-8")

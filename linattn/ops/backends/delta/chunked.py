@@ -95,7 +95,7 @@ class Segment:
             self.inside = NoDecay(self.asking, self.written, work)
         else:
             log_decay = place.load(given.log_decay, "log_decay", work)
-            self.inside = decayed_products(self.asking, self.written, log_decay, work)
+            self.inside = decayed_products(self.asking, self.written, log_decay, work, place.number)
         self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
         self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
         self.M = inverse(A, work("M"))

@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize import (
     convert,
     linearized_class,
@@ -15,6 +14,7 @@ from linattn.integrations.transformers.linearize import (
     load_linearized,
     plan,
 )
+from linattn.ops.state import map_state
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, TOKENS, WINDOWED, every, make
 from ..test_attention import logits, tokens
@@ -49,7 +49,7 @@ def test_the_state_has_the_planned_size(family, method):
     assert made.layers[0].cache_numbers == 2 * heads * 8
 
 
-@pytest.mark.parametrize(("channels", "kept"), [(16, None), (20, 16), (40, 20), (64, 24)])
+@pytest.mark.parametrize(("channels", "kept"), [(16, None), (20, 16), (40, 20), (64, 32), (128, 32)])
 def test_taylor_features_keep_half_of_a_head(channels, kept):
     sizes = {"hidden_size": channels, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     made = plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes)), method="taylor2")
