@@ -7,10 +7,12 @@ from typing import final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
-from linattn.ops.linformer import pool_sequence, project_sequence
+from linattn.ops.backends.base import accumulator
+from linattn.ops.compaction import compact, pack
 from linattn.ops.softmax import softmax_attention
 from linattn.ops.state import checked_kind
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -65,7 +67,8 @@ class LearnedProjection(SequenceProjection):
     def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, None]:
         if self.weight.ndim == 3 and len(self.weight) != x.shape[1]:
             raise ValueError(f"made for {len(self.weight)} key heads, but there are {x.shape[1]}")
-        return project_sequence(x, self.weight, key_mask=key_mask), None
+        x = x if key_mask is None else pack(x, compact(key_mask))
+        return self.weight[..., : x.shape[-2]] @ x, None
 
 
 @final
@@ -95,6 +98,27 @@ class StridedConvolution(SequenceProjection):
         if x.shape[-1] != self.weight.shape[-1]:
             raise ValueError(f"made for {self.weight.shape[-1]} channels per head, but there are {x.shape[-1]}")
         return pool_sequence(x, self.window, weight=self.weight, key_mask=key_mask)
+
+
+def pool_sequence(
+    x: Keys, size: int, *, weight: Float[Tensor, "size d"] | None = None, key_mask: KeyMask = None
+) -> tuple[_Projected, _Present]:
+    """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
+    channel.
+
+    Also return which windows hold a present token (None: all). An incomplete window gives the mean, or sum, of its
+    tokens."""
+    count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
+    if key_mask is not None:
+        where = compact(key_mask.expand(x.shape[0], -1, -1))
+        x, count = pack(x, where), where.total
+    r = (x.shape[-2] + size - 1) // size
+    windows = F.pad(x, (0, 0, 0, r * size - x.shape[-2])).unflatten(-2, (r, size))
+    held = (count.unsqueeze(-1) - size * torch.arange(r, device=x.device)).clamp(0, size)
+    pooled = (windows if weight is None else windows * weight).sum(-2, dtype=accumulator(x.dtype))
+    if weight is None:
+        pooled = pooled / held.clamp(min=1).unsqueeze(-1)
+    return pooled.to(x.dtype), None if key_mask is None else held > 0
 
 
 @final

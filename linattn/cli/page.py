@@ -21,6 +21,16 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
+def axes(title: str, label: str, size: tuple[float, float] = (4.5, 3.2)) -> Any:
+    """Return the axes of a new picture, with a `label` on the x axis."""
+    plot = Figure(figsize=size, layout="constrained", facecolor="white").subplots()
+    plot.set_title(title, loc="left")
+    plot.set_xlabel(label)
+    plot.grid(alpha=0.3)
+    plot.spines[["top", "right"]].set_visible(False)
+    return plot
+
+
 def svg(figure: Figure, name: str, label: str) -> str:
     """Return the figure as SVG. Ids get its name, because a page holds several pictures."""
     stream, tight = io.StringIO(), None if figure.axes else "tight"

@@ -5,13 +5,14 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from linattn.types import TokenIds, TokenMask, Tokens
+from linattn.models.token_model import TokenModel
+from linattn.types import TokenIds
 
 Prompts = Sequence[Sequence[int]] | TokenIds
 Logits = Float[Tensor, "b v"]
@@ -19,32 +20,6 @@ Logits = Float[Tensor, "b v"]
 Seen = Bool[Tensor, "b v"]
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
-
-
-@runtime_checkable
-class Generative(Protocol):
-    """A model that can generate: any `TokenModel`, and any module with these methods."""
-
-    training: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_length(self) -> int | None:
-        """The length of the longest sequence that there are positions for, None if there is no limit."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def logits(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b v"]: ...
-
-    def extend_hidden(
-        self, tokens: TokenIds, state: Any = None, *, key_mask: TokenMask = None
-    ) -> tuple[Tokens, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +55,7 @@ GREEDY = Sampling()
 
 
 def generate(
-    model: Generative,
+    model: TokenModel,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -96,7 +71,7 @@ def generate(
 
 
 def stream(
-    model: Generative,
+    model: TokenModel,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -159,7 +134,7 @@ def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -
     return rows
 
 
-def _prefill(model: Generative, rows: list[list[int]], state: Any) -> tuple[Logits, Any, Seen]:
+def _prefill(model: TokenModel, rows: list[list[int]], state: Any) -> tuple[Logits, Any, Seen]:
     """Return the logits after each prompt, the state, and a mask of the tokens that each prompt has."""
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     longest = int(lengths.max())

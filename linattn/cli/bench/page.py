@@ -16,7 +16,7 @@ from linattn.cli.bench import SOFTMAX, UNIFORM
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import ERROR, Record
 from linattn.cli.bench.report import IN_BYTES, SHARE, Panel, Picture, dropped_lines, pictures, short, tables
-from linattn.cli.page import COLOURS, TEXT, render, svg
+from linattn.cli.page import COLOURS, TEXT, axes, render, svg
 
 Style = dict[str, Any]
 # beyond the last colour they begin again, with other lines
@@ -51,40 +51,36 @@ def draw(picture: Picture, style: dict[str, Style]) -> list[str]:
 
 
 def _draw_panel(panel: Panel, style: dict[str, Style], shown: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(4.5, 4), layout="constrained", facecolor="white")
-    axes = figure.subplots()
+    plot = axes(panel.workload, "n (k = 1,024)", (4.5, 4))
     for method, points in panel.curves.items():
         lows, values, highs = np.array([*points.values()]).T
         if method == UNIFORM:
-            shown[method] = axes.axhline(values[0], **DOTTED)
+            shown[method] = plot.axhline(values[0], **DOTTED)
             continue
         # a single point would be hidden by the curves that pass there
         look: Style = {"markersize": 9, "zorder": 3} if len(values) == 1 else {"markersize": 6.5}
         look |= {"linewidth": 1.7, "markeredgewidth": 1.4, "capsize": 2.5} | style[method]
-        shown[method] = axes.errorbar([*points], values, yerr=(values - lows, highs - values), **look)[0]
+        shown[method] = plot.errorbar([*points], values, yerr=(values - lows, highs - values), **look)[0]
     if panel.view.one:
-        shown[panel.view.one] = axes.axhline(1.0, **DOTTED)
-    _label(axes, panel)
-    return figure
+        shown[panel.view.one] = plot.axhline(1.0, **DOTTED)
+    _label(plot, panel)
+    return plot.figure
 
 
-def _label(axes: Any, panel: Panel) -> None:
-    axes.set_xscale("log", base=2)
-    axes.tick_params(axis="x", rotation=35)
-    axes.xaxis.set(major_locator=LogLocator(2, numticks=12), minor_formatter=NullFormatter())
-    axes.xaxis.set_major_formatter(lambda x, _: short(float(x)))
+def _label(plot: Any, panel: Panel) -> None:
+    plot.set_xscale("log", base=2)
+    plot.tick_params(axis="x", rotation=35)
+    plot.xaxis.set(major_locator=LogLocator(2, numticks=12), minor_formatter=NullFormatter())
+    plot.xaxis.set_major_formatter(lambda x, _: short(float(x)))
     if panel.quantity in (ERROR, SHARE):
         top = 1.5 * panel.curves[UNIFORM][1].value if UNIFORM in panel.curves else None
-        axes.set_ylim(bottom=0, top=top)
+        plot.set_ylim(bottom=0, top=top)
     else:
         values = [point.value for points in panel.curves.values() for point in points.values()]
         few = max(values) < 100 * min(values)
         in_bytes = panel.view.units is IN_BYTES
         ticks = LogLocator(2) if in_bytes else LogLocator(10, (1.0, 2.0, 5.0) if few else (1.0,))
-        axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set(major_locator=ticks, minor_formatter=NullFormatter())
-    axes.yaxis.set_major_formatter(lambda y, _: panel.view.shown(float(y)))
-    axes.set(xlabel="n (k = 1,024)", ylabel=panel.view.title)
-    axes.set_title(panel.workload, loc="left")
-    axes.grid(alpha=0.3, which="major")
-    axes.spines[["top", "right"]].set_visible(False)
+        plot.set_yscale("log", nonpositive="mask")
+        plot.yaxis.set(major_locator=ticks, minor_formatter=NullFormatter())
+    plot.yaxis.set_major_formatter(lambda y, _: panel.view.shown(float(y)))
+    plot.set_ylabel(panel.view.title)

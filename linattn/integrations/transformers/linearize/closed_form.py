@@ -58,7 +58,7 @@ def project_closest(
 
     for batch in batches:
         observe(teacher, batch, note)
-    if missing := sorted(set(layers) - set(sums)):
+    if missing := sorted(name for name in layers if name not in sums or not sums[name].num_keys):
         raise ValueError(f"key_dim needs batches that run {', '.join(missing)}, but there were none")
     for name, own in layers.items():
         _set_projections(own, sums[name])

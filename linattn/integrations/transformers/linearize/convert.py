@@ -31,7 +31,8 @@ class Conversion:
 
     def undo(self) -> None:
         """Make the model what it was before, bit by bit, whatever was trained since."""
-        restore_layers(self.model, self.teacher, [layer.index for layer in self.plan.layers])
+        linear = [own_attention(layer).spec.index for layer in linearized_layers(self.model).values()]
+        restore_layers(self.model, self.teacher, linear)
         self.model.load_state_dict(self.teacher.state_dict())
         self.model.set_attn_implementation(self.attention or "eager")
 
@@ -50,12 +51,14 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
         raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
     attention, teacher = model.config._attn_implementation, make_teacher(model)
     owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
-    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
     for name, own in owns.items():
-        module = model.get_submodule(name)
-        weight = next(module.parameters())
-        attach(module, own.to(device=weight.device, dtype=weight.dtype))
+        weight = next(model.get_submodule(name).parameters())
+        own.to(device=weight.device, dtype=weight.dtype)
+    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
     share_closest(teacher, owns, batches)
+    # nothing in the model changes before all is ready
+    for name, own in owns.items():
+        attach(model.get_submodule(name), own)
     describe(model)
     model.set_attn_implementation(SOFTMAX)
     return Conversion(model, teacher, plan, attention)
@@ -69,9 +72,12 @@ def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
-    """Give the layers with these indices their softmax attention back, with the teacher's weights."""
-    for name, module in linearized_layers(model).items():
-        if own_attention(module).spec.index in layers:
-            detach(module)
-            module.load_state_dict(teacher.get_submodule(name).state_dict())
+    """Give the linear layers with these indices their softmax attention back, with the teacher's weights."""
+    linear = {own_attention(module).spec.index: name for name, module in linearized_layers(model).items()}
+    if unknown := sorted(set(layers) - set(linear)):
+        raise ValueError(f"layers has {unknown}, but the linear layers are {sorted(linear)}")
+    for index in set(layers):
+        module = model.get_submodule(linear[index])
+        detach(module)
+        module.load_state_dict(teacher.get_submodule(linear[index]).state_dict())
     describe(model)

@@ -16,6 +16,11 @@ from linattn.integrations.transformers.linearize.parts import LinearizedAttentio
 
 IGNORED = -100
 """The label of a token that nothing is asked about, in transformers' models."""
+NOTHING_ASKED = "each batch must ask for a prediction, but one has no label or no next token"
+
+
+class Diverged(ValueError):
+    """Says that a loss is not finite."""
 
 
 def relative_error(
@@ -33,14 +38,25 @@ def relative_error(
 def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Batch) -> Float[Tensor, ""]:
     """Return the mean KL divergence from the teacher's output, in nats per prediction that a label asks for, or per
     present token without labels; for a model without logits, the relative error of its hidden states."""
+    y, expected = main_output(output), main_output(target)
     if "logits" not in target:
-        mask = present_tokens(batch, target.last_hidden_state)
-        return relative_error(output.last_hidden_state, target.last_hidden_state, mask)
-    found, expected = (F.log_softmax(x.logits.float(), -1) for x in (output, target))
+        return relative_error(y, expected, present_tokens(batch, expected))
+    found, expected = (F.log_softmax(x.float(), -1) for x in (y, expected))
     distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
     labels = aligned_labels(model, batch, target.logits)
     mask = present_tokens(batch, target.logits) if labels is None else labels != IGNORED
-    return (distance if mask is None else distance[mask]).mean()
+    distance = distance if mask is None else distance[mask]
+    if not distance.numel():
+        raise ValueError(NOTHING_ASKED)
+    return distance.mean()
+
+
+def main_output(output: Any) -> Tensor:
+    """Return the logits of a model's output, or the hidden states of a model without a head."""
+    for name in ("logits", "last_hidden_state"):
+        if name in output:
+            return output[name]
+    raise ValueError(f"a model must put out logits or last_hidden_state, but this one puts out {', '.join(output)}")
 
 
 def predicts_next(model: PreTrainedModel) -> bool:
@@ -58,14 +74,21 @@ def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
 
 def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
     """Return the mean of `output_distance` over the batches."""
+    require_batches(batches)
     with evaluating(model), evaluating(teacher):
         found = [output_distance(model, run(model, batch), run(teacher, batch), batch).item() for batch in batches]
     return math.fsum(found) / len(found)
 
 
+def require_batches(batches: Sequence[Batch]) -> None:
+    if not batches:
+        raise ValueError("give at least one batch: there is none to run the model on")
+
+
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
     """Return the mean relative error on the `batches` of each linearized layer, by its index, given the teacher's own
     input of that layer."""
+    require_batches(batches)
     with evaluating(model):
         found = [matched_layers(model, teacher, batch) for batch in batches]
     return {index: math.fsum(float(errors[index]) for errors in found) / len(found) for index in found[0]}

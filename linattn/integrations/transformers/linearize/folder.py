@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from linattn.integrations.transformers.config import NotCopied
 from linattn.integrations.transformers.linearize.observe import SOFTMAX
 from linattn.integrations.transformers.linearize.parts import (
     LayerSpec,
@@ -25,25 +26,33 @@ from linattn.version import __version__
 FIELD = "linear_attention"
 """The field of a configuration that describes the linearized layers."""
 LOADER = "linattn_linearized.py"
+# not attn_implementation, which many callers choose, and would replace
+CHECKED = "experts_implementation"
 REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
-"""The `attn_implementation` of config.json: without our class, transformers says that it is not supported."""
+"""The value of a field of config.json that every stock class checks: transformers says that it is not supported."""
 
 
-class Linearized(PreTrainedModel):
+class Linearized(NotCopied, PreTrainedModel):
     """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in; other
     arguments and options are those of the stock class."""
 
     stock: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any):
-        _refuse_other(config._attn_implementation, REFUSAL, None)
+        _refuse_other(config._attn_implementation, None)
         config._attn_implementation = SOFTMAX
+        if config._experts_implementation == REFUSAL:
+            config._experts_implementation = None
         super().__init__(config, *args, **options)
-        config.attn_implementation = REFUSAL
+        setattr(config, CHECKED, REFUSAL)
         described = getattr(config, FIELD)
         check_version(described["linattn_version"], Path("config.json"))
         for name, spec in described["layers"].items():
             attach(self.get_submodule(_name_here(self, name)), LinearizedAttention(LayerSpec(**spec)))
+
+    def __reduce__(self) -> Any:
+        """Pickle by the name of the stock class, as this class has none that an import would find."""
+        return _empty, (type(self).__name__,), self.__dict__
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
         """Refuse other functions, which would ignore the layers' own weights."""
@@ -59,10 +68,6 @@ class Linearized(PreTrainedModel):
         text += "from linattn.integrations.transformers.linearize import linearized_class\n\n"
         (Path(save_directory) / LOADER).write_text(text + "".join(lines), encoding="utf-8")
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
-
 
 @functools.cache
 def linearized_class(name: str) -> type[Linearized]:
@@ -72,6 +77,12 @@ def linearized_class(name: str) -> type[Linearized]:
         raise ValueError(f"{name!r} is not a model of transformers {transformers.__version__}")
     # the stock name is what config.json calls the architecture, and the module is where transformers looks for source
     return cast(type[Linearized], type(name, (Linearized, stock), {"stock": stock, "__module__": stock.__module__}))
+
+
+def _empty(name: str) -> Linearized:
+    """Return an object of the class without attributes, for pickle to fill."""
+    kind = linearized_class(name)
+    return kind.__new__(kind)
 
 
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
@@ -91,12 +102,12 @@ def describe(model: PreTrainedModel) -> None:
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
         setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
-        model.config.attn_implementation = REFUSAL
+        setattr(model.config, CHECKED, REFUSAL)
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
         stock: Any = model.stock
         model.__class__ = stock
-        for field in (FIELD, "attn_implementation", "auto_map"):
+        for field in (FIELD, CHECKED, "auto_map"):
             delattr(model.config, field)
 
 

@@ -56,14 +56,21 @@ def attending_by(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run without dropout and without gradients, and return to training if the model was in it."""
-    training = model.training
-    model.eval()
+    """Run without dropout and without gradients."""
+    with keeping_modes(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+@contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Return each module to training or evaluation, as it was."""
+    before = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        model.train(training)
+        for module, training in before:
+            module.training = training
 
 
 def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], None]) -> None:

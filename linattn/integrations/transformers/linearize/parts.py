@@ -70,6 +70,8 @@ class LinearizedAttention(InnerAttention):
         super().__init__()
         self.spec, self.causal = spec, spec.causal
         d, r = spec.head_dim, spec.head_dim if spec.key_dim is None else spec.key_dim
+        if not 1 <= r <= d:
+            raise ValueError(f"key_dim must be from 1 to {d}, the channels of a head, but is {r}")
         self.window = self.share = None
         sizes = {"num_heads": spec.num_heads, "num_key_heads": spec.num_key_heads, "head_dim": r}
         inner = untrained_attention(spec.method, **sizes, window=spec.window, causal=spec.causal)

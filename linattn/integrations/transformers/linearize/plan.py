@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
+from linattn.ops.state import map_state
 
-TAYLOR_CHANNELS = 16, 24
+TAYLOR_CHANNELS = 16, 32
 """Second-order Taylor features keep half of a head's channels, at least and at most these: φ has 153 numbers for 16 of
-them and 325 for 24."""
+them and 561 for 32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def plan(
     those whose indices are in `keep`, by `method`, a name as in `named_attention`.
 
     Local heads see `window` tokens; a method without any gets a window of softmax beside it (0: none). `key_dim` is the
-    number of channels that queries and keys are projected to (None: for "taylor2" half of the head's, from 16 to 24;
+    number of channels that queries and keys are projected to (None: for "taylor2" half of the head's, from 16 to 32;
     else all), `convolution` the width of the short convolution before causal attention (0: none), and `decay` gives
     causal linear heads one per head and token. Cross-attention gets none of these but the projection.
 

@@ -79,7 +79,7 @@ class Report:
         """Say what the figures mean, and above all whether the linear part does anything."""
         found = [self.verdict()]
         change, noise = _paired(self.scores[WINDOW], self.scores[AFTER])
-        if change is not None and change <= noise:
+        if change is not None and noise is not None and change <= noise:
             found.append(
                 f"A window of {self.window or 1} tokens alone does as well, without any training for it: the loss "
                 f"changes by {change:+.4f} bits, so this text does not show what linear attention is for."
@@ -103,19 +103,20 @@ class Report:
         if change is None:
             lost = self.scores[AFTER].cosine - self.scores[OFF].cosine
             return f"Without its linear part, the cosine to the teacher's output falls by {lost:.3f}."
-        told = f"its removal changes the loss by {change:+.4f} bits, and the noise is {noise:.4f}"
+        told = f"its removal changes the loss by {change:+.4f} bits, and the noise is "
+        told += "unknown" if noise is None else f"{noise:.4f}"
+        if noise is None:
+            return f"A single batch does not tell whether the linear part matters: {told}."
         if abs(change) <= noise:
             return f"The linear part does nothing: {told}."
-        return f"The linear part matters: {told}."
+        return f"The linear part {'matters' if change > 0 else 'does harm'}: {told}."
 
 
-def _paired(one: Scores, other: Scores) -> tuple[float | None, float]:
-    """Return the mean difference of the losses, and two standard errors of it."""
+def _paired(one: Scores, other: Scores) -> tuple[float | None, float | None]:
+    """Return the mean difference of the losses, and two standard errors of it, which a single batch does not have."""
     differences = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
-    if not differences:
-        return None, 0.0
-    if len(differences) == 1:
-        return differences[0], 0.0
+    if len(differences) < 2:
+        return (differences[0] if differences else None), None
     return statistics.fmean(differences), 2 * statistics.stdev(differences) / math.sqrt(len(differences))
 
 

@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.linearize.distance import IGNORED, aligned_labels, present_tokens, with_labels
+from linattn.integrations.transformers.linearize.distance import (
+    IGNORED,
+    NOTHING_ASKED,
+    Diverged,
+    aligned_labels,
+    main_output,
+    present_tokens,
+    require_batches,
+    with_labels,
+)
 from linattn.integrations.transformers.linearize.observe import Batch, evaluating, run
 
 
@@ -28,8 +37,7 @@ class Scores(NamedTuple):
 
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model on the `batches`, and how close its output is to the teacher's."""
-    if not batches:
-        raise ValueError("scores need at least one batch")
+    require_batches(batches)
     with evaluating(model), evaluating(teacher):
         found = [_batch_scores(*outputs(model, batch), outputs(teacher, batch)[0]) for batch in batches]
     total = sum(n for n, _ in found)
@@ -41,20 +49,25 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
 
 def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:
     """Return the number of places, and the scores there."""
+    if not len(y):
+        raise ValueError(NOTHING_ASKED)
     found = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
         found["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
         found["accuracy"], found["agreement"] = best == labels, best == target.argmax(-1)
         found["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
-    return len(y), {name: float(values.double().mean()) for name, values in found.items()}
+    means = {name: float(values.double().mean()) for name, values in found.items()}
+    if not all(map(math.isfinite, means.values())):
+        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
+    return len(y), means
 
 
 def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the output vectors (places, c) in float32 or better where something is predicted, with the labels there;
     of a model without logits or without labels, the vectors of all present tokens, and None."""
     output = run(model, batch)
-    y = output["logits"] if "logits" in output else output["last_hidden_state"]
+    y = main_output(output)
     y = y if y.dtype == torch.float64 else y.float()
     labels = aligned_labels(model, with_labels(model, batch), y) if "logits" in output else None
     if labels is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -19,7 +20,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from linattn.integrations.transformers.linearize.observe import Batch
+from linattn.integrations.transformers.linearize.distance import Diverged, require_batches
+from linattn.integrations.transformers.linearize.observe import Batch, keeping_modes
 from linattn.integrations.transformers.schedule import Schedule
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
@@ -57,8 +59,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("give steps, minutes or both, or training would not end")
-        if any(limit is not None and limit <= 0 for limit in (self.steps, self.minutes)):
+        # not above 0 is also what is no number
+        if not all(limit is None or limit > 0 for limit in (self.steps, self.minutes)):
             raise ValueError(f"steps and minutes must be above 0, but are {self.steps} and {self.minutes}")
+        if self.save_every < 1:
+            raise ValueError(f"save_every must be at least 1, but is {self.save_every}")
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,13 @@ def train(
     """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
     then fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the
     groups change."""
-    if not batches:
-        raise ValueError("training needs at least one batch, but there is none")
+    require_batches(batches)
+    if any(weight.dtype == torch.float16 for group in groups for weight in group["params"]):
+        raise ValueError("AdamW's steps overflow in float16: train the model in float32 or bfloat16")
     with ExitStack() as stack:
         folder = budget.folder or stack.enter_context(TemporaryDirectory())
         stack.enter_context(only_training(model, [weight for group in groups for weight in group["params"]]))
+        stack.enter_context(keeping_modes(model))
         stack.enter_context(without_dropout(model))
         trainer = _ObjectiveTrainer(model, objective, batches, groups, budget, Path(folder))
         trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
@@ -112,16 +119,20 @@ def only_training(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
-    training = model.training
+    """Set every rate of dropout to zero: of layers, and of modules that call torch's function."""
+    rates = [
+        (module, name, rate)
+        for module in model.modules()
+        for name, rate in vars(module).items()
+        if isinstance(rate, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    ]
     try:
-        for module, _ in layers:
-            module.p = 0.0
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
         yield
     finally:
-        for module, p in layers:
-            module.p = p
-        model.train(training)
+        for module, name, rate in rates:
+            setattr(module, name, rate)
 
 
 class _ObjectiveTrainer(Trainer):
@@ -165,7 +176,7 @@ class _ObjectiveTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         step, loss = self.state.global_step, logs.get("loss")
         if loss is not None and not math.isfinite(loss):
-            raise ValueError(
+            raise Diverged(
                 f"the loss is not finite at step {step}: lower the learning rate, which begins at "
                 f"{max(group['lr'] for group in self.groups):g}"
             )

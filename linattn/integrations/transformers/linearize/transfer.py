@@ -93,7 +93,8 @@ def fine_tune(
 
 def _fitting_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
-    factor = min(1.0, 1.5 * math.sqrt(divergence(model, teacher, measured)))
+    # a divergence of zero may be rounded to less
+    factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
     return Rates(*(factor * rate for rate in RATES))
 
 

@@ -1,6 +1,7 @@
 """Conversion in place: softmax is the model, states are the parallel form, padding has no effect, undo is exact."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from linattn.integrations.transformers.linearize import (
     plan,
 )
 
-from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
+from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, every, make
 from ..test_attention import logits, padded, tokens
 
 SOME = {name: DECODERS[name] for name in ("llama", "gpt2", "gpt_neox")}
@@ -151,12 +152,34 @@ def test_transformers_refuses_to_make_the_softmax_model_of_a_folder(family, tmp_
     convert(model, plan(model, batch_of(model), method="hedgehog"))
     model.save_pretrained(tmp_path)
     for make_softmax in (AutoModel.from_pretrained, stock.from_pretrained):
-        with pytest.raises(ValueError, match=r"load it with trust_remote_code=True.*is not supported"):
-            make_softmax(tmp_path)
+        for options in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}):
+            with pytest.raises(ValueError, match=r"load it with trust_remote_code=True.*is not supported"):
+                make_softmax(tmp_path, **options)
     with pytest.raises(ValueError, match="'sdpa': a linearized model's attention is its own"):
         AutoModel.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="sdpa")
     loaded = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
-    assert loaded.config.to_dict()["attn_implementation"] == model.config.to_dict()["attn_implementation"]
+    assert loaded.config.to_dict()["experts_implementation"] == model.config.to_dict()["experts_implementation"]
+
+
+def test_a_mixture_of_experts_may_choose_how_they_run(tmp_path):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    model = make(("MixtralForCausalLM", {**GROUPED, **experts}), torch.float32)
+    convert(model, plan(model, method="hedgehog"))
+    model.save_pretrained(tmp_path)
+    ids = tokens()
+    expected = logits(model, input_ids=ids)
+    for options in ({}, {"experts_implementation": "eager"}):
+        loaded = load_linearized(tmp_path, **options)
+        assert loaded.config._experts_implementation == options.get("experts_implementation", "grouped_mm")
+        assert_close(logits(loaded.eval(), input_ids=ids), expected)
+
+
+@every(SOME)
+def test_pickle_and_copies_keep_the_model(family):
+    model, ids = converted(family, "taylor2"), tokens()
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(copied) is type(model)
+        assert_close(logits(copied, input_ids=ids), logits(model, input_ids=ids), rtol=0, atol=0)
 
 
 @every({**SOME, **ENCODERS, **IMAGES})

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
+from torch.testing import assert_close
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize import (
     convert,
     linearized_class,
@@ -14,9 +14,10 @@ from linattn.integrations.transformers.linearize import (
     load_linearized,
     plan,
 )
+from linattn.ops.state import map_state
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, TOKENS, WINDOWED, every, make
-from ..test_attention import tokens
+from ..test_attention import logits, tokens
 from .test_convert import batch_of
 
 
@@ -48,7 +49,7 @@ def test_the_state_has_the_planned_size(family, method):
     assert made.layers[0].cache_numbers == 2 * heads * 8
 
 
-@pytest.mark.parametrize(("channels", "kept"), [(16, None), (20, 16), (40, 20), (64, 24)])
+@pytest.mark.parametrize(("channels", "kept"), [(16, None), (20, 16), (40, 20), (64, 32), (128, 32)])
 def test_taylor_features_keep_half_of_a_head(channels, kept):
     sizes = {"hidden_size": channels, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     made = plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes)), method="taylor2")
@@ -84,6 +85,8 @@ REFUSED = {
     "keep all": (DECODERS["llama"], {"keep": (0, 1)}, "no layer that linattn could replace: kept"),
     "name": (DECODERS["llama"], {"method": "hedgehod"}, "did you mean 'hedgehog'"),
     "heads": (("LlamaForCausalLM", GROUPED), {"method": "local:1+elu:3"}, "do not divide 2 key heads evenly"),
+    "no channels": (DECODERS["llama"], {"key_dim": 0}, "key_dim must be from 1 to 8, the channels of a head, but is 0"),
+    "channels": (DECODERS["llama"], {"key_dim": 9}, "key_dim must be from 1 to 8, the channels of a head, but is 9"),
     "causal": (DECODERS["llama"], {"method": "linformer"}, "it cannot be causal"),
     "not causal": (ENCODERS["bert"], {"method": "retention"}, "retention is causal only"),
 }
@@ -118,7 +121,19 @@ def test_projections_need_batches():
     model = make(DECODERS["llama"])
     with pytest.raises(ValueError, match=r"key_dim needs batches that run model\.layers\.0\.self_attn"):
         convert(model, plan(model, key_dim=4))
+    absent = {"input_ids": tokens(), "attention_mask": torch.zeros_like(tokens())}
+    with pytest.raises(ValueError, match=r"key_dim needs batches that run model\.layers\.0\.self_attn"):
+        convert(model, plan(model, key_dim=4), [absent])
     assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_a_conversion_that_fails_leaves_the_model():
+    model, ids = make(DECODERS["llama"]), tokens()
+    expected = logits(model, input_ids=ids)
+    with pytest.raises(ValueError, match="input_ids"):
+        convert(model, plan(model, method="elu"), [{"input_ids": ids}, {}])
+    assert type(model) is transformers.LlamaForCausalLM and not linearized_layers(model)
+    assert_close(logits(model, input_ids=ids), expected, rtol=0, atol=0)
 
 
 def test_another_attention_function_is_refused():

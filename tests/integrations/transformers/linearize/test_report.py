@@ -14,6 +14,8 @@ from linattn.integrations.transformers.linearize import (
     CONTROLS,
     Conversion,
     Probes,
+    Report,
+    Scores,
     controlled,
     convert,
     entropies,
@@ -23,6 +25,7 @@ from linattn.integrations.transformers.linearize import (
     scores,
 )
 from linattn.integrations.transformers.linearize.probes import NEEDLE, cache_bytes, costs, generated, needles, recalled
+from linattn.integrations.transformers.linearize.report import AFTER, BEFORE, OFF, WINDOW
 
 from ..families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
 
@@ -164,6 +167,30 @@ def test_recall_counts_the_second_half_of_the_passage():
     assert recalled(made.teacher, rows) == pytest.approx(float(expected))
 
 
+def test_recalled_tokens_are_those_that_the_model_predicts():
+    made, _ = start(DECODERS["llama"])
+    rows = torch.randint(3, VOCABULARY, (2, 70))
+    for place in range(70 - NEEDLE // 2, 70):
+        rows[:, place] = made.teacher(rows[:, :place]).logits[:, -1].argmax(-1)
+    assert recalled(made.teacher, rows) == 1
+    # nothing comes after the last one
+    rows[:, -1] = (rows[:, -1] + 1) % VOCABULARY
+    assert recalled(made.teacher, rows) == 1 - 2 / NEEDLE
+
+
+def test_texts_are_compared_up_to_the_first_difference():
+    made, _ = start(DECODERS["llama"])
+    for model, text in ((made.model, [7, 1, 2, 3, 4]), (made.teacher, [7, 1, 2, 9, 4])):
+        model.generate = lambda *_, text=text, **__: torch.tensor([text])
+    assert generated(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
+
+
+def test_without_a_window_a_token_sees_itself():
+    made, batches = start(DECODERS["gpt2"], window=0)
+    for v, _, _, y in outputs(made.model, "window alone", batches[0]):
+        assert_close(y, v)
+
+
 def test_generated_text_is_compared_token_by_token():
     made, _ = start(DECODERS["llama"])
     prompts = torch.randint(3, VOCABULARY, (2, 5))
@@ -210,6 +237,36 @@ def test_it_says_when_the_linear_part_does_nothing():
             if hasattr(layer, "o_proj"):
                 layer.o_proj.weight.data.zero_()
     assert "The linear part does nothing" in report(made.model, made.teacher, batches).sentences()[0]
+
+
+def said_of(differences: list[float]) -> str:
+    """Return the verdict where the removal of the linear part changes the losses by so much."""
+    rows = {
+        name: Scores(1.0, 0.5, 0.1, 0.9, 1.0, tuple(1 + x * (name == OFF) for x in differences))
+        for name in (BEFORE, AFTER, WINDOW, OFF)
+    }
+    return Report("LlamaForCausalLM", "elu", 16, rows, ()).verdict()
+
+
+def test_the_verdict_has_a_sign_and_needs_two_batches():
+    assert said_of([0.1, 0.4]) == (
+        "The linear part does nothing: its removal changes the loss by +0.2500 bits, and the noise is 0.3000."
+    )
+    assert said_of([0.1, 0.2]).startswith("The linear part matters: its removal changes the loss by +0.1500 bits")
+    assert said_of([-0.1, -0.2]).startswith("The linear part does harm: its removal changes the loss by -0.1500 bits")
+    assert said_of([0.3]) == (
+        "A single batch does not tell whether the linear part matters: its removal changes the loss by +0.3000 bits, "
+        "and the noise is unknown."
+    )
+
+
+@pytest.mark.parametrize("silent", [{"labels": torch.full((3, N), -100)}, {"input_ids": torch.ones(2, 1).long()}])
+def test_a_batch_without_predictions_has_no_scores(silent):
+    made, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="each batch must ask for a prediction"):
+        scores(made.model, made.teacher, [batches[0], {"input_ids": batches[0]["input_ids"], **silent}])
+    with pytest.raises(ValueError, match="at least one batch"):
+        report(made.model, made.teacher, [])
 
 
 def test_it_says_when_a_window_does_as_well():

@@ -4,10 +4,12 @@ not."""
 import copy
 import importlib
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import TrainingArguments
 
@@ -109,7 +111,7 @@ def test_a_restored_layer_is_the_teachers():
     assert choice.before == before
     restore_layers(model, teacher, choice.kept)
     assert divergence(model, teacher, batches) == choice.restored[choice.kept[0]]
-    restore_layers(model, teacher, (0, 1))
+    restore_layers(model, teacher, {0, 1} - set(choice.kept))
     assert_close(model.state_dict(), teacher.state_dict(), rtol=0, atol=0)
 
 
@@ -193,13 +195,49 @@ def test_wrong_calls_are_refused():
         Budget()
     with pytest.raises(ValueError, match="steps and minutes must be above 0, but are 0 and None"):
         Budget(steps=0)
-    with pytest.raises(ValueError, match="at least one batch"):
-        transfer(model, teacher, [], Budget(steps=1))
+    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are None and nan"):
+        Budget(minutes=float("nan"))
+    with pytest.raises(ValueError, match="save_every must be at least 1, but is 0"):
+        Budget(steps=1, save_every=0)
+    for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
+        with pytest.raises(ValueError, match="at least one batch"):
+            use(model, teacher, [])
+    for stage in STAGES.values():
+        with pytest.raises(ValueError, match="at least one batch"):
+            stage(model, teacher, [], Budget(steps=1))
+    with pytest.raises(ValueError, match="must ask for a prediction"):
+        fine_tune(model, teacher, [{"input_ids": tokens(2, 1)}], Budget(steps=1))
+    with pytest.raises(ValueError, match=r"layers has \[9\], but the linear layers are \[0, 1\]"):
+        restore_layers(model, teacher, (0, 9))
+    with pytest.raises(ValueError, match="train the model in float32 or bfloat16"):
+        transfer(copy.deepcopy(model).half(), teacher, batches, Budget(steps=1))
     with pytest.raises(ValueError, match="count must be from 0 to 2, the linear layers, but is 3"):
         choose_layers(model, teacher, batches, 3)
     conversion.undo()
     with pytest.raises(ValueError, match="no layer of this LlamaForCausalLM is linear"):
         transfer(model, teacher, batches, Budget(steps=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bart", "gpt2"])
+def test_training_has_no_dropout(name, monkeypatch):
+    rates: list[float] = []
+
+    def note(x, p=0.5, training=True, inplace=False):
+        rates.append(p * training)
+        return x
+
+    changes = {"attention_dropout": 0.5} if name == "llama" else {}
+    model = make({**DECODERS, **ENCODER_DECODERS}[name], torch.float32, **changes).train()
+    model.lm_head.eval()
+    conversion = convert(model, plan(model, batch_of(model), method="elu"))
+    monkeypatch.setattr(F, "dropout", note)
+    fine_tune(model, conversion.teacher, [batch_of(model)], Budget(steps=1))
+    assert rates == len(rates) * [0]
+    # all is as it was
+    assert [module for module in model.modules() if not module.training] == [model.lm_head]
+    with pytest.raises(ValueError, match="dropout=") if name in ("llama", "gpt2") else nullcontext():
+        model(**batch_of(model))
+    assert name == "llama" or max(rates) > 0
 
 
 def test_a_loss_that_is_not_finite_is_an_error():
