@@ -69,9 +69,11 @@ TOGETHER = {
 
 
 def joint_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-    """A row for each method, the largest state first; that of recall with a SiLU is in the row without."""
+    """A row for each method, the largest state first. A method that a column renames is not in a row of its own."""
     runs, rows = sorted(runs, key=_seed), []
-    for method in dict.fromkeys(name for column in columns for name in column.task.methods if "silu" not in name):
+    names = dict.fromkeys(name for column in columns for name in column.task.methods)
+    renamed = {column.name(name) for column in columns for name in names if column.name(name) != name}
+    for method in (name for name in names if name not in renamed):
         figures = [_seeds(column, method, runs) for column in columns]
         if any(figures):
             first = next(column.task for column in columns if method in column.task.methods)

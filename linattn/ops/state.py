@@ -68,6 +68,13 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
     return state
 
 
+def num_bytes(state: Any) -> int:
+    """Return the bytes of a state's tensors, each counted once."""
+    found: dict[int, int] = {}
+    map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), state)
+    return sum(found.values())
+
+
 def batch_size(state: Any) -> int | None:
     """Return the batch size of the first tensor, None if there is no tensor."""
     if isinstance(state, Tensor):

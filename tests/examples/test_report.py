@@ -105,6 +105,14 @@ def test_recall_has_one_table_of_all_its_tasks_without_and_with_a_silu():
     assert local == ["local", "2,049", "1.0 %", "", "", "", "", ""]
 
 
+def test_bytes_have_one_table_of_both_lengths():
+    methods = list(run.TASKS["bytes256"].methods)
+    runs = [fake("bytes1024", method, 0, []) | {"curve": [{"step": 900, "bits": 1.5}]} for method in methods]
+    rows = cells(report.joint_table(report.TOGETHER["bytes"], runs))[2:]
+    assert sorted(row[0] for row in rows) == sorted(method.replace("+", " + ") for method in methods)
+    assert all(row[2:] == ["", "1.500 (900)"] for row in rows)
+
+
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))

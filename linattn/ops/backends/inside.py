@@ -35,12 +35,12 @@ def decayed_products(
     if log_decay.shape[-1] == 1:
         return PerHead(asking, written, log_decay, work)
     # another device would have to wait for what it is asked
-    size = min(LEAF, log_decay.shape[-2]) if log_decay.device.type == "cpu" else 1
-    # not <, as a NaN is no number to divide by either
-    strong = ~(log_decay >= -RANGE).all(-1) if size > 1 else None
-    if strong is None or not strong.any():
+    size = min(LEAF, log_decay.shape[-2]) if log_decay.device.type == "cpu" and log_decay.numel() else 1
+    # a NaN is not above anything, nor can it be divided by
+    if size == 1 or log_decay.amin() >= -RANGE:
         return PerChannel(asking, written, log_decay, work, size)
-    return FromStrongDecays(asking, written, log_decay, work, strong.unflatten(0, (number, -1)))
+    strong = ~(log_decay >= -RANGE).all(-1).unflatten(0, (number, -1))
+    return FromStrongDecays(asking, written, log_decay, work, strong)
 
 
 class PerHead:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from linattn.attention import map_state
 from linattn.integrations.transformers.linearize.observe import attending_by, evaluating, run
+from linattn.ops.state import num_bytes
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""
@@ -121,10 +121,7 @@ def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
 
 def cache_bytes(cache: Cache) -> int:
     """Return the bytes of all tensors that a cache's layers hold."""
-    found: dict[int, int] = {}
-    for layer in cache.layers:
-        map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), tuple(vars(layer).values()))
-    return sum(found.values())
+    return num_bytes(tuple(tuple(vars(layer).values()) for layer in cache.layers))
 
 
 def native(teacher: PreTrainedModel) -> AbstractContextManager[None]:
