@@ -1,12 +1,23 @@
 """Replace the attention of an existing model by efficient attention with the same weights."""
 
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from typing import TypeGuard
 
 from torch import nn
 
 from linattn.attention import InnerAttention
 from linattn.attention.named import named_attention
-from linattn.nn.replace import Make, Where, everywhere, replace_multihead_attention
+from linattn.nn import TorchMultiheadAttention, with_inner
+
+Make = Callable[[nn.MultiheadAttention], InnerAttention]
+Where = Callable[[str, nn.MultiheadAttention], bool]
+
+
+def everywhere(name: str, module: nn.MultiheadAttention) -> bool:
+    """Choose every module, by name and module."""
+    return True
 
 
 def replace_attention(
@@ -33,12 +44,8 @@ def replace_attention(
 
     A model in which nothing is replaced raises ValueError."""
     if _attends_through_transformers(model):
-        if not isinstance(attention, str) or (where, window, max_length, return_weights) != (
-            everywhere,
-            128,
-            None,
-            True,
-        ):
+        others = (where, window, max_length, return_weights)
+        if not isinstance(attention, str) or others != (everywhere, 128, None, True):
             raise ValueError(
                 f"{type(model).__name__} attends through transformers, which takes one attention by name for all "
                 "layers: where, window, max_length, return_weights and functions are for nn.MultiheadAttention"
@@ -52,7 +59,25 @@ def replace_attention(
         raise ValueError("window and max_length are for attention by name, but here a function makes it")
     else:
         make = attention
-    return {**replace_multihead_attention(model, make, where=where, return_weights=return_weights)}
+    return _replace(model, make, where, return_weights)
+
+
+def _replace(model: nn.Module, make: Make, where: Where, return_weights: bool) -> dict[str, nn.Module]:
+    """Replace each `nn.MultiheadAttention` that `where` chooses; return the old modules by name."""
+    places = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if _is_replaceable(module) and where(name, module)
+    ]
+    if not places:
+        raise ValueError(_nothing_found(model))
+    if any(not name for name, _ in places):
+        raise ValueError("the model is itself the attention: make it from its parts, with with_inner(attention, inner)")
+    # a module that is in two places is replaced by one
+    new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
+    for name, module in places:
+        model.set_submodule(name, new[module])
+    return dict[str, nn.Module](places)
 
 
 def _named(spec: str, window: int, max_length: int | None, module: nn.MultiheadAttention) -> InnerAttention:
@@ -68,4 +93,30 @@ def _attends_through_transformers(model: nn.Module) -> bool:
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
         for module in model.modules()
         for base in type(module).__mro__
+    )
+
+
+def _is_replaceable(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    return type(module) is nn.MultiheadAttention or isinstance(module, TorchMultiheadAttention)
+
+
+def _nothing_found(model: nn.Module) -> str:
+    """Return the error's message: what the model has instead of torch's modules, and what to do about it."""
+    name = type(model).__name__
+    if any(map(_is_replaceable, model.modules())):
+        return f"`where` chose no nn.MultiheadAttention of this {name}"
+    kinds = Counter(map(type, model.modules()))
+    derived = {kind for kind in kinds if issubclass(kind, nn.MultiheadAttention)}
+    found = {kind: count for kind, count in kinds.items() if kind in derived or "attention" in kind.__name__.lower()}
+    if not found:
+        return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
+    listed = ", ".join(f"{count} × {kind.__module__}.{kind.__qualname__}" for kind, count in found.items())
+    if derived:
+        return (
+            f"the attention in this {name} is derived from nn.MultiheadAttention and may do something else: "
+            f"{listed}. To replace it all the same, set with_inner(module, inner) in its place"
+        )
+    return (
+        f"there is no nn.MultiheadAttention to replace in this {name}, whose attention is its own: {listed}. "
+        'Wrap it by hand: docs/drop_in.md, "A model with attention of its own", shows how'
     )

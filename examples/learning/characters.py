@@ -95,6 +95,12 @@ TASK = Task(
             f"{name}+convolution": _model(name, convolution=4, head_norm=True)
             for name in ("retention", "gla", "ssd", "delta", "gated_delta", "kda")
         },
+        # the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
+        "softmax+silu4": _model("softmax", convolution=4, convolution_on="projections"),
+        "unnormalized+silu4": _model(
+            "linear_unnormalized", convolution=4, convolution_on="projections", head_norm=True
+        ),
+        "gated_delta+silu4": _model("gated_delta", convolution=4, convolution_on="projections", head_norm=True),
     },
     prepare=Characters,
 )

@@ -38,10 +38,12 @@ def prepare() -> None:
 
 
 def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the first seed with full lines and markers, the second dashed; of methods in two sizes, the first."""
+    """Draw the first seed with full lines and markers, the second dashed. Other sizes of a method, and those with a
+    SiLU alone, are left out."""
     prepare()
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    for method, style in styles(name for name in shown_methods([task], runs) if ":" not in name).items():
+    methods = [name for name in shown_methods([task], runs) if ":" not in name and not name.endswith("+silu")]
+    for method, style in styles(methods).items():
         for run in runs:
             if (run["task"], run["method"]) == (task.name, method):
                 _line(axes, task, run, style)

@@ -2,8 +2,10 @@
 
 import math
 import sysconfig
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,17 +55,20 @@ class Library:
         return {"bits": loss / math.log(2), "loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, *, rotary: float | None = None, head_norm: bool = False) -> LanguageModelConfig:
+def _model(attention: str, **options: Any) -> LanguageModelConfig:
     return LanguageModelConfig(
-        vocab_size=256,
-        dim=128,
-        depth=4,
-        num_heads=4,
-        attention=attention,
-        convolution=4,
-        rotary=rotary,
-        head_norm=head_norm,
+        vocab_size=256, dim=128, depth=4, num_heads=4, attention=attention, convolution=4, **options
     )
+
+
+MODELS = {
+    "softmax+convolution": _model("softmax", rotary=10_000.0),
+    "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
+}
+# the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
+SILU = {
+    name.replace("convolution", "silu4"): replace(model, convolution_on="projections") for name, model in MODELS.items()
+}
 
 
 def _task(length: int) -> Task:
@@ -73,10 +78,7 @@ def _task(length: int) -> Task:
         training=Training(steps=100_000, seconds=SECONDS, lr=2e-3, every=250),
         metric="bits",
         length=length,
-        methods={
-            "softmax+convolution": _model("softmax", rotary=10_000.0),
-            "gated_delta+convolution": _model("gated_delta", head_norm=True),
-        },
+        methods=MODELS | SILU,
         prepare=partial(Library, length=length),
     )
 

@@ -10,23 +10,33 @@ from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
 
 Run = dict[str, Any]
 
+SILU = "+silu"
+HOLLOW = {"markerfacecolor": "none", "linestyle": "--"}
+
 
 def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: Sequence[Run], path: Path) -> None:
-    """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method."""
+    """Draw accuracies against the size of the state, a panel per task; a line joins the sizes of a method. With a SiLU
+    it is dashed and has hollow marks."""
     tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "numbers of state per sequence")
-    style = styles(dict.fromkeys(map(_method, shown_methods(tasks, runs))))
+    kinds = dict.fromkeys(_kind(name) for name in shown_methods(tasks, runs))
+    style = styles(dict.fromkeys(kind.removesuffix(SILU) for kind in kinds))
     for task, axes in zip(tasks, panels, strict=True):
-        for method in style:
+        for kind in kinds:
             shown = sorted(
                 (size(task, run["method"]), 100 * run["accuracy"])
                 for run in runs
-                if run["task"] == task.name and _method(run["method"]) == method and run["seed"] == 0
+                if run["task"] == task.name and _kind(run["method"]) == kind and run["seed"] == 0
             )
             if shown:
-                axes.plot(*zip(*shown, strict=True), linewidth=1, label=label(method), **style[method])
+                name = kind.removesuffix(SILU)
+                # a name that begins with a line is not in the legend
+                look = {"label": label(name)} if name == kind else {"label": "_", **HOLLOW}
+                axes.plot(*zip(*shown, strict=True), linewidth=1, **style[name] | look)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f}")
+    if any(kind.endswith(SILU) for kind in kinds):
+        panels[-1].plot([], [], color="black", marker="o", label="hollow: with SiLU", **HOLLOW)
     _save(figure, panels, path)
 
 
@@ -51,8 +61,8 @@ def _run(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
     return [task for task in tasks if shown_methods([task], runs)]
 
 
-def _method(name: str) -> str:
-    return name.partition(":")[0]
+def _kind(method: str) -> str:
+    return method.partition(":")[0]
 
 
 def _panels(tasks: Sequence[Task], below: str) -> tuple[Any, Any]:

@@ -94,18 +94,17 @@ HALF_STATE = {
 }
 
 
-def _with_silu(model: LanguageModelConfig, **options: Any) -> LanguageModelConfig:
-    """The model with a SiLU on q, k and v, as DeltaNet has. The convolution of width 1 is a factor and a bias."""
-    return replace(model, convolution=1, convolution_on="projections", **options)
+def with_silu(method: str) -> str:
+    """Return the name of a method that has a SiLU on q, k and v: "delta:32" becomes "delta+silu:32"."""
+    kind, colon, channels = method.partition(":")
+    return f"{kind}+silu{colon}{channels}"
 
 
-SILU = {
-    "unnormalized+silu": _with_silu(EQUAL_STATE["unnormalized"]),
-    **{f"{name}+silu": _with_silu(EQUAL_STATE[name]) for name in ("gla", "ssd", "delta", "gated_delta", "kda")},
-    **{f"{name}+silu:32": _with_silu(EQUAL_STATE[name], key_dim=32) for name in ("unnormalized", "delta")},
-    # a state of 7,808 numbers, less than half of softmax's
-    "delta+silu:120": _with_silu(EQUAL_STATE["delta"], key_dim=120),
-}
+def _with_silu(models: Mapping[str, LanguageModelConfig]) -> dict[str, LanguageModelConfig]:
+    """The models with a SiLU on q, k and v, as DeltaNet has. The convolution of width 1 is a factor and a bias."""
+    return {
+        with_silu(name): replace(model, convolution=1, convolution_on="projections") for name, model in models.items()
+    }
 
 
 def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int, pairs: int) -> Task:
@@ -120,20 +119,20 @@ def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int,
     )
 
 
-HARDER = {"softmax": _model("softmax"), **EQUAL_STATE, **HALF_STATE, **SILU}
+WITHOUT_SILU = {"softmax": _model("softmax"), **EQUAL_STATE, **HALF_STATE}
+# more channels in queries and keys: a state of 7,808 numbers, less than half of softmax's
+LARGER = {"delta:120": _model("delta", head_norm=True, key_dim=120)}
+HARDER = WITHOUT_SILU | _with_silu(WITHOUT_SILU | LARGER)
 OTHERS = {
     "taylor2": _model("taylor2", key_dim=16),
     "relu": _model("relu"),
     "favor": _model("favor", key_dim=32),
     "local": _model("local"),
 }
-# more channels in queries and keys; and a second convolution, on the inputs of q, k and v
-MORE_DELTA = {
-    "delta:120": _model("delta", head_norm=True, key_dim=120),
-    "delta+convolution": _model("delta", head_norm=True, convolution=4),
-}
+# a second convolution, on the inputs of q, k and v
+CONVOLUTION = {"delta+convolution": _model("delta", head_norm=True, convolution=4)}
 TASKS = (
     _task("recall", HARDER | OTHERS, length=LENGTH, pairs=PAIRS),
-    _task("recall32", HARDER | MORE_DELTA, length=LENGTH, pairs=32),
+    _task("recall32", HARDER | LARGER | CONVOLUTION, length=LENGTH, pairs=32),
     _task("recall64", HARDER, length=256, pairs=64),
 )

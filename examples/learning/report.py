@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from examples.learning import recall, tracking
+from examples.learning import library, recall, tracking
 from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
 from linattn import LanguageModel, map_state
@@ -33,13 +33,69 @@ def table(task: Task, runs: Sequence[Run]) -> str:
     """A row for each method, in the task's order; two seeds side by side."""
     runs = [run for run in runs if run["task"] == task.name]
     seeds = sorted({run["seed"] for run in runs})
-    kinds = [*task.others.values(), *(f"at {step:,}" for step in task.moments), ""]
+    kinds = [*(f"at {step:,}" for step in task.moments), ""]
     head = ["method", *(f"seed {seed}{comma(kind)}" for kind in kinds for seed in seeds)]
     lines = [[*head, "steps", "CPU s", "weights", "state"]]
     for method in task.methods:
         by_seed = {run["seed"]: run for run in sorted(runs, key=_seed) if run["method"] == method}
         if by_seed:
             lines.append([label(method), *_figures(task, by_seed, seeds), *_costs(task, method, by_seed)])
+    return _markdown(lines)
+
+
+class Column(NamedTuple):
+    """A column of a table of several tasks: a figure of one of them, of each method under its name there."""
+
+    heading: str
+    task: Task
+    metric: str
+    name: Callable[[str], str] = str
+
+
+# tasks that have one table together
+TOGETHER = {
+    "recall": [
+        Column(kind + task.title.removeprefix("recall of "), task, task.metric, name)
+        for kind, name in (("", str), ("with SiLU: ", recall.with_silu))
+        for task in recall.TASKS
+    ],
+    "tracking": [
+        Column(f"{task.name}, {tokens}", task, metric)
+        for task in tracking.TASKS
+        for metric, tokens in (("accuracy_32", "17–32"), (task.metric, "33–128"))
+    ],
+    "bytes": [Column(task.title, task, task.metric) for task in library.TASKS],
+}
+
+
+def joint_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
+    """A row for each method, the largest state first. A method that a column renames is not in a row of its own."""
+    runs, rows = sorted(runs, key=_seed), []
+    names = dict.fromkeys(name for column in columns for name in column.task.methods)
+    renamed = {column.name(name) for column in columns for name in names if column.name(name) != name}
+    for method in (name for name in names if name not in renamed):
+        figures = [_seeds(column, method, runs) for column in columns]
+        if any(figures):
+            first = next(column.task for column in columns if method in column.task.methods)
+            rows.append((state_size(first, method), label(method), figures))
+    rows.sort(key=lambda row: -row[0])
+    head = ["method", "state", *(column.heading for column in columns)]
+    return _markdown([head, *([method, f"{size:,}", *figures] for size, method, figures in rows)])
+
+
+def _seeds(column: Column, method: str, runs: Sequence[Run]) -> str:
+    """The figure of each seed, and the steps after which a run had solved the task before its last."""
+    task, method = column.task, column.name(method)
+    runs = [run for run in runs if (run["task"], run["method"]) == (task.name, method)]
+    return " / ".join(show(task, at(run, column.metric, None)) + _sooner(column, run) for run in runs)
+
+
+def _sooner(column: Column, run: Run) -> str:
+    step = run["curve"][-1]["step"]
+    return f" ({step:,})" if column.metric == column.task.metric and step < column.task.training.steps else ""
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
 
@@ -53,8 +109,7 @@ def comma(text: str) -> str:
 
 
 def _figures(task: Task, by_seed: dict[int, Run], seeds: Iterable[int]) -> list[str]:
-    kinds = [*((name, None) for name in task.others), *((task.metric, step) for step in (*task.moments, None))]
-    return [show(task, at(by_seed.get(seed), *kind)) for kind in kinds for seed in seeds]
+    return [show(task, at(by_seed.get(seed), task.metric, step)) for step in (*task.moments, None) for seed in seeds]
 
 
 def at(run: Run | None, metric: str, step: int | None) -> float | None:
@@ -81,13 +136,24 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
     ]
 
 
+def tables(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the tables of the tasks that were run, by name."""
+    done = {run["task"] for run in runs}
+    together = {name: columns for name, columns in TOGETHER.items() if done & {column.task.name for column in columns}}
+    alone = done - {column.task.name for columns in together.values() for column in columns}
+    return {
+        **{name: joint_table(columns, runs) for name, columns in together.items()},
+        **{name: table(TASKS[name], runs) for name in alone},
+    }
+
+
 def with_tables(page: str, runs: Sequence[Run]) -> str:
-    """Return the page with the table of each task that was run between its marks, in the place of what was there."""
-    for name in dict.fromkeys(run["task"] for run in runs):
+    """Return the page with the tables of what was run between their marks, in the place of what was there."""
+    for name, text in tables(runs).items():
         marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marks.search(page):
             raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
-        page = marks.sub(lambda found, task=TASKS[name]: f"{found[1]}{table(task, runs)}\n{found[2]}", page)
+        page = marks.sub(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
     return page
 
 

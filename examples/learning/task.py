@@ -1,7 +1,7 @@
 """What a task is to the runner: data, models and how long they train."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -56,8 +56,6 @@ class Task:
     training: Training
     metric: str
     """The figure of `Data.measure` in the tables and curves."""
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Figures that have a column of their own before it, and its heading."""
     moments: tuple[int, ...] = ()
     """Steps that have a column of their own beside the last."""
     length: int

@@ -92,7 +92,6 @@ def _task(name: str, title: str, group: Group) -> Task:
         title=title,
         training=Training(steps=750, lr=3e-3, every=150, solved=0.999, weight_decay=0.01),
         metric="accuracy",
-        others={"accuracy_32": "tokens 17–32", "accuracy_64": "tokens 49–64", "accuracy_128": "tokens 113–128"},
         length=LENGTH,
         methods={
             "softmax": model("softmax"),

@@ -30,7 +30,7 @@ from linattn import (
     MultiheadAttention,
     SoftmaxAttention,
 )
-from linattn.models.sequence_model import SequenceModel
+from linattn.models import SequenceModel
 from linattn.nn.branch import Branch
 from linattn.nn.residual import ResidualSequence
 

@@ -16,7 +16,7 @@ from examples.learning.characters import VOCABULARY, split
 from examples.learning.task import IGNORED, Training, loss_and_accuracy
 from examples.learning.training import fit
 from linattn import FeedForward, MultiheadAttention, SoftmaxAttention
-from linattn.models.sequence_model import SequenceModel
+from linattn.models import SequenceModel
 from linattn.nn.branch import Branch
 from linattn.nn.positions import LearnedPositions
 from linattn.nn.residual import ResidualSequence

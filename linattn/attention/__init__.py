@@ -21,8 +21,8 @@ from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.attention.states import map_state
 from linattn.attention.weights import attention_weights
+from linattn.ops.state import map_state
 
 __all__ = [
     "ATTENTIONS",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn.attention.states import batch_size, for_batch
+from linattn.ops.state import batch_size, for_batch
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:

@@ -49,10 +49,6 @@ def repeatable(metavar: str) -> Parsing:
     return {"action": "append", "metavar": metavar}
 
 
-def one_of(*choices: str) -> Parsing:
-    return {"choices": choices}
-
-
 FLAG: Parsing = {"action": "store_true"}
 NATURAL, COUNT, SEED = integers(0), integers(1), integers(0, 2**32 - 1)
 POSITIVE = numbers(lambda x: x > 0, "above 0")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from linattn.attention import map_state
 from linattn.cli.run_folder import FIELDS, Run, open_run
 from linattn.models import LanguageModel
+from linattn.ops.state import num_bytes
 
 SUMMARY = "describe a run"
 
@@ -63,13 +63,6 @@ def _model(model: LanguageModel) -> dict[str, Any]:
         "state_bytes": num_bytes(state),
         "state_bytes_per_further_token": (num_bytes(longer) - num_bytes(state)) / full,
     }
-
-
-def num_bytes(state: Any) -> int:
-    """Return the size of a state's tensors."""
-    sizes: list[int] = []
-    map_state(lambda tensor: sizes.append(tensor.nbytes), state)
-    return sum(sizes)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from linattn.cli import bench, generate, info, linearize, train
@@ -49,8 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
+    command = COMMANDS[parsed.command]
     try:
-        return COMMANDS[parsed.command].run(parsed)
+        # the `command` of a package takes seconds to import, so mistakes in its options are told before
+        runner = import_module(f"{command.__name__}.command") if hasattr(command, "__path__") else command
+        return runner.run(parsed)
     except CommandError as error:
         message, status = str(error), error.status
     except ModuleNotFoundError as error:

@@ -77,7 +77,7 @@ class TrainOptions(ModelOptions):
     precision: str = training(
         "auto",
         "precision of matrix products; auto: bfloat16 where the GPU or CPU has it",
-        parse.one_of("auto", "float32", "bfloat16"),
+        choices=("auto", "float32", "bfloat16"),
     )
     checkpointing: bool = training(False, "recompute activations in the backward pass, to save memory")
     seed: int = training(0, "seed of the weights, the order of the data and dropout", parse.SEED)
@@ -123,7 +123,7 @@ def _parsing(each: dataclasses.Field) -> parse.Parsing:
     if parsing := each.metadata["parsing"]:
         return parsing
     if choices := each.metadata.get("choices"):
-        return parse.one_of(*(choice for choice in choices if choice is not None))
+        return {"choices": [choice for choice in choices if choice is not None]}
     return BY_TYPE.get(each.type) or parse.integers(each.metadata.get("least", 1))
 
 

@@ -55,10 +55,10 @@ class Run:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of the log. The last line may be incomplete, while or after it was written."""
-        for line in self.log.read_text().splitlines() if self.log.is_file() else ():
+        for line in self.log.read_bytes().splitlines() if self.log.is_file() else ():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 return
 
     def checkpoint(self, step: int) -> Path:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from linattn.attention import InnerAttention, SplitHeads
+from linattn.attention import InnerAttention, LinearAttention, SplitHeads
 from linattn.compat.options import REQUIRED, Options
+from linattn.feature_maps import EfficientFeatureMap
 from linattn.nn import Branch, Chunked, FeedForward, GatedFeedForward, ResidualSequence, ReversibleSequence, TokenShift
 
 Pair = tuple[Branch, Branch]
@@ -67,6 +68,11 @@ def make_stack(options: LayerOptions, pairs: Iterable[Pair], reduce: str) -> Res
     if options.reversible:
         return ReversibleSequence(pairs, reduce=reduce)
     return ResidualSequence(branch for pair in pairs for branch in pair)
+
+
+def efficient_attention(causal: bool) -> LinearAttention:
+    """Return the packages' linear attention. The causal one normalises the output, the other one each key feature."""
+    return LinearAttention(EfficientFeatureMap(), causal=causal, normalize="output" if causal else "keys")
 
 
 def split_heads(*parts: tuple[int, InnerAttention]) -> InnerAttention:

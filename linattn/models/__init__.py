@@ -5,8 +5,7 @@ from linattn.models.encoder_decoder import EncoderDecoder
 from linattn.models.generation import Sampling, generate, stream
 from linattn.models.language_model import LanguageModel
 from linattn.models.loss import next_token_loss
-from linattn.models.sequence_model import SequenceModel
-from linattn.models.token_model import TokenModelState
+from linattn.models.token_model import SequenceModel, TokenModelState
 
 __all__ = [
     "EncoderDecoder",

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from linattn.models.generation import GREEDY, Prompts, Sampling, evaluating, generate
 from linattn.models.loss import next_token_loss
-from linattn.models.sequence_model import SequenceModel
-from linattn.models.token_model import TokenModelState
+from linattn.models.token_model import SequenceModel, TokenModelState
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 SourceIds = Int[Tensor, "b m"]

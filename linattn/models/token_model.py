@@ -1,20 +1,21 @@
-"""The base of all models of tokens: embeddings with positions, a stack of layers, a norm and the logits."""
+"""Models of tokens: embeddings with positions, a stack of layers, a norm and the logits; the base of all, and the one
+by composition, whose parts are given."""
 
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
+from abc import ABC
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from linattn.attention.base import InnerAttention
 from linattn.attention.rotary import count_positions
-from linattn.attention.states import for_batch
 from linattn.nn import MultiheadAttention
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.compaction import compact, pack, unpack
-from linattn.ops.state import check_part, checked_kind
+from linattn.ops.state import check_part, checked_kind, for_batch
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
 
@@ -35,15 +36,16 @@ class TokenModel(nn.Module, ABC):
 
     embedding: nn.Embedding
     positions: nn.Module | None
+    stack: Any
     dropout: nn.Module
     norm: nn.Module
     head: nn.Module | None
     tied: bool
     causal: bool
 
-    @abstractmethod
     def get_stack(self) -> Any:
         """Return the layers, which have the `forward` and `extend` of a `ResidualSequence`."""
+        return self.stack
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +128,60 @@ class TokenModel(nn.Module, ABC):
         parts = () if call.context is None else self.modules()
         attends = any(isinstance(part, MultiheadAttention) and part.is_cross_attention for part in parts)
         return call.checked(attends, "the model has no cross attention")
+
+
+@final
+class SequenceModel(TokenModel):
+    """head(norm(stack(embedding(tokens) + positions))): an encoder or a decoder, with a context or without.
+
+    The `stack` is a `ResidualSequence`, a `ReversibleSequence`, or one of them `Projected`; `positions` one of
+    `LearnedPositions`, `SinusoidalPositions` and `AxialPositions`; `norm` and `head` modules that act on each token
+    alone, such as an nn.RMSNorm and an nn.Linear. `dropout` is the probability of dropping inputs of the stack in
+    training. `tied` makes the matrix of the `embedding` the head; with neither, the outputs are embeddings.
+
+    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
+    stack is causal, `linattn.generate` takes the model."""
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        stack: nn.Module,
+        *,
+        positions: nn.Module | None = None,
+        dropout: float = 0.0,
+        norm: nn.Module | None = None,
+        head: nn.Module | None = None,
+        tied: bool = False,
+    ):
+        super().__init__()
+        if tied and head is not None:
+            raise ValueError("a tied model has the embedding's matrix for its head, but another head was given")
+        self.embedding, self.positions, self.stack = embedding, positions, stack
+        self.dropout, self.norm = nn.Dropout(dropout), nn.Identity() if norm is None else norm
+        self.head, self.tied = head, tied
+        self.causal = any(part.causal for part in stack.modules() if isinstance(part, InnerAttention))
+
+    def forward(
+        self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
+    ) -> Float[Tensor, "b n o"]:
+        """Return the logits, or embeddings if there is no head."""
+        x = self.hidden(tokens, key_mask=key_mask, context=context, context_mask=context_mask)
+        return self.logits(x) if self.gives_logits else x
+
+    def extend(
+        self,
+        tokens: TokenIds,
+        state: TokenModelState | None = None,
+        *,
+        key_mask: TokenMask = None,
+        context: Context = None,
+        context_mask: ContextMask = None,
+    ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
+        """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
+
+        A context is needed only where there is no state."""
+        x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
+        return self.logits(x) if self.gives_logits else x, state
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:

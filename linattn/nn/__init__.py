@@ -9,10 +9,9 @@ from linattn.nn.image import ChannelLinearAttention, ImageLinearAttention, Posit
 from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import HeadNorm, ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
-from linattn.nn.replace import with_inner
 from linattn.nn.residual import Projected, ResidualSequence, ReversibleSequence
 from linattn.nn.token_shift import TokenShift
-from linattn.nn.torch_multihead import TorchMultiheadAttention
+from linattn.nn.torch_multihead import TorchMultiheadAttention, with_inner
 
 __all__ = [
     "AttentionState",

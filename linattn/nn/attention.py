@@ -11,7 +11,6 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
-from linattn.attention.states import for_batch
 from linattn.feature_maps.base import unit
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
@@ -20,7 +19,7 @@ from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.names import unknown_name
 from linattn.ops.rotary import turn, turns
-from linattn.ops.state import check_part, checked_kind
+from linattn.ops.state import check_part, checked_kind, for_batch
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 CONVOLUTIONS_ON = ("inputs", "projections")

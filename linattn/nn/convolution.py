@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention.states import for_batch
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.starts import ages
 from linattn.ops.compaction import compact, last_tokens, pack, unpack
-from linattn.ops.state import check_part, checked_parts
+from linattn.ops.state import check_part, checked_parts, for_batch
 from linattn.types import TokenMask, Tokens
 
 Past = Float[Tensor, "b w d"]

@@ -1,9 +1,9 @@
 """Backpropagation without stored activations: the inputs of each step are computed from its outputs.
 Gomez et al., RevNet, https://arxiv.org/abs/1707.04585, algorithm 1"""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class _Reversal(torch.autograd.Function):
         ctx.autocast, ctx.randomness = _autocast_regions(x), []
         call, first, second = Call(key_mask, context, context_mask), x, x
         for branch in branches:
-            ctx.randomness.append(_Randomness.capture(x))
+            ctx.randomness.append(_randomness(x))
             with _autocast(ctx.autocast):
                 first, second = second, first + call(branch, second)
         # with buffers among them autograd notices if random features are resampled before the backward pass
@@ -58,9 +58,9 @@ class _Reversal(torch.autograd.Function):
         d_first, d_second = grads
         # the context's gradient, then the weights'
         totals: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
-        for (branch, places), randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
+        for (branch, places), same_randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
-            with torch.enable_grad(), _autocast(ctx.autocast), randomness.restored():
+            with torch.enable_grad(), _autocast(ctx.autocast), same_randomness():
                 delta = call(branch, first)
             inputs = [first, *shared, *_weights(branch)]
             d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
@@ -92,22 +92,16 @@ def _autocast(regions: list[tuple[str, torch.dtype]]) -> Iterator[None]:
         yield
 
 
-class _Randomness(NamedTuple):
-    """The states of the generators before a branch, so that its dropout can be repeated."""
-
-    cpu: Tensor
-    devices: list[int]
-    states: list[Tensor]
-    kind: str
-
-    @staticmethod
-    def capture(x: Tensor) -> "_Randomness":
-        devices, states = get_device_states(x)
-        return _Randomness(torch.get_rng_state(), devices, states, x.device.type if devices else "cpu")
+def _randomness(x: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context with the generators as they are now, so that a branch's dropout can be repeated."""
+    cpu, (devices, states) = torch.get_rng_state(), get_device_states(x)
+    kind = x.device.type if devices else "cpu"
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng(self.devices, device_type=self.kind):
-            torch.set_rng_state(self.cpu)
-            set_device_states(self.devices, self.states, device_type=self.kind)
+    def restored() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type=kind):
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states, device_type=kind)
             yield
+
+    return restored

@@ -179,6 +179,26 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return torch.cat(parts, -2).to(x.dtype).expand(x.shape[0], -1, -1, -1)
 
 
+def with_inner(
+    attention: nn.MultiheadAttention, inner: InnerAttention | str, *, return_weights: bool = True
+) -> TorchMultiheadAttention:
+    """Return the projections of `attention`, with the very same Parameters, around another inner attention.
+
+    See `TorchMultiheadAttention` for `inner` and `return_weights`."""
+    # made outside of the meta device, where random features would be lost
+    inner = resolved_attention(inner, num_heads=attention.num_heads, head_dim=attention.head_dim)
+    sizes = attention.embed_dim, attention.num_heads, attention.dropout
+    added = attention.in_proj_bias is not None, attention.bias_k is not None, attention.add_zero_attn
+    inputs = attention.kdim, attention.vdim, attention.batch_first
+    with torch.device("meta"):
+        new = TorchMultiheadAttention(*sizes, *added, *inputs, inner=inner, return_weights=return_weights)
+    for name, weight in attention.named_parameters(recurse=False):
+        setattr(new, name, weight)
+    new.out_proj = attention.out_proj
+    new.inner.to(device=attention.out_proj.weight.device, dtype=attention.out_proj.weight.dtype)
+    return new.train(attention.training)
+
+
 def _keep_inner(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Keep the inner attention's parameters if the state_dict, as nn.MultiheadAttention's, has none of them."""
     assert isinstance(module, TorchMultiheadAttention)

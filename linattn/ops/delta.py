@@ -33,9 +33,10 @@ def causal_delta_attention(
 
     `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then answers it with v
     exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
-    normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has k's
-    shape (None: zeros). `key_mask` is True for each present token (None: all); leading dimensions broadcast.
-    `backend` is a name that `explain_backend` lists, given `beta`, or None: the first that can run.
+    normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many
+    dimensions as k, or more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None:
+    all); leading dimensions broadcast. `backend` is a name that `explain_backend` lists, given `beta`, or None: the
+    first that can run.
 
     A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
     sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is

@@ -1,7 +1,5 @@
 """Explain which backend a call takes with `backend=None`, and why not the others."""
 
-from typing import Any
-
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -9,6 +7,7 @@ from linattn.ops.backends import SUM_KEYS, SumCall
 from linattn.ops.backends.delta import DELTA
 from linattn.ops.delta import delta_call
 from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.state import LinearState, checked_kind
 
 
 def explain_backend(
@@ -16,7 +15,7 @@ def explain_backend(
     k: Float[Tensor, "*#b m d"],
     v: Float[Tensor, "*#b m dv"],
     /,
-    state: Any = None,
+    state: LinearState | Float[Tensor, "*#b d dv"] | None = None,
     *,
     beta: Float[Tensor, "*#b #m"] | None = None,
     is_causal: bool = True,
@@ -32,12 +31,16 @@ def explain_backend(
 
     One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
     if beta is not None:
-        if not is_causal or feature_map != "identity":
-            came = f"is_causal={is_causal} and feature_map={feature_map!r}"
-            raise ValueError(f"beta is of the delta rule, which is causal and takes features as they are, not {came}")
-        return DELTA.explain(delta_call(q, k, v, beta, state, log_decay, key_mask))
+        if not is_causal or (feature_map, normalize) != ("identity", "output"):
+            came = f"is_causal={is_causal}, feature_map={feature_map!r} and normalize={normalize!r}"
+            raise ValueError(f"beta is of the delta rule, which is causal and has neither option, but came with {came}")
+        past = None if state is None else checked_kind(state, Tensor)
+        return DELTA.explain(delta_call(q, k, v, beta, past, log_decay, key_mask))
+    if not is_causal and (state is not None or log_decay is not None):
+        raise ValueError("state and log_decay are of causal attention, but is_causal is False")
     if is_causal:
-        operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
+        sums = None if state is None else checked_kind(state, LinearState)
+        operator, call = causal_call(q, k, v, sums, log_decay, key_mask, normalize, feature_map)
         return operator.explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
     return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))

@@ -1,5 +1,7 @@
-"""The state of linear attention: sums over keys, from which any query can be answered."""
+"""States: the sums of linear attention, from which any query can be answered, and nested tuples of tensors in general,
+each tensor with the batch in front."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,3 +54,42 @@ def check_tokens(past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, length: i
     """Raise ValueError unless a state's `length` keys and values per row can stand in front of k and v."""
     for name, past, new in (("k", past_k, k), ("v", past_v, v)):
         check_part(name, past, new.dtype, new.shape[1], length, new.shape[3])
+
+
+def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
+    """Apply `function` to every tensor of a `state`: nested tuples of tensors, each with the batch in front.
+
+    With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
+    if isinstance(state, leaf):
+        return function(state)
+    if isinstance(state, tuple):
+        parts = [map_state(function, part, leaf=leaf) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def num_bytes(state: Any) -> int:
+    """Return the bytes of a state's tensors, each counted once."""
+    found: dict[int, int] = {}
+    map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), state)
+    return sum(found.values())
+
+
+def batch_size(state: Any) -> int | None:
+    """Return the batch size of the first tensor, None if there is no tensor."""
+    if isinstance(state, Tensor):
+        return state.shape[0] if state.ndim else None
+    for part in state if isinstance(state, tuple) else ():
+        if (size := batch_size(part)) is not None:
+            return size
+    return None
+
+
+def for_batch(state: _State, batch: int) -> _State:
+    """Return the state for `batch` sequences; that of one sequence is expanded, without a copy."""
+    made = batch_size(state)
+    if made in (batch, None):
+        return state
+    if made != 1:
+        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
+    return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)

@@ -1,11 +1,23 @@
 """`linattn linearize`: a folder that transformers loads, a report, refusals, and going on after an interruption."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMultipleChoice,
+    BertForQuestionAnswering,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
 
 from linattn.cli.linearize import command
 from linattn.cli.main import main
@@ -91,6 +103,7 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
         (("--keep", "7"), r"keep has \[7\]"),
         (("--minutes", "1"), "--minutes or --steps"),
         (("--context", "100000"), "too short"),
+        (("--context", "257"), "--context 257 is longer than the 256 tokens"),
     ],
 )
 def test_a_refused_command_leaves_nothing(model, text, tmp_path, capsys, options, message):
@@ -116,6 +129,47 @@ def test_models_of_other_inputs_are_refused(text, tmp_path, capsys):
     ViTModel(ViTConfig(image_size=12, patch_size=4, **SIZE)).save_pretrained(tmp_path / "vit")
     assert linearize(tmp_path / "vit", text, tmp_path / "linear") == 2
     assert "ViTModel" in capsys.readouterr().err
+
+
+SIZES = {"vocab_size": 256, "max_position_embeddings": 64, **SIZE}
+UNFIT = {
+    "no one output": (BertForQuestionAnswering, SIZES, "puts out start_logits, end_logits"),
+    "several rows": (BertForMultipleChoice, SIZES, "cannot be linearized"),
+    "too few tokens": (LlamaForCausalLM, {**SIZES, "vocab_size": 255}, "its 255 tokens are too few for bytes"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT.values(), ids=UNFIT)
+def test_unfit_models_are_refused_before_any_work(text, tmp_path, capsys, case):
+    kind, sizes, message = case
+    kind(kind.config_class(**sizes)).save_pretrained(tmp_path / "model")
+    assert linearize(tmp_path / "model", text, tmp_path / "linear") == 2
+    assert message in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_damaged_and_linearized_folders_are_refused(model, text, done, tmp_path, capsys):
+    def refusal(folder: Path, **contents: bytes) -> str:
+        if contents:
+            shutil.copytree(model, folder)
+        for name, content in contents.items():
+            (folder / f"{name}.{'json' if name == 'tokenizer' else 'safetensors'}").write_bytes(content)
+        assert linearize(folder, text, tmp_path / "linear") == 2
+        return capsys.readouterr().err
+
+    assert "linear is linearized already" in refusal(done)
+    assert "cannot be loaded: Error while deserializing header" in refusal(tmp_path / "short", model=b"\0" * 100)
+    assert "the tokenizer of" in refusal(tmp_path / "tokenizer", tokenizer=b"{}")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"cat": 256, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    larger = refusal(tmp_path / "larger", tokenizer=words.to_str().encode())
+    assert "the tokenizer has a token 256, but the model has only 256 tokens" in larger
+
+
+def test_a_conversion_that_diverges_ends_in_one_line(model, text, tmp_path, capsys):
+    assert linearize(model, text, tmp_path / "linear", "--lr", "1e30") == 1
+    assert "not finite" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "linear").exists()
 
 
 def test_an_encoder_has_a_report_too(text, tmp_path):

@@ -1,9 +1,11 @@
 """Recall obeys its definition."""
 
 import numpy as np
+import pytest
 import torch
 
 from examples.learning import recall
+from examples.learning.report import state_size
 from examples.learning.task import IGNORED
 
 CONTEXT = 2 * recall.PAIRS
@@ -63,3 +65,12 @@ def test_an_epoch_shows_every_sequence_once_and_none_of_the_test():
     rows = {tuple(row) for row in seen.tolist()}
     assert len(rows) == len(seen)
     assert not rows & {tuple(row) for row in data.test[0].tolist()}
+
+
+@pytest.mark.parametrize("task", recall.TASKS, ids=lambda task: task.name)
+def test_a_silu_needs_no_state(task):
+    assert recall.with_silu("delta") == "delta+silu" and recall.with_silu("delta:32") == "delta+silu:32"
+    pairs = [(name, recall.with_silu(name)) for name in task.methods if recall.with_silu(name) in task.methods]
+    assert len(pairs) > 15
+    for plain, silu in pairs[::7]:
+        assert state_size(task, plain) == state_size(task, silu)

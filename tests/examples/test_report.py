@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from examples.learning import points, report, run
 from examples.learning.curves import draw, styles
 
-PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in run.TASKS)
+NAMES = (*report.TOGETHER, "characters", "copying")
+PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in NAMES)
 
 
 def fake(task, method, seed, figures):
@@ -49,8 +50,8 @@ def test_nats_have_three_digits():
 def test_tables_take_their_places_again_and_again():
     page = report.with_tables(PAGE, RUNS)
     assert report.with_tables(page, RUNS) == page
-    assert page.count("old") == len(run.TASKS) - 2 and page.count("| 1.888 |") == 1
-    assert page.count("before") == page.count("after") == len(run.TASKS)
+    assert page.count("old") == len(NAMES) - 2 and page.count("| 1.888 |") == 1
+    assert page.count("before") == page.count("after") == len(NAMES)
 
 
 def test_a_task_that_was_not_run_needs_no_place():
@@ -69,13 +70,12 @@ def test_the_state_of_linear_attention_is_constant_and_that_of_softmax_grows():
     assert report.state_size(task, "softmax") == 2 * task.length * 64 + 2 * 64
 
 
-def test_other_figures_have_their_columns_before_the_last():
-    task = run.TASKS["parity"]
+def test_tracking_has_one_table_with_places_of_the_trained_length_first():
     record = fake("parity", "elu", 0, [0.5])
-    record["curve"][0] |= {name: 0.1 * (i + 7) for i, name in enumerate(task.others)}
-    head, _, row = cells(report.table(task, [record]))
-    assert head[1:5] == [*(f"seed 0, {heading}" for heading in task.others.values()), "seed 0"]
-    assert row[:5] == ["elu", "70.0 %", "80.0 %", "90.0 %", "50.0 %"]
+    record["curve"][0]["accuracy_32"] = 0.7
+    head, _, row = cells(report.joint_table(report.TOGETHER["tracking"], [record]))
+    assert head[2:5] == ["parity, 17–32", "parity, 33–128", "swaps, 17–32"]
+    assert row == ["elu", "4,224", "70.0 %", "50.0 % (150)", "", "", "", ""]
 
 
 @pytest.mark.parametrize("task", ("recall", "characters", "copying"))
@@ -92,13 +92,35 @@ def test_styles_differ():
     assert len(set(kinds)) == 88
 
 
+def test_recall_has_one_table_of_all_its_tasks_without_and_with_a_silu():
+    early = fake("recall32", "elu+silu", 1, [0.1, 0.9995])
+    runs = [early, fake("recall", "local", 0, [0.01] * 10), fake("recall32", "elu+silu", 0, [0.5] * 10), *RUNS]
+    page = report.with_tables(PAGE, runs)
+    assert page.count("old") == len(NAMES) - 3
+    head, _, elu, local = cells(report.joint_table(report.TOGETHER["recall"], runs))
+    pairs = ["16 pairs, 128 tokens", "32 pairs, 128 tokens", "64 pairs, 256 tokens"]
+    assert head == ["method", "state", *pairs, *(f"with SiLU: {title}" for title in pairs)]
+    # the largest state comes first; a run that ended sooner says when
+    assert elu == ["elu", "4,288", "", "", "", "", "50.0 % / 100.0 % (400)", ""]
+    assert local == ["local", "2,049", "1.0 %", "", "", "", "", ""]
+
+
+def test_bytes_have_one_table_of_both_lengths():
+    methods = list(run.TASKS["bytes256"].methods)
+    runs = [fake("bytes1024", method, 0, []) | {"curve": [{"step": 900, "bits": 1.5}]} for method in methods]
+    rows = cells(report.joint_table(report.TOGETHER["bytes"], runs))[2:]
+    assert sorted(row[0] for row in rows) == sorted(method.replace("+", " + ") for method in methods)
+    assert all(row[2:] == ["", "1.500 (900)"] for row in rows)
+
+
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
     lines, path = [], tmp_path / "states.svg"
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *, label, **options: lines.append((label, x, y)))
     monkeypatch.setattr(points, "_save", lambda *arguments: None)
-    records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in (("elu", 0.5), ("elu:32", 0.25))]
+    figures = {"elu": 0.5, "elu:32": 0.25, "elu+silu:32": 0.75}
+    records = [fake("recall", method, 0, [x]) | {"accuracy": x} for method, x in figures.items()]
     points.draw_states([run.TASKS["recall"]], report.state_size, [*records, *RUNS], path)
-    assert lines == [("elu", (2208, 4288), (25, 50))]
+    assert lines == [("elu", (2208, 4288), (25, 50)), ("_", (2208,), (75,)), ("hollow: with SiLU", [], [])]
 
 
 def test_pictures_of_places_name_their_methods(tmp_path):

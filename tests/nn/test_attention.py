@@ -5,8 +5,8 @@ from torch.testing import assert_close
 
 from linattn.attention.named import named_attention
 from linattn.attention.softmax import SoftmaxAttention
-from linattn.attention.states import map_state
 from linattn.nn import MultiheadAttention
+from linattn.ops.state import map_state
 
 DIM, HEADS = 24, 4
 OPTIONS = {

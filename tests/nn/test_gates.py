@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from linattn.attention import GateNeeds, named_attention
+from linattn.attention.gates import SplitNeeds
 from linattn.nn import MultiheadAttention, token_gates
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
 
@@ -90,6 +91,10 @@ def test_decays_are_not_rounded_to_half_precision(dtype):
         assert found.dtype == torch.float32
         # the projections are rounded, but not what comes after
         assert_close(found.double(), gates.double()(x.double()).log_decay, rtol=0.02, atol=0)
+        nothing = torch.zeros_like(x)
+        assert_close(
+            gates.to(dtype)(nothing).log_decay.double(), gates.double()(nothing.double()).log_decay, rtol=1e-5, atol=0
+        )
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -146,4 +151,8 @@ def test_parts_of_a_mixture_have_their_own():
     assert none is None
     assert ssd.log_decay.shape == ssd.beta.shape == kda.beta.shape == (2, 1, 9)
     assert kda.log_decay.shape == (2, 1, 9, 6)
+    uneven = SplitNeeds((1, 3), (GateNeeds("head"), GateNeeds("head")))
+    parts = token_gates(uneven, DIM, num_key_heads=8, key_dim=6)
+    assert parts is not None
+    assert [part.log_decay.shape[1] for part in parts.double()(some_inputs())] == [2, 6]
     assert token_gates(None, DIM, num_key_heads=4, key_dim=6) is None

@@ -171,6 +171,31 @@ def test_the_past_does_not_see_the_future(backend: str, decay: str | None) -> No
 
 
 @every_backend
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(0, 3)])
+def test_the_past_does_not_see_strong_decays_of_the_future(backend: str, decay: str, heads: slice) -> None:
+    """To the last bit, where the others are weak: those of one head, or of all."""
+    given = inputs(100, decay)
+    given["log_decay"] = -torch.rand_like(given["log_decay"])
+    before, _ = run(**given, backend=backend)
+    for at in (1, 21, 60, 64):
+        later = given["log_decay"].clone()
+        later[:, heads, at] = -30
+        after, _ = run(**given | {"log_decay": later}, backend=backend)
+        assert_close(after[..., :at, :], before[..., :at, :], rtol=0, atol=0)
+        assert not torch.equal(after[:, heads, at:], before[:, heads, at:])
+
+
+@pytest.mark.parametrize("at", [1, 40, 69])
+def test_a_strong_decay_of_one_head(at: int) -> None:
+    given = inputs(70, "channel")
+    given["log_decay"] = -torch.rand_like(given["log_decay"])
+    given["log_decay"][0, 1, at, 2] = -30
+    upstream = upstream_of(given)
+    assert_same(everything(given, upstream, backend="chunked"), everything(given, upstream, backend="reference"))
+
+
+@every_backend
 @every_decay
 @pytest.mark.parametrize("kind", ["left", "right", "holes", "all"])
 def test_a_masked_token_neither_writes_nor_decays(backend: str, decay: str | None, kind: str) -> None:

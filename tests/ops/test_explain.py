@@ -1,6 +1,7 @@
 """What `explain_backend` says, on a machine without a GPU."""
 
 import pytest
+import torch
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, linear_attention
 from tests.laws import tokens
@@ -28,6 +29,22 @@ def test_a_state_is_part_of_the_call() -> None:
     q, k, v = tokens(5)
     _, state = causal_linear_attention(q, k, v)
     assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "dense"
+
+
+def test_arguments_of_another_operator_are_refused() -> None:
+    q, k, v = tokens(5)
+    decay, beta = -torch.rand(5), torch.rand(5)
+    y, state = causal_linear_attention(q, k, v)
+    for options in ({"log_decay": decay}, {"state": state}):
+        with pytest.raises(ValueError, match="state and log_decay are of causal attention"):
+            explain_backend(q, k, v, is_causal=False, **options)
+    for options in ({"normalize": None}, {"feature_map": "relu"}, {"is_causal": False}):
+        with pytest.raises(ValueError, match="beta is of the delta rule"):
+            explain_backend(q, k, v, beta=beta, **options)
+    with pytest.raises(ValueError, match="the state must be a Tensor"):
+        explain_backend(q, k, v, state, beta=beta)
+    with pytest.raises(ValueError, match="the state must be a LinearState"):
+        explain_backend(q, k, v, y)
 
 
 def test_attention_to_all_keys() -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from linattn.cli.argument_types import COUNT, FLAG, POSITIVE, comma_separated, integer_from, one_of
+from linattn.cli.argument_types import COUNT, FLAG, POSITIVE, comma_separated, integer_from
 
 SUMMARY = "measure speed and memory on this machine, and draw the report"
 FORWARD, TRAINING, DECODING = WORKLOADS = ("forward", "training", "decoding")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how").add_argument
     add("--repeats", default=7, **COUNT, help="rounds in which methods take turns (default: 7)")
     add("--threads", **COUNT, help="(default: as many as torch takes)")
-    add("--device", **one_of("cpu", "cuda"), help="(default: cuda where there is one)")
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
     add("--batch", default=1, **COUNT, help="number of sequences (default: 1)")
     add("--heads", default=8, **COUNT, help="number of heads (default: 8)")
     add("--head-dim", default=64, **COUNT, help="channels per head (default: 64)")
@@ -47,10 +47,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({integer_from(1)(part) for part in text.split(",")}))
-
-
-def run(arguments: argparse.Namespace) -> int:
-    # imported here, because it takes seconds and mistakes in the options should be told at once
-    from linattn.cli.bench import command
-
-    return command.run(arguments)

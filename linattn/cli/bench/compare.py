@@ -46,9 +46,8 @@ def compared(before: Record, after: Record) -> str:
     every = changes(before, after)
     real = sorted((change for change in every if change.is_real), key=lambda change: -change.ratio)
     parts = [f"A: {before.machine_line}\nB: {after.machine_line}"]
-    conditions = [each.options | {name: each.machine.get(name) for name in CONDITIONS} for each in (before, after)]
-    told = [(name, value, conditions[1].get(name)) for name, value in conditions[0].items()]
-    if different := [f"{name}: {a} in A, {b} in B" for name, a, b in told if a != b]:
+    a, b = (each.options | {name: each.machine.get(name) for name in CONDITIONS} for each in (before, after))
+    if different := [f"{name}: {a[name]} in A, {b.get(name)} in B" for name in a if a[name] != b.get(name)]:
         parts.append("\n".join(["not the same conditions", *different]))
     if real:
         parts.append(aligned([["", "n", "A", "B", "B / A", ""], *(change.row() for change in real)]))

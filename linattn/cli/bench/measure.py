@@ -19,12 +19,12 @@ import psutil
 import torch
 from torch.utils.benchmark import Timer, timer
 
-from linattn.cli.bench import MODEL_DECODING, MODEL_WORKLOADS, ONE_TOKEN, RATE
+from linattn.cli.bench import MODEL_DECODING, MODEL_WORKLOADS, ONE_TOKEN, RATE, SOFTMAX
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Case, Curve, Dropped, Measurement, Setup
 from linattn.cli.bench.workloads import MODEL_METHODS, POSITIONS, Call, batched_products, prepare
 from linattn.cli.errors import one_line
-from linattn.cli.info import num_bytes
+from linattn.ops.state import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated
@@ -93,7 +93,9 @@ class Measuring:
     def _predicted(self, case: Case) -> Found:
         n, found = self.last.get(case.curve, (case.n, Found(0.0, 0.01)))
         longer = max(1.0, case.n / n)
-        return Found(found.bytes * longer, found.seconds * longer**case.growth)
+        # the greatest power of n with which the time may grow
+        power = (SOFTMAX in case.method) + (case.workload not in ONE_TOKEN)
+        return Found(found.bytes * longer, found.seconds * longer**power)
 
     def _measure_memory(self, case: Case) -> bool:
         """Measure the size of the state where there is one, else the peak. Return whether the case could be run."""

@@ -1,10 +1,11 @@
 """Other packages' attentions on the same queries, keys and values, where installed, used as their readmes do."""
 
 import contextlib
-import importlib.util
+import importlib
 import io
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ class Peer(NamedTuple):
 
 
 def installed(causal: bool) -> list[str]:
-    able = [name for name, peer in PEERS.items() if causal in peer.counterpart]
-    return [name for name in able if importlib.util.find_spec(PEERS[name].module)]
+    return [name for name, peer in PEERS.items() if causal in peer.counterpart and find_spec(peer.module)]
 
 
 def build_peer(setup: Setup, case: Case) -> Attention:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from linattn.cli.atomic import write_atomically
-from linattn.cli.bench import ONE_TOKEN, SOFTMAX
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import timestamp
 from linattn.version import __version__
@@ -49,11 +48,6 @@ class Case:
     @property
     def curve(self) -> Curve:
         return self.workload, self.method, self.dtype
-
-    @property
-    def growth(self) -> int:
-        """Return the greatest power of n with which the time may grow."""
-        return (SOFTMAX in self.method) + (self.workload not in ONE_TOKEN)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -141,8 +135,6 @@ def read_record(path: Path) -> Record:
         fields = json.loads(path.read_bytes())
         if (version := fields.pop("format")) != FORMAT:
             raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
-        fields["measurements"] = (
-            Measurement(**each | {"values": tuple(each["values"])}) for each in fields["measurements"]
-        )
-        fields["dropped"] = (Dropped(**each) for each in fields["dropped"])
-        return Record(**fields | {name: tuple(fields[name]) for name in ("measurements", "dropped", "notes")})
+        measurements = (Measurement(**each | {"values": tuple(each["values"])}) for each in fields.pop("measurements"))
+        dropped, notes = (Dropped(**each) for each in fields.pop("dropped")), fields.pop("notes")
+        return Record(**fields, measurements=tuple(measurements), dropped=tuple(dropped), notes=tuple(notes))

@@ -6,7 +6,7 @@ import argparse
 from fractions import Fraction
 from pathlib import Path
 
-from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, repeatable
+from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, integers, repeatable
 
 SUMMARY = "turn a pretrained softmax model into a linear one"
 METHOD, WINDOW = "taylor2", 16
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")
     add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
-    add("--context", **COUNT, help="tokens per sequence (default: 512, or as many as the model takes)")
+    add("--context", **integers(2), help="tokens per sequence (default: 512, or as many as the model takes)")
     add("--batch", default=8, **COUNT, help="sequences per batch (default: 8)")
     add(
         "--lr",
@@ -61,10 +61,3 @@ def kept(text: str) -> Fraction | tuple[int, ...]:
     except (ValueError, ZeroDivisionError):
         pass
     raise argparse.ArgumentTypeError(f"must be a share such as 1/4, numbers such as 0,5, or none, but is {text!r}")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    # imported here, because it takes seconds and mistakes in the options should be told at once
-    from linattn.cli.linearize import command
-
-    return command.run(arguments)

@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -23,7 +25,6 @@ from linattn.cli.linearize.progress import showing
 from linattn.integrations.transformers.linearize import (
     Budget,
     Conversion,
-    Plan,
     Rates,
     Training,
     choose_layers,
@@ -31,8 +32,11 @@ from linattn.integrations.transformers.linearize import (
     fine_tune,
     plan,
     restore_layers,
+    scores,
     transfer,
 )
+from linattn.integrations.transformers.linearize.distance import Diverged
+from linattn.integrations.transformers.linearize.folder import FIELD
 from linattn.integrations.transformers.linearize.report import Probes, report
 from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
 
@@ -57,11 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model, config)
     tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
     require_tokens(tokens, context)
+    require_room(config, tokens, context)
     if torch.cuda.is_available() and not arguments.cpu:
         model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     batches = TrainingBatches(tokens.training, context=context, batch=arguments.batch, seed=arguments.seed)
-    with explained(f"{arguments.model} cannot be linearized", ValueError):
-        planned = _plan(model, batches[0], arguments)
+    with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
+        first = _here(model, [batches[0]])
+        # before any work: a model whose outputs cannot be compared has no way to its teacher
+        scores(model, model, first)
+        keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
+        options = {name: getattr(arguments, name) for name in ("method", "window", "convolution")}
+        planned = plan(model, *first, keep=keep, **options)
     print(planned, file=sys.stderr)
     work = open_work(arguments)
     try:
@@ -69,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         held_out = held_out_batches(tokens.held_out, context=context, batch=arguments.batch, count=HELD_OUT)
         facts = _train(conversion, batches, _here(model, held_out), arguments, work)
         made = _report(conversion, tokens.held_out, _here(model, held_out), context)
+    except Diverged as error:
+        raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     made |= facts | {"command": shlex.join(["linattn", *sys.argv[1:]]), "plan": planned.to_dict()}
@@ -81,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Load the model with the class that it was saved from."""
-    with explained(f"{name} cannot be loaded", OSError, ValueError):
+    with explained(f"{name} cannot be loaded", OSError, ValueError, SafetensorError):
         config: Any = AutoConfig.from_pretrained(name)
+        if hasattr(config, FIELD):
+            raise CommandError(f"{name} is linearized already: give the model that it was made from")
         kind = getattr(transformers, (config.architectures or ["none"])[0], None)
         if kind is None or not hasattr(kind, "from_pretrained"):
             raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
@@ -109,15 +123,13 @@ def require_tokens(tokens: Tokens, context: int) -> None:
             )
 
 
-def _plan(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace) -> Plan:
-    return plan(
-        model,
-        *_here(model, [batch]),
-        method=arguments.method,
-        keep=() if isinstance(arguments.keep, Fraction) else arguments.keep,
-        window=arguments.window,
-        convolution=arguments.convolution,
-    )
+def require_room(config: PreTrainedConfig, tokens: Tokens, context: int) -> None:
+    """Raise unless the model has a position and an embedding for every token."""
+    if context > (most := positions(config)):
+        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
+    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
+    if largest >= size:
+        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
 
 
 def _here(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -134,7 +146,8 @@ def open_work(arguments: argparse.Namespace) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=2))
         return work
-    begun = json.loads(path.read_bytes())
+    with explained(f"{path} is corrupt", ValueError):
+        begun = json.loads(path.read_bytes())
     if other := [name for name in settings if settings[name] != begun.get(name)]:
         raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
     print(f"going on with {work}", file=sys.stderr)
@@ -151,9 +164,8 @@ def _train(
     """Run the two stages of training, and the choice of layers between them; return what to report of them."""
     model, teacher = conversion.model, conversion.teacher
     facts: dict[str, Any] = {"kept": list(arguments.keep) if isinstance(arguments.keep, tuple) else []}
-    losses = {
-        "transfer": _stage("transfer", lambda budget: transfer(model, teacher, batches, budget), model, arguments, work)
-    }
+    stage = partial(_stage, model, arguments, work)
+    losses = {"transfer": stage("transfer", partial(transfer, model, teacher, batches))}
     if isinstance(arguments.keep, Fraction):
         count = max(1, round(arguments.keep * len(conversion.plan.replaced)))
         chosen = choose_layers(model, teacher, held_out[:CHOOSING], count)
@@ -161,22 +173,13 @@ def _train(
         facts |= {"kept": list(chosen.kept), "divergence_with_one_restored": chosen.restored}
         print(f"layers that stay softmax: {', '.join(map(str, chosen.kept))}", file=sys.stderr)
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
-    losses["fine-tune"] = _stage(
-        "fine-tune",
-        lambda budget: fine_tune(model, teacher, batches, budget, rates=rates, lora=arguments.lora),
-        model,
-        arguments,
-        work,
-    )
+    tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
+    losses["fine-tune"] = stage("fine-tune", tune)
     return facts | {"losses": losses}
 
 
 def _stage(
-    name: str,
-    train: Callable[[Budget], Training],
-    model: PreTrainedModel,
-    arguments: argparse.Namespace,
-    work: Path,
+    model: PreTrainedModel, arguments: argparse.Namespace, work: Path, name: str, train: Callable[[Budget], Training]
 ) -> list[float]:
     """Train, or take the result of a run that was interrupted after this stage; return the losses."""
     done, share = work / f"{name}.pt", FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
@@ -185,8 +188,8 @@ def _stage(
         minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
         with showing(name) as show:
             training = train(Budget(steps, minutes, work / name, arguments.save_every, show))
-        with atomic_file(done) as partial:
-            torch.save({"weights": model.state_dict(), "losses": training.losses}, partial)
+        with atomic_file(done) as file:
+            torch.save({"weights": model.state_dict(), "losses": training.losses}, file)
         shutil.rmtree(work / name, ignore_errors=True)
     saved = torch.load(done, map_location=model.device, weights_only=True)
     model.load_state_dict(saved["weights"])
@@ -219,9 +222,9 @@ def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tenso
 
 def write_result(out: Path, model: PreTrainedModel, tokenizer: Any, made: dict[str, Any]) -> None:
     """Write the folder as a whole: the model as transformers saves it, its tokenizer and the report."""
-    with atomic_folder(out) as partial:
-        model.save_pretrained(partial)
+    with atomic_folder(out) as folder:
+        model.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        (partial / "report.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-        (partial / "report.html").write_text(html(made), encoding="utf-8")
+            tokenizer.save_pretrained(folder)
+        (folder / "report.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(html(made), encoding="utf-8")

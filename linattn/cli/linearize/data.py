@@ -28,7 +28,8 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
     """Return the model's tokenizer, or None if it has none and its vocabulary has room for all bytes."""
     folder = Path(model)
     if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZERS):
-        with explained(f"the tokenizer of {model} cannot be loaded", OSError, ValueError):
+        # a damaged file raises what its reader happens to meet
+        with explained(f"the tokenizer of {model} cannot be loaded", Exception):
             return AutoTokenizer.from_pretrained(model)
     if (size := config.get_text_config().vocab_size) < 256:
         raise CommandError(f"{model} has no tokenizer, and its {size} tokens are too few for bytes")

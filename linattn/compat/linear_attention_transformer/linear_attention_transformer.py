@@ -12,17 +12,15 @@ from linattn.attention import (
     BlindspotAttention,
     InnerAttention,
     LearnedProjection,
-    LinearAttention,
     LinformerAttention,
     LocalAttention,
     RotaryAttention,
 )
-from linattn.compat.layers import Pair, make_pair, make_stack, split_heads
+from linattn.compat.layers import Pair, efficient_attention, make_pair, make_stack, split_heads
 from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
 from linattn.compat.linear_attention_transformer.options import LinformerSettings as LinformerSettings
 from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import takes
-from linattn.feature_maps import EfficientFeatureMap
 from linattn.models.token_model import TokenModel, TokenModelState, run_stack
 from linattn.nn import AxialPositions, LearnedPositions, MultiheadAttention, Projected, SinusoidalPositions
 from linattn.nn.branch import Call
@@ -99,9 +97,6 @@ class LinearAttentionTransformerLM(TokenModel):
         self.norm = nn.LayerNorm(out)
         self.head = None if options.return_embeddings else nn.Linear(width, options.num_tokens)
 
-    def get_stack(self) -> nn.Module:
-        return self.stack
-
     def forward(
         self, x: TokenIds, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
     ) -> Float[Tensor, "b n o"]:
@@ -146,13 +141,13 @@ def _pairs(options: TransformerOptions) -> Iterator[Pair]:
         self_attention = _attention(options, _self_attention(options, local_heads), options.channels)
         yield make_pair(options, self_attention, shift=shift)
         if options.attend_axially:
-            inner = AxialAttention(_efficient(options.causal), options.local_attn_window_size)
+            inner = AxialAttention(efficient_attention(options.causal), options.local_attn_window_size)
             # dim / heads whatever dim_head is, so that the package's weights fit
             channels = options.channels if options.dim % options.heads else options.dim // options.heads
             yield make_pair(options, _attention(options, inner, channels))
         if options.receives_context:
             settings = options.context_linformer_settings
-            inner = _efficient(False) if settings is None else _linformer(*settings)
+            inner = efficient_attention(False) if settings is None else _linformer(*settings)
             yield make_pair(options, _attention(options, inner, options.channels, context_dim=options.dim))
 
 
@@ -176,18 +171,12 @@ def _self_attention(options: TransformerOptions, local_heads: int) -> InnerAtten
     local: InnerAttention = LocalAttention(options.local_attn_window_size, causal=options.causal, bucketed=True)
     if options.rotary or options.use_rotary_emb:
         local = RotaryAttention(local)
-    others: InnerAttention = _efficient(options.causal)
+    others: InnerAttention = efficient_attention(options.causal)
     if options.linformer_settings is not None:
         others = _linformer(options.max_seq_len, options.linformer_settings.k)
     elif options.blindspot_size > 1:
         others = BlindspotAttention(others, options.blindspot_size)
     return split_heads((local_heads, local), (options.heads - local_heads, others))
-
-
-def _efficient(causal: bool) -> LinearAttention:
-    """Return the package's linear attention. The causal one normalises the output, the other one each key feature."""
-    normalize = "output" if causal else "keys"
-    return LinearAttention(EfficientFeatureMap(), causal=causal, normalize=normalize)
 
 
 def _linformer(longest: int, projected: int) -> LinformerAttention:

@@ -10,17 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import FlooredFavorAttention, InnerAttention, LinearAttention, LocalAttention, RotaryAttention
-from linattn.compat.layers import split_heads
+from linattn.compat.layers import efficient_attention, split_heads
 from linattn.compat.options import takes
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
-from linattn.feature_maps import (
-    EfficientFeatureMap,
-    FavorFeatureMap,
-    GeneralizedFeatureMap,
-    RandomProjection,
-    redraw_features_,
-)
+from linattn.feature_maps import FavorFeatureMap, GeneralizedFeatureMap, RandomProjection, redraw_features_
 from linattn.feature_maps.random_projection import default_num_features
 from linattn.nn import MultiheadAttention
 from linattn.types import Context, ContextMask, KeyMask, Keys, Outputs, Queries, TokenMask, Tokens, Values
@@ -185,8 +179,7 @@ def mixed_heads(options: PerformerOptions, local: int) -> InnerAttention:
 def _inner_attention(options: PerformerOptions) -> InnerAttention:
     dim, causal, scaling = options.dim_heads, options.causal, options.ortho_scaling
     if options.no_projection:
-        # the causal form normalises outputs as performer-pytorch does; not causal, keys are a softmax over tokens
-        return LinearAttention(EfficientFeatureMap(), causal=causal, normalize="output" if causal else "keys")
+        return efficient_attention(causal)
     if options.generalized_attention:
         count = default_num_features(dim) if options.nb_features is None else options.nb_features
         projection = RandomProjection(dim, count, scaling=scaling)

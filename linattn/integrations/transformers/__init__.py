@@ -2,13 +2,7 @@
 
 Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 from linattn.integrations.transformers.cache import LinattnCache
 from linattn.integrations.transformers.config import LinattnConfig
@@ -22,6 +16,7 @@ from linattn.integrations.transformers.lora import register_target_modules
 from linattn.integrations.transformers.model import LinattnModel
 from linattn.integrations.transformers.speed_up import SpeedUp, speed_up
 from linattn.integrations.transformers.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
+from linattn.models.storage import CLASSES, MODEL_TYPE
 
 __all__ = [
     "LinattnCache",
@@ -39,10 +34,8 @@ __all__ = [
     "speed_up",
 ]
 
-AutoConfig.register(LinattnConfig.model_type, LinattnConfig, exist_ok=True)
-AutoModel.register(LinattnConfig, LinattnModel, exist_ok=True)
-AutoModelForCausalLM.register(LinattnConfig, LinattnForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(LinattnConfig, LinattnForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(LinattnConfig, LinattnForTokenClassification, exist_ok=True)
+for auto, own in CLASSES.items():
+    key = MODEL_TYPE if auto == "AutoConfig" else LinattnConfig
+    getattr(transformers, auto).register(key, globals()[own], exist_ok=True)
 register_target_modules()
 install()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from math import isclose, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -72,7 +72,8 @@ def attention_forward(
     if inner is None:
         method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
-        inner = _inner(Kind(method, h, hk, d, window, causal, query.device, dtype))
+        sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
+        inner = _inner(method, query.device, dtype, **sizes)
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
         return attend_per_document(inner, query, keys, value, attention_mask, gates).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
@@ -113,35 +114,24 @@ def windowed(method: str, window: int | None, tokens: int) -> tuple[str, int]:
     return method, min(window, own)
 
 
-class Kind(NamedTuple):
-    """The sizes that an inner attention is made for. None depends on the layer, so layers of one kind share it."""
-
-    method: str
-    num_heads: int
-    num_key_heads: int
-    head_dim: int
-    window: int
-    causal: bool
-    device: torch.device
-    dtype: torch.dtype
-
-
 # a dict, not functools.cache, which torch.compile does not see
-_INNERS: dict[Kind, InnerAttention] = {}
+_INNERS: dict[tuple[Any, ...], InnerAttention] = {}
 
 
-def _inner(kind: Kind) -> InnerAttention:
+def _inner(method: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> InnerAttention:
+    """Return the attention of these sizes. None depends on the layer, so layers of one kind share it."""
+    kind = (method, device, dtype, *sizes.values())
     if kind not in _INNERS:
-        _make(kind)
+        _make(kind, sizes)
     return _INNERS[kind]
 
 
 @torch.compiler.disable(recursive=True)
-def _make(kind: Kind) -> None:
-    sizes = {name: getattr(kind, name) for name in ("num_heads", "num_key_heads", "head_dim", "window", "causal")}
+def _make(kind: tuple[Any, ...], sizes: dict[str, int]) -> None:
+    method, device, dtype, *_ = kind
     # outside of inference mode, whose tensors cannot be used in training
     with torch.inference_mode(False):
-        _INNERS[kind] = untrained_attention(kind.method, **sizes).to(device=kind.device, dtype=kind.dtype)
+        _INNERS[kind] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
 
 
 def is_causal_call(module: nn.Module, given: bool | None) -> bool:

@@ -24,9 +24,6 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.reset()
 
-    def put(self, state: Any, position: Tensor | None, num_tokens: int) -> None:
-        self.state, self.position, self.seen = state, position, self.seen + num_tokens
-
     def get_seq_length(self) -> int:
         return self.seen
 
@@ -142,4 +139,4 @@ class LinattnCache(Cache):
     def put_state(self, state: TokenModelState, num_tokens: int) -> None:
         """Store the state after `num_tokens` more tokens."""
         for layer, block in zip(self.layers, state.stack, strict=True):
-            layer.put(block, state.position, num_tokens)
+            layer.state, layer.position, layer.seen = block, state.position, layer.seen + num_tokens

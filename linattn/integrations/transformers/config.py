@@ -17,9 +17,17 @@ def _language_models(field: str) -> property:
     return property(lambda config: getattr(config.to_language_model(), field))
 
 
+class NotCopied:
+    """Keeps transformers from copying our source into every folder that is saved after one was loaded."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Do nothing."""
+
+
 # jaxtyping's hook for tests takes this for a plain dataclass, whose constructor takes only these fields
 @no_type_check
-class LinattnConfig(PreTrainedConfig):
+class LinattnConfig(NotCopied, PreTrainedConfig):
     """`language_model` is a LanguageModelConfig or its fields, `linattn_version` the version that wrote the file: a
     newer one than this raises ValueError. All else is transformers' own: `use_cache` returns the state, and
     `pad_token_id`, `bos_token_id` and `eos_token_id` are the tokens that fill up, begin and end a text.
@@ -54,10 +62,6 @@ class LinattnConfig(PreTrainedConfig):
         """Write config.json, and the file by which transformers finds our classes where they were not imported."""
         super().save_pretrained(save_directory, *args, **kwargs)
         write_loader(Path(save_directory))
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
 
     def to_language_model(self) -> LanguageModelConfig:
         fields = self.language_model

@@ -56,14 +56,9 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
         """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
-        x, key_mask, cache, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        cache = self._cache(past_key_values, use_cache)
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
         # 0 means all of them, as in x[:, -0:]
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
@@ -129,12 +124,8 @@ class _Classifier(LinattnPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> Any:
-        x, key_mask, _, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions
         )
         return self._output(x, key_mask, labels, states)
 
@@ -153,7 +144,7 @@ class LinattnForSequenceClassification(_Classifier):
     def _output(
         self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any
     ) -> SequenceClassifierOutput:
-        logits = self.score(_last(x, key_mask) if self.model.causal else _mean(x, key_mask))
+        logits = self.score(_pooled(x, key_mask, causal=self.model.causal))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
@@ -174,16 +165,11 @@ class LinattnForTokenClassification(_Classifier):
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
-def _mean(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:
-    if key_mask is None:
-        return x.mean(1)
+def _pooled(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None, *, causal: bool) -> Float[Tensor, "b d"]:
+    """Return the vector of the last present token if causal, else the mean of all present ones."""
+    present = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
+    if causal:
+        last = x.shape[1] - 1 - present.flip(1).byte().argmax(1)
+        return x[torch.arange(len(x), device=x.device), last]
     # a missing token's vector may be anything, NaN too
-    total = x.masked_fill(~key_mask.unsqueeze(-1), 0).sum(1)
-    return total / key_mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def _last(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b d"]:
-    if key_mask is None:
-        return x[:, -1]
-    last = x.shape[1] - 1 - key_mask.flip(1).byte().argmax(1)
-    return x[torch.arange(len(x), device=x.device), last]
+    return x.masked_fill(~present.unsqueeze(-1), 0).sum(1) / present.sum(1, keepdim=True).clamp(min=1)

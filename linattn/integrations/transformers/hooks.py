@@ -149,11 +149,9 @@ def _with_our_layers(
         return kinds, options
     if "chunked_attention" in kinds:
         raise ValueError(f"{type(config).__name__}: attention in chunks has no state here: give use_cache=False")
-    ours = [kind in REPLACED for kind in kinds]
-    return (
-        [ATTENTION_LAYER if is_one else kind for is_one, kind in zip(ours, kinds, strict=True)],
-        [{} if is_one else given for is_one, given in zip(ours, options, strict=True)],
-    )
+    given = zip(kinds, options, strict=True)
+    layers = [(ATTENTION_LAYER, {}) if kind in REPLACED else (kind, each) for kind, each in given]
+    return [kind for kind, _ in layers], [each for _, each in layers]
 
 
 def _refuse_static(**_: Any) -> NoReturn:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,21 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.cache import LinattnCache
-from linattn.integrations.transformers.config import LinattnConfig
+from linattn.integrations.transformers.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD, Block
 
 
-class Hidden(NamedTuple):
-    """The output of the last norm, and what the callers of `hidden` need beside it."""
-
-    x: Float[Tensor, "b n d"]
-    key_mask: Bool[Tensor, "b n"] | None
-    cache: LinattnCache | None
-    states: tuple[Tensor, ...] | None
-
-
-class LinattnPreTrainedModel(PreTrainedModel):
+class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     """Holds the LanguageModel as `model`, whose weights have the same names in every subclass.
 
     Zeros of `attention_mask` (1 present, 0 missing) may stand anywhere; positions count the present tokens, so there is
@@ -37,6 +28,7 @@ class LinattnPreTrainedModel(PreTrainedModel):
 
     config: LinattnConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_context_parallel = False
@@ -50,38 +42,28 @@ class LinattnPreTrainedModel(PreTrainedModel):
         self.model = _new_model(config)
         self.gradient_checkpointing = False
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
-
     def hidden(
         self,
         input_ids: Int[Tensor, "b n"] | None,
         attention_mask: Tensor | None,
         inputs_embeds: Float[Tensor, "b n d"] | None,
-        *,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
         output_hidden_states: bool | None,
         output_attentions: bool | None,
-    ) -> Hidden:
-        """Run the model up to its last norm; the arguments are transformers' own."""
+        cache: LinattnCache | None = None,
+    ) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"] | None, tuple[Tensor, ...] | None]:
+        """Return the output of the last norm, the mask of the tokens, and the hidden states if they are asked for. The
+        arguments are transformers' own, and the `cache` to go on from."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
-        cache = self._cache(past_key_values, use_cache)
-        tokens = _one_of(input_ids, inputs_embeds)
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         key_mask = _key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         record = [] if output_hidden_states else None
         x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        return Hidden(x, key_mask, cache, None if record is None else (*record, x))
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = cast(nn.Embedding, value)
+        return x, key_mask, None if record is None else (*record, x)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -118,7 +100,9 @@ class LinattnPreTrainedModel(PreTrainedModel):
             if record is not None:
                 record.append(x)
             if cache is None:
-                x = self._checkpointed(layer, partial(block, key_mask=key_mask), x)
+                call = partial(block, key_mask=key_mask)
+                recompute = self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0
+                x = self._checkpoint(call, x) if recompute else call(x)
             else:
                 x, block_state = block.extend(x, None if state is None else state.stack[layer], key_mask=key_mask)
                 states.append(block_state)
@@ -132,11 +116,6 @@ class LinattnPreTrainedModel(PreTrainedModel):
         if self.model.positions is not None:
             raise ValueError("inputs_embeds: this model has learned positions, which belong to its own embeddings")
         return self.model.dropout(tokens), None
-
-    def _checkpointed(self, layer: int, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0:
-            return self._checkpoint(block, x)
-        return block(x)
 
     def _set_gradient_checkpointing(
         self,
@@ -195,14 +174,9 @@ class LinattnModel(LinattnPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        x, _, cache, states = self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+        cache = self._cache(past_key_values, use_cache)
+        x, _, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=states)
 
@@ -217,14 +191,6 @@ def _new_model(config: LinattnConfig) -> LanguageModel:
 
 def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
-
-
-def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    if input_ids is not None and inputs_embeds is None:
-        return input_ids
-    if inputs_embeds is not None and input_ids is None:
-        return inputs_embeds
-    raise ValueError("exactly one of input_ids and inputs_embeds must be given")
 
 
 def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:

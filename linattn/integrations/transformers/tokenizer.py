@@ -1,10 +1,10 @@
 """Tokenizers that transformers can load, for the vocabularies of `linattn train`."""
 
-import itertools
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from linattn.models.storage import SEPARATOR, write_loader
 
@@ -14,7 +14,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
     Every text comes back from its tokens, and every byte from its token, which has GPT-2's name for it. Bytes that
     are no UTF-8 have tokens too; `decode` shows them as U+FFFD."""
-    tokenizer = Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _with_separator(tokenizer, special_tokens_are_text=True)
@@ -54,11 +54,3 @@ def _with_separator(tokenizer: Tokenizer, *, special_tokens_are_text: bool) -> P
         split_special_tokens=special_tokens_are_text,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_names() -> list[str]:
-    """Return the character that stands for each byte in GPT-2's vocabulary: itself, or one above 255 if it is not
-    printable."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = itertools.count(256)
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

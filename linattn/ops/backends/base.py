@@ -99,8 +99,8 @@ def summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
-    """Likewise of decays: one of −inf has none, as it begins a new sequence."""
-    return gradient.sum_to_size(log_decay.shape).masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
+    """Likewise of decays, in place: one of −inf has none, as it begins a new sequence."""
+    return gradient.sum_to_size(log_decay.shape).masked_fill_(log_decay == -torch.inf, 0).to(log_decay.dtype)
 
 
 def is_exporting() -> bool:

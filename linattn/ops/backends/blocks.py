@@ -26,12 +26,17 @@ class Workspace:
     def __init__(self, x: Tensor):
         self._x = x
         self._tensors: dict[str, Tensor] = {}
+        self._apart: dict[str, Workspace] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...] = (0,)) -> Tensor:
         if name not in self._tensors:
             self._tensors[name] = self._x.new_empty(0)
         # a smaller shape keeps the memory
         return self._tensors[name].resize_(shape)
+
+    def apart(self, name: str) -> "Workspace":
+        """Return the workspace of this name inside this one."""
+        return self._apart.setdefault(name, Workspace(self._x))
 
     def features(self, name: str, x: Tensor, phi: Elementwise) -> Tensor:
         """Return φ of a copy of x."""

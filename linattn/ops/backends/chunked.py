@@ -104,7 +104,7 @@ class Block:
         if self.log_decay is None:
             self.inside = NoDecay(self.q, self.k, work)
         else:
-            self.inside = decayed_products(self.q, self.k, self.log_decay, work)
+            self.inside = decayed_products(self.q, self.k, self.log_decay, work, place.number)
         self.q_in, self.k_out, over = self.inside.asking_in.flatten(1, 2), self.inside.written_out, self.inside.over
         over = None if over is None else over.unflatten(0, (place.number, len(z)))
         self.overs = over, None if over is None else over.mT

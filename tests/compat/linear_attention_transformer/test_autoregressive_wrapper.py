@@ -109,8 +109,10 @@ def test_decoders_generate_from_their_context():
         assert torch.equal(row, greedily(net, prompts[i], 6, **alone))
 
 
-def test_after_its_end_a_row_is_padding():
-    net, prompts = lm(), some_tokens(5, b=4)
+@pytest.mark.parametrize("n", [5, 30])
+def test_after_its_end_a_row_is_padding(n):
+    """Also where positions end, and every token is a call of its own."""
+    net, prompts = lm(), some_tokens(n, b=4)
     plain = AutoregressiveWrapper(net).generate(prompts, 10, temperature=0)
     end = int(plain[0, 3])
     new = AutoregressiveWrapper(net, pad_value=7).generate(prompts, 10, temperature=0, eos_token=end)
@@ -118,6 +120,8 @@ def test_after_its_end_a_row_is_padding():
         stop = (long == end).nonzero()
         count = int(stop[0]) + 1 if len(stop) else len(row)
         assert torch.equal(row[:count], long[:count]) and (row[count:] == 7).all()
+    # the others go on
+    assert n == 5 or new.shape[1] > 4
 
 
 def test_one_row_comes_back_as_one_row():

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from linattn.attention import ATTENTIONS, named_attention
-from linattn.attention.states import map_state
 from linattn.integrations.transformers import attended_modules, register_attention
 from linattn.integrations.transformers.hooks import GATED, LEARNED, METHODS
+from linattn.ops.state import map_state
 
 from .families import (
     AUDIO,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers import LinattnCache
+from linattn.ops.state import map_state
 
 from .models import every_model, left_padded, make, prompts
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.attention import LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads, attention_weights
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps import GeneralizedFeatureMap
 from linattn.integrations.transformers.linearize.observe import Attended, Batch, evaluating, observe, run
 from linattn.integrations.transformers.linearize.parts import (
     EXACT,
@@ -70,8 +70,9 @@ def linear_part_off(call: Call) -> Outputs:
 
 
 def uniform_attention(call: Call) -> Outputs:
-    """Let every query attend equally to all keys that it sees."""
-    return LinearAttention(_Equal(), causal=call.own.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
+    """Let every query attend equally to all keys that it sees: φ(x) = 1."""
+    same = GeneralizedFeatureMap(torch.ones_like)
+    return LinearAttention(same, causal=call.own.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
 
 
 CONTROLS: dict[str, Control] = {
@@ -79,15 +80,6 @@ CONTROLS: dict[str, Control] = {
     "linear part off": linear_part_off,
     "uniform attention": uniform_attention,
 }
-
-
-class _Equal(FeatureMap):
-    """φ(x) = 1."""
-
-    def query(self, x: Tensor) -> Features:
-        return Features(torch.ones_like(x[..., :1]))
-
-    key = query
 
 
 def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:

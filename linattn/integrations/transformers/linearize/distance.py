@@ -19,6 +19,10 @@ IGNORED = -100
 NOTHING_ASKED = "each batch must ask for a prediction, but one has no label or no next token"
 
 
+class Diverged(ValueError):
+    """Says that a loss is not finite."""
+
+
 def relative_error(
     y: Float[Tensor, "*b d"], target: Float[Tensor, "*b d"], present: Bool[Tensor, "*b"] | None = None
 ) -> Float[Tensor, ""]:
@@ -34,10 +38,10 @@ def relative_error(
 def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Batch) -> Float[Tensor, ""]:
     """Return the mean KL divergence from the teacher's output, in nats per prediction that a label asks for, or per
     present token without labels; for a model without logits, the relative error of its hidden states."""
+    y, expected = main_output(output), main_output(target)
     if "logits" not in target:
-        mask = present_tokens(batch, target.last_hidden_state)
-        return relative_error(output.last_hidden_state, target.last_hidden_state, mask)
-    found, expected = (F.log_softmax(x.logits.float(), -1) for x in (output, target))
+        return relative_error(y, expected, present_tokens(batch, expected))
+    found, expected = (F.log_softmax(x.float(), -1) for x in (y, expected))
     distance = F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)
     labels = aligned_labels(model, batch, target.logits)
     mask = present_tokens(batch, target.logits) if labels is None else labels != IGNORED
@@ -45,6 +49,14 @@ def output_distance(model: PreTrainedModel, output: Any, target: Any, batch: Bat
     if not distance.numel():
         raise ValueError(NOTHING_ASKED)
     return distance.mean()
+
+
+def main_output(output: Any) -> Tensor:
+    """Return the logits of a model's output, or the hidden states of a model without a head."""
+    for name in ("logits", "last_hidden_state"):
+        if name in output:
+            return output[name]
+    raise ValueError(f"a model must put out logits or last_hidden_state, but this one puts out {', '.join(output)}")
 
 
 def predicts_next(model: PreTrainedModel) -> bool:

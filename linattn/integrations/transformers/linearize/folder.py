@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from linattn.integrations.transformers.config import NotCopied
 from linattn.integrations.transformers.linearize.observe import SOFTMAX
 from linattn.integrations.transformers.linearize.parts import (
     LayerSpec,
@@ -31,7 +32,7 @@ REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
 """The value of a field of config.json that every stock class checks: transformers says that it is not supported."""
 
 
-class Linearized(PreTrainedModel):
+class Linearized(NotCopied, PreTrainedModel):
     """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in; other
     arguments and options are those of the stock class."""
 
@@ -66,10 +67,6 @@ class Linearized(PreTrainedModel):
         text = '"""Lets transformers load this folder: pip install linattn"""\n\n'
         text += "from linattn.integrations.transformers.linearize import linearized_class\n\n"
         (Path(save_directory) / LOADER).write_text(text + "".join(lines), encoding="utf-8")
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing: transformers would copy our source into every folder that is saved after one was loaded."""
 
 
 @functools.cache

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
+from linattn.ops.state import map_state
 
 TAYLOR_CHANNELS = 16, 32
 """Second-order Taylor features keep half of a head's channels, at least and at most these: φ has 153 numbers for 16 of

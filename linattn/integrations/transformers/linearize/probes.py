@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from linattn.attention import map_state
 from linattn.integrations.transformers.linearize.observe import attending_by, evaluating, run
+from linattn.ops.state import num_bytes
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""
@@ -41,10 +41,10 @@ def generated(model: PreTrainedModel, teacher: PreTrainedModel, prompts: Tensor,
     return Generated(float(same.double().mean()), float(same.cumprod(1).sum(1).double().mean()), tokens)
 
 
-def needles(text: Tensor, length: int, *, rows: int, known: bool, seed: int = 0) -> Tensor:
+def needles(text: Tensor, length: int, *, rows: int, known: bool) -> Tensor:
     """Return rows of `length` tokens from a long text. A passage from elsewhere in it ends each row; with `known`, it
     begins the row, too."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     if length < 2 * NEEDLE or len(text) < length + NEEDLE:
         raise ValueError(
             f"a row must have at least {2 * NEEDLE} tokens and fit into the text with a passage of {NEEDLE}, but has "
@@ -121,10 +121,7 @@ def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
 
 def cache_bytes(cache: Cache) -> int:
     """Return the bytes of all tensors that a cache's layers hold."""
-    found: dict[int, int] = {}
-    for layer in cache.layers:
-        map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), tuple(vars(layer).values()))
-    return sum(found.values())
+    return num_bytes(tuple(tuple(vars(layer).values()) for layer in cache.layers))
 
 
 def native(teacher: PreTrainedModel) -> AbstractContextManager[None]:

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from linattn.integrations.transformers.linearize.distance import (
     IGNORED,
     NOTHING_ASKED,
+    Diverged,
     aligned_labels,
+    main_output,
     present_tokens,
     require_batches,
     with_labels,
@@ -55,14 +57,17 @@ def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int
         found["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
         found["accuracy"], found["agreement"] = best == labels, best == target.argmax(-1)
         found["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
-    return len(y), {name: float(values.double().mean()) for name, values in found.items()}
+    means = {name: float(values.double().mean()) for name, values in found.items()}
+    if not all(map(math.isfinite, means.values())):
+        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
+    return len(y), means
 
 
 def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the output vectors (places, c) in float32 or better where something is predicted, with the labels there;
     of a model without logits or without labels, the vectors of all present tokens, and None."""
     output = run(model, batch)
-    y = output["logits"] if "logits" in output else output["last_hidden_state"]
+    y = main_output(output)
     y = y if y.dtype == torch.float64 else y.float()
     labels = aligned_labels(model, with_labels(model, batch), y) if "logits" in output else None
     if labels is not None:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from linattn.integrations.transformers.linearize.distance import require_batches
+from linattn.integrations.transformers.linearize.distance import Diverged, require_batches
 from linattn.integrations.transformers.linearize.observe import Batch, keeping_modes
 from linattn.integrations.transformers.schedule import Schedule
 
@@ -176,7 +176,7 @@ class _ObjectiveTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         step, loss = self.state.global_step, logs.get("loss")
         if loss is not None and not math.isfinite(loss):
-            raise ValueError(
+            raise Diverged(
                 f"the loss is not finite at step {step}: lower the learning rate, which begins at "
                 f"{max(group['lr'] for group in self.groups):g}"
             )

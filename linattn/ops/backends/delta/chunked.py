@@ -95,7 +95,7 @@ class Segment:
             self.inside = NoDecay(self.asking, self.written, work)
         else:
             log_decay = place.load(given.log_decay, "log_decay", work)
-            self.inside = decayed_products(self.asking, self.written, log_decay, work)
+            self.inside = decayed_products(self.asking, self.written, log_decay, work, place.number)
         self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
         self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
         self.M = inverse(A, work("M"))
@@ -105,13 +105,15 @@ class Segment:
         (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
         E, y = self.work("E", v.shape), self.work("y", (count, self.P.shape[1], dv))
         S = self.work("S", S.shape).copy_(S)
-        parts = map(self.place.each, (v, E, y, self.M, self.P, self.asking_in, self.k_out))
+        told = self.work("told", (len(S), self.asking_in.shape[1], dv))
+        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:]
+        parts = map(self.place.each, (v, E, y, self.M, self.P, self.asking_in, self.k_out.mT))
         for (v, e, y_part, M, P, asking, k_out), a in zip(zip(*parts, strict=True), self.over(), strict=True):
             # one product for queries and keys
-            told = torch.bmm(asking, S, out=self.work("told"))
-            torch.bmm(M, v.add_(told[:, -chunk:]), out=e)
-            torch.baddbmm(told[:, :-chunk], P, e, out=y_part)
-            (S if a is None else S.mul_(a)).baddbmm_(k_out.mT, e)
+            torch.bmm(asking, S, out=told)
+            torch.bmm(M, v.add_(told_keys), out=e)
+            torch.baddbmm(told_queries, P, e, out=y_part)
+            (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
         return E, y, S
 
     def again(self, E: Tensor, S: Tensor) -> Tensor:

@@ -66,15 +66,16 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tup
 def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:
     """Return the gradients of the states at the ends of all chunks, (c+1 b d dv). X takes its place beside dY, in
     `upstream` (B g+1 C dv)."""
-    work, dS_ends, chunk = s.work, s.ends("dS", dS, -1), upstream.shape[2]
-    dE = torch.bmm(s.P.mT, upstream[:, :-1].flatten(1, 2), out=work("dE"))
-    parts = map(s.place.each, (dE, upstream.flatten(1, 2), s.M, s.asking_in, s.k_out))
-    for before, after, a, de, rows, M, asking, k_out in reversed(
+    dS_ends, rows = s.ends("dS", dS, -1), upstream.flatten(1, 2)
+    dE = torch.bmm(s.P.mT, upstream[:, :-1].flatten(1, 2), out=s.work("dE"))
+    X = s.work("X", (len(dS), *dE.shape[1:]))
+    parts = map(s.place.each, (dE, upstream[:, -1], rows, s.M.mT, s.asking_in.mT, s.k_out))
+    for before, after, a, de, x, rows, M, asking, k_out in reversed(
         list(zip(dS_ends, dS_ends[1:], s.over(), *parts, strict=False))
     ):
-        rows[:, -chunk:] = torch.bmm(M.mT, de.baddbmm_(k_out, after), out=work("X"))
+        x.copy_(torch.bmm(M, de.baddbmm_(k_out, after), out=X))
         if a is None:
-            torch.baddbmm(after, asking.mT, rows, out=before)
+            torch.baddbmm(after, asking, rows, out=before)
         else:
-            torch.mul(after, a, out=before).baddbmm_(asking.mT, rows)
+            torch.mul(after, a, out=before).baddbmm_(asking, rows)
     return dS_ends

@@ -41,12 +41,34 @@ def _bfloat16(x, ONCE: tl.constexpr):
 
 
 @jit
+def hidden(x):
+    """Return an integer, of which the compiler then does not know how it changes in a loop: it would keep an address
+    for each part of every tile from iteration to iteration."""
+    if not _INTERPRETED and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
+    else:
+        return x
+
+
+@jit
+def wide(x):
+    """Float32 numbers of x, by two instructions for two numbers."""
+    if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@jit
 def beside(x, y):
-    """Float32 numbers of x, in the registers in which y lies: what is computed from x then passes no shared memory."""
+    """Float32 numbers of x, in the registers in which y lies: what is computed from x then passes no shared memory. By
+    other instructions than `wide`, so that the compiler does not keep the numbers from one to the other."""
     if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
         # both halves of a register; y is not read
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r,r,r", [x, y], tl.float32, True, 2
+            "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;", "=r,=r,r,r,r", [x, y], tl.float32, True, 2
         )
     else:
         return x.to(tl.float32)

@@ -22,7 +22,8 @@ def read(
     S = num.rounded(S, PRECISION)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
-        q_i = dev.mapped(dev.load(q, tokens, features), dev.both(tokens[1], features[1]), PHI, PRECISION)
+        q_i = dev.mapped(dev.load(q, tokens, features), dev.both(tokens[1], features[1]), PHI)
+        q_i = num.rounded(q_i, PRECISION, ONCE=True)
         y_i = num.product(q_i, S, PRECISION)
         if NORMALIZED:
             y_i *= num.one_over(tl.sum(q_i.to(tl.float32) * z[None, :], 1))[:, None]
@@ -96,6 +97,6 @@ def key_sums_gradient(
             dk_j *= DERIVATIVE(x, PHI(x))
             dev.store(dk, tokens, features, tl.where(present[:, None], dk_j, 0.0))
         if VALUES:
-            k_j = dev.mapped(x, dev.both(present, features[0] < F), PHI, PRECISION)
+            k_j = num.rounded(dev.mapped(x, dev.both(present, features[0] < F), PHI), PRECISION, ONCE=True)
             dv_j = num.product(k_j, num.rounded(dS, PRECISION), PRECISION)
             dev.store(dv, tokens, values, tl.where(present[:, None], dv_j, 0.0))

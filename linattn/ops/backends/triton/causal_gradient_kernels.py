@@ -36,6 +36,7 @@ def query_gradient(
     features, values = dev.channels(dev.part(walk), F, BF), dev.channels(0, DV, BV)
     q, k, v, dy, dq = dev.in_row((q, k, v, dy, dq), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    decay = dev.fields_of(log_decay, walk)
     inverse, delta = dev.per_token(inverse, walk, SUMS), dev.per_token(delta, walk, SUMS)
     crossing = dev.per_token(crossing, walk, True)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
@@ -44,30 +45,34 @@ def query_gradient(
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        scale, since, delta_i = tl.full((C,), 1, tl.float32), tl.full((C,), 1, tl.float32), tl.zeros((C,), tl.float32)
+        if DECAYED:
+            since, until, whole = dev.load_decay(decay, tokens)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        visible = places[:, None] >= places[None, :]
-        scale, since, k_end = tl.where(tokens[1], 1.0, 0.0), tl.where(tokens[1], 1.0, 0.0), k_j
-        delta_i = scale * 0
+        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
         if DECAYED:
-            since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            weight = dev.between(sums, visible, KEYS_FIRST=False)
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
         from_state = num.product_with_state(dy_i, S_i, NORMALIZED or DECAYED, TURNED, PRECISION)
         x = num.turned(num.beside(dev.load(q, tokens, features), num.turned(from_state, TURNED)), TURNED)
-        y = dev.map_queries(x, features, present, PHI, MASKED, TURNED, PRECISION)
-        q_i, y = num.turned(y, TURNED), y.to(tl.float32)
+        y = num.rounded(dev.map_queries(x, features, present, PHI, MASKED, TURNED), PRECISION, ONCE=True)
+        q_i = num.turned(y, TURNED)
         if SUMS:
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
         # what a query does not see may be infinite
         if SUMS or DECAYED:
-            A = tl.where(visible, num.product(q_i, tl.trans(k_j), PRECISION), 0.0)
-            if DECAYED:
-                A *= weight
-        G = tl.where(visible, num.product(dy_i, tl.trans(v_j), PRECISION), 0.0)
+            A = num.product(q_i, tl.trans(k_j), PRECISION)
+            A = tl.where(visible, A * weight if DECAYED else A, 0.0)
+            if not DECAYED:
+                # as in `forward`; for the gradient of a decay, both kernels have to multiply the same numbers
+                A = num.rounded(A, PRECISION, ONCE=True)
         if SUMS:
-            d_i = tl.sum(A, 1) + from_z * since
-            delta_i = tl.sum(A * G, 1) + tl.sum(y * from_state, 0 if TURNED else 1) * since
+            d_i = tl.sum(num.wide(A), 1) + from_z * since
+        G = num.product(dy_i, tl.trans(v_j), PRECISION)
+        if SUMS:
+            A = num.beside(A, G)
+            delta_i = tl.sum(A * G, 1) + tl.sum(num.wide(y) * from_state, 0 if TURNED else 1) * since
             if GRADIENT:
                 scale = num.one_over(d_i)
                 delta_i *= scale
@@ -76,27 +81,29 @@ def query_gradient(
         if GRADIENT:
             if NORMALIZED and not SUMS:
                 scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
-            G = tl.where(visible, G - delta_i[:, None], 0.0)
+            G -= delta_i[:, None]
             if NORMALIZED:
                 from_state -= dev.along_tokens(delta_i, TURNED) * dev.along_features(tl.max(z_i, 1), TURNED)
             if DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = num.rounded(y * dev.along_tokens(scale * since, TURNED), PRECISION).to(tl.float32)
+                q_end = num.beside(y, from_state) * dev.along_tokens(scale * since, TURNED)
+                q_end = num.wide(num.rounded(q_end, PRECISION))
                 before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
                 crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 G *= weight
                 from_state *= dev.along_tokens(since, TURNED)
+            G = tl.where(visible, G, 0.0)
             dq_i = num.turned_product(num.rounded(G, PRECISION), k_j, TURNED, PRECISION) + from_state
-            slope = DERIVATIVE(x, y)
+            slope = DERIVATIVE(x, num.beside(y, dq_i))
             if MASKED:
                 slope = tl.where(dev.along_tokens(present, TURNED) | (tl.abs(slope) < float("inf")), slope, 0.0)
             dq_i *= dev.along_tokens(scale, TURNED) * slope
             dev.store(dq, tokens, features, dq_i, TURNED)
         if DECAYED:
-            S_i, z_i = S_i * whole, z_i * whole
+            S_i, z_i = S_i * whole[:, None], z_i * whole[:, None]
         S_i += num.turned_product(tl.trans(v_j), k_end, TURNED, PRECISION)
-        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
+        z_i += num.product(tl.trans(k_end), ones, PRECISION)
 
 
 @dev.jit
@@ -122,6 +129,7 @@ def key_gradients(
     values = dev.channels(0 if KEYS else dev.part(walk), DV, BV)
     q, k, v, dy, dk, dv = dev.in_row((q, k, v, dy, dk, dv), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    decay = dev.fields_of(log_decay, walk)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
     crossing = dev.per_token(crossing, walk, True)
     # of rows that share a state, the first one gets its gradient; the others begin with none
@@ -130,10 +138,13 @@ def key_gradients(
     # each row of it is a number that is the sum of its columns
     dz_j = tl.where(tl.arange(0, num.COLUMNS)[None, :] == 0, dz_j[:, None], 0.0)
     dS_j = num.turned(dS_j, not TURNED)
+    minus = num.rounded(tl.full((C, num.COLUMNS), -1, tl.float32), PRECISION)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        if DECAYED:
+            since, until, whole = dev.load_decay(decay, tokens)
         mine = dev.along_tokens(present, TURNED)
         if KEYS:
             v_j = dev.load_values(v, tokens, values, present, MASKED, PRECISION)
@@ -141,55 +152,59 @@ def key_gradients(
             x = num.turned(num.beside(dev.load(k, tokens, features), num.turned(from_state, TURNED)), TURNED)
         else:
             x = num.turned(dev.load(k, tokens, features).to(tl.float32), TURNED)
-        y = dev.mapped(x, mine & dev.along_features(features[1], TURNED), PHI, PRECISION)
-        k_j, y = num.turned(y, TURNED), y.to(tl.float32)
+        y = dev.along_features(features[1], TURNED)
+        y = num.rounded(dev.mapped(x, mine & y if MASKED else y, PHI), PRECISION, ONCE=True)
+        k_j = num.turned(y, TURNED)
         k_end, y_end = k_j, y
         # row j, column i; what a key is not seen by may be infinite
         visible = places[:, None] <= places[None, :]
         if DECAYED:
-            since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            y_end = num.rounded(y * dev.along_tokens(until, TURNED), PRECISION)
-            k_end, y_end = num.turned(y_end, TURNED), y_end.to(tl.float32)
+            y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), PRECISION)
+            k_end = num.turned(y_end, TURNED)
         if VALUES:
             # before the queries are there, as all of them together would exceed shared memory
             dS = num.rounded(num.turned(dS_j, not TURNED), PRECISION)
             dv_j = num.turned_product(k_end, dS, TURNED, PRECISION)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        scale = tl.where(tokens[1], 1.0, 0.0)
-        delta_i = scale * 0
+        scale = tl.full((C,), 1, tl.float32)
         if NORMALIZED:
-            scale, delta_i = dev.load_numbers(inverse, tokens), dev.load_numbers(delta, tokens)
+            scale = dev.load_numbers(inverse, tokens)
+            delta_i = tl.broadcast_to(dev.load_numbers(delta, tokens)[:, None], (C, num.COLUMNS))
+            delta_i = num.in_columns(delta_i, PRECISION)
         if DECAYED:
-            weight = scale[None, :] * dev.between(sums, visible, KEYS_FIRST=True)
-            q_end = num.rounded(q_i.to(tl.float32) * (scale * since)[:, None], PRECISION)
+            q_i = num.rounded(q_i, PRECISION, ONCE=True)
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=True)
+            weight *= scale[None, :]
+            q_end = num.rounded(num.wide(q_i) * (scale * since)[:, None], PRECISION)
         else:
-            q_i = num.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
+            q_i = num.rounded(q_i * scale[:, None], PRECISION, ONCE=True)
             q_end = q_i
         if VALUES or DECAYED:
-            A = tl.where(visible, num.product(k_j, tl.trans(q_i), PRECISION), 0.0)
+            A = num.product(k_j, tl.trans(q_i), PRECISION)
         if VALUES:
-            weighted = num.rounded(A * weight if DECAYED else A, PRECISION)
+            weighted = num.rounded(tl.where(visible, A * weight if DECAYED else A, 0.0), PRECISION)
             dv_j += num.turned_product(weighted, dy_i, TURNED, PRECISION)
             dev.store(dv, tokens, values, tl.where(mine, dv_j, 0.0) if MASKED else dv_j, TURNED)
         if KEYS:
-            G = tl.where(visible, num.product(v_j, tl.trans(dy_i), PRECISION) - delta_i[None, :], 0.0)
+            G = num.product(v_j, tl.trans(dy_i), PRECISION)
+            if NORMALIZED:
+                G += num.product(minus, tl.trans(delta_i), PRECISION)
+            G = tl.where(visible, G * weight if DECAYED else G, 0.0)
             from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
             if DECAYED:
-                G *= weight
                 after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
-                crossed = tl.sum(after, 1) + tl.sum(y_end * from_state, 0 if TURNED else 1)
+                crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, tokens, crossed)
                 from_state *= dev.along_tokens(until, TURNED)
             dk_j = num.turned_product(num.rounded(G, PRECISION), q_i, TURNED, PRECISION) + from_state
-            dk_j *= DERIVATIVE(x, y)
+            dk_j *= DERIVATIVE(x, num.beside(y, dk_j))
             dev.store(dk, tokens, features, tl.where(mine, dk_j, 0.0) if MASKED else dk_j, TURNED)
         if DECAYED:
-            dS_j, dz_j = dS_j * whole, dz_j * whole
+            dS_j, dz_j = dS_j * whole[:, None], dz_j * whole[:, None]
         dS_j += num.turned_product(tl.trans(dy_i), q_end, TURNED, PRECISION)
         if NORMALIZED:
-            delta_i = tl.broadcast_to(delta_i[:, None], (C, num.COLUMNS))
-            dz_j -= num.product(tl.trans(q_end), num.in_columns(delta_i, PRECISION), PRECISION)
+            dz_j -= num.product(tl.trans(q_end), delta_i, PRECISION)
     # one for each row, to be summed over rows that share a state
     dS_j, dz_j, first = num.turned(dS_j, not TURNED), tl.sum(dz_j, 1), (split == 0) & KEYS
     dev.store_state(dstart, row, 0, features, values, dS_j, dz_j, first, True, F, DV)

@@ -20,32 +20,35 @@ def forward(
     features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    decay = dev.fields_of(log_decay, walk)
     S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
     places = tl.arange(0, C)
     z_i = tl.broadcast_to(z_i[:, None], (BF, num.COLUMNS))
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        if DECAYED:
+            since, until, whole = dev.load_decay(decay, tokens)
+        q_i = num.rounded(dev.load_queries(q, tokens, features, present, PHI, MASKED), PRECISION, ONCE=True)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         A = num.product(q_i, tl.trans(k_j), PRECISION)
         from_state = num.product(q_i, num.rounded(S_i, PRECISION), PRECISION)
         from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
-        visible, k_end = places[:, None] >= places[None, :], k_j
+        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
         if DECAYED:
-            since, until, whole, sums = dev.load_decay(log_decay, tokens)
-            A *= dev.between(sums, visible, KEYS_FIRST=False)
+            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
+            A *= weight
             from_state, from_z = from_state * since[:, None], from_z * since
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-            S_i, z_i = S_i * whole, z_i * whole
+            S_i, z_i = S_i * whole[:, None], z_i * whole[:, None]
         # rounded first, so that outputs are true means of values
         A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
         y_i = num.product(A, v_j, PRECISION) + from_state
         if NORMALIZED:
-            y_i *= num.one_over(tl.sum(A.to(tl.float32), 1) + from_z)[:, None]
+            y_i *= num.one_over(tl.max(num.product(A, ones, PRECISION), 1) + from_z)[:, None]
         dev.store(y, tokens, values, y_i)
         S_i += num.product(tl.trans(k_end), v_j, PRECISION)
-        z_i += num.product(tl.trans(k_end), num.count(present, PRECISION), PRECISION)
+        z_i += num.product(tl.trans(k_end), ones, PRECISION)
     # rows that share their keys have the same sums: the first one writes them
     last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
     dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)

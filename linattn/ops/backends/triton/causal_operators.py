@@ -6,6 +6,7 @@ from torch import Tensor
 from linattn.ops.backends.base import CausalCall
 from linattn.ops.backends.operator import Tensors
 from linattn.ops.backends.triton import causal_gradient_kernels, causal_kernels, one_token
+from linattn.ops.backends.triton.decay_kernel import weigh
 from linattn.ops.backends.triton.launch import (
     Call,
     Rows,
@@ -17,7 +18,7 @@ from linattn.ops.backends.triton.launch import (
 from linattn.ops.backends.triton.layout import States, empty_outputs, readable
 from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
-from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values
+from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values, rule
 
 
 def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
@@ -29,10 +30,21 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
     return rows.enter(state, sums, splits, REVERSE=False, SHARED=True)
 
 
+def _weighed(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
+    """Return the call and its state. Of a decay, kernels read what `weigh` makes of it."""
+    call, S, z = readable_call(given)
+    if call.key_mask is not None:
+        # loads of bytes cannot start early
+        call.key_mask = call.key_mask.to(torch.int32)
+    if call.log_decay is not None:
+        call.log_decay = weigh(call.log_decay, rule(*call.shape).C)[..., 0, :]
+    return call, S, z
+
+
 def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if given.q.shape[-2] == 1:
         return one_token.forward(given)
-    call, S, z = readable_call(given)
+    call, S, z = _weighed(given)
     y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
     rows, tiles = Rows(call, {**call.tokens, "y": y}, z), over_values(*call.shape)
     splits = rows.split(tiles)
@@ -47,7 +59,7 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def gradient(given: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    (call, S, z), log_decay, (dy, dS_end, dz_end) = readable_call(given), given.log_decay, grads
+    (call, S, z), log_decay, (dy, dS_end, dz_end) = _weighed(given), given.log_decay, grads
     assert dy is not None and dS_end is not None and dz_end is not None
     dy = readable(dy, call.lead)
     dq, denominators, earlier = _query_gradient(call, S, z, dy)

@@ -2,17 +2,29 @@
 
 A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. It is given the
 tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
-which of them are inside), and columns are (channels, which of them are inside)."""
+which of them are inside, the last), and columns are (channels, which of them are inside)."""
 
-import math
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from linattn.ops.backends.triton.arithmetic import cast, jit, rounded, turned
+from linattn.ops.backends.triton.arithmetic import cast, hidden, jit, rounded, turned
 
-_LOG2_E = tl.constexpr(1 / math.log(2))
 # how tiles lie as a rule
 _STRAIGHT = tl.constexpr(False)
+
+
+class Decay(NamedTuple):
+    """What `decay_kernel.weigh` writes for each token: its weight since the chunk began and until it ends; the base-2
+    logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C.
+
+    Tokens that are not inside get zeros, and so see no key."""
+
+    since: Any
+    until: Any
+    high: Any
+    low: Any
+    first: Any
 
 
 @jit
@@ -75,11 +87,7 @@ def owns(x, row):
 
 @jit
 def _in_row(x, row, UNIT: tl.constexpr):
-    pointer = x.pointer + offset(x, row, UNIT)
-    if UNIT == 1:
-        return pointer, x.step
-    else:
-        return pointer, _elements(x.step, UNIT)
+    return x.pointer + offset(x, row, UNIT), x.step
 
 
 @jit
@@ -98,8 +106,19 @@ def per_token(x, walk, SHARES: tl.constexpr):
 
 
 @jit
+def fields_of(decay, walk):
+    """Return the fields of `Decay` of a row, each as (pointer, step)."""
+    pointer, step = decay
+    n = plain(walk.n).to(tl.int64)
+    return Decay(
+        (pointer, step), (pointer + n, step), (pointer + 2 * n, step), (pointer + 3 * n, step), (pointer + 4 * n, step)
+    )
+
+
+@jit
 def chunk(start, stop, C: tl.constexpr):
-    return start, start + tl.arange(0, C) < stop
+    start = hidden(start)
+    return start, start + tl.arange(0, C) < stop, tl.minimum(start + C, stop) - 1
 
 
 @jit
@@ -121,7 +140,7 @@ def both(rows, columns):
 def _numbers(x, tokens):
     """Return pointers to one number per token."""
     pointer, step = x
-    start, inside = tokens
+    start, inside, _ = tokens
     return pointer + tl.cast(start, tl.int64) * step + tl.arange(0, inside.shape[0]) * step
 
 
@@ -149,7 +168,7 @@ def load_present(key_mask, tokens, MASKED: tl.constexpr):
 def _tile(x, tokens, columns):
     """Return pointers to a chunk's tokens, and which of them are inside."""
     pointer, step = x
-    start, inside = tokens
+    start, inside, _ = tokens
     places = tl.arange(0, inside.shape[0])[:, None] * step + columns[0][None, :]
     return pointer + tl.cast(start, tl.int64) * step + places, both(inside, columns[1])
 
@@ -191,28 +210,24 @@ def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted
 
 
 @jit
-def mapped(x, inside, PHI: tl.constexpr, PRECISION: tl.constexpr):
-    """φ of a tile, rounded; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
-    return rounded(tl.where(inside, PHI(x.to(tl.float32)), 0.0), PRECISION, True)
+def mapped(x, inside, PHI: tl.constexpr):
+    """φ of a tile; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
+    return tl.where(inside, PHI(x.to(tl.float32)), 0.0)
 
 
 @jit
-def load_queries(
-    q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """φ of a chunk, rounded. Keep what is finite of a masked token: its query takes part in other tokens' gradients.
-    Tokens that are not inside give finite features: their outputs are not stored, and their weights are zero."""
-    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, _STRAIGHT, PRECISION)
+def load_queries(q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr):
+    """φ of a chunk. Keep what is finite of a masked token: its query takes part in other tokens' gradients. Tokens that
+    are not inside give finite features: their outputs are not stored, and their weights are zero."""
+    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, _STRAIGHT)
 
 
 @jit
-def map_queries(
-    x, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def map_queries(x, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
     inside = along_features(features[1], TURNED)
     if MASKED:
         inside = inside & (along_tokens(present, TURNED) | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
-    return mapped(x, inside, PHI, PRECISION)
+    return mapped(x, inside, PHI)
 
 
 @jit
@@ -230,10 +245,11 @@ def along_features(x, TURNED: tl.constexpr):
 def load_keys(
     k, v, tokens, features, values, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """φ(k) and v of a chunk, rounded; zeros for masked tokens."""
-    k_j = mapped(load(k, tokens, features), both(tokens[1], features[1]), PHI, PRECISION)
+    """φ(k) and v of a chunk, rounded; zeros for masked tokens. For those that are not inside only v is zero."""
+    inside = features[1][None, :]
     if MASKED:
-        k_j = tl.where(present[:, None], k_j, 0.0)
+        inside = both(present, features[1])
+    k_j = rounded(mapped(load(k, tokens, features), inside, PHI), PRECISION, ONCE=True)
     return k_j, load_values(v, tokens, values, present, MASKED, PRECISION)
 
 
@@ -246,28 +262,26 @@ def load_values(v, tokens, values, present, MASKED: tl.constexpr, PRECISION: tl.
 
 
 @jit
-def load_decay(log_decay, tokens):
-    """Weights of a chunk: (C,) since it began and until it ends, that of it all, and the sums for `between`.
-
-    Sums of logarithms in float64, so that differences of long sums stay exact; each −inf starts a sequence."""
-    logs = load_numbers(log_decay, tokens).to(tl.float32)
-    fresh = logs == float("-inf")
-    # of base 2, for which processors have an instruction
-    exact = tl.where(fresh, 0.0, logs).to(tl.float64) * _LOG2_E
-    total, count = tl.cumsum(exact, 0), tl.cumsum(fresh.to(tl.int32), 0)
-    end, end_count = tl.sum(exact, 0), tl.sum(fresh.to(tl.int32), 0)
-    since = tl.where(count == 0, tl.exp2(total.to(tl.float32)), 0.0)
-    until = tl.where(count == end_count, tl.exp2((end - total).to(tl.float32)), 0.0)
-    whole = tl.where(end_count == 0, tl.exp2(end.to(tl.float32)), 0.0)
-    high = total.to(tl.float32)
-    return since, until, whole, (high, (total - high.to(tl.float64)).to(tl.float32), count)
+def load_decay(decay, tokens):
+    """Weights of a chunk: (C,) since it began and until it ends, and (1,) that of it all."""
+    pointer, step = decay.since
+    # a tensor, as loads of tensors start early
+    whole = tl.load(pointer + tl.cast(tokens[2], tl.int64) * step + tl.arange(0, 1))
+    return load_numbers(decay.since, tokens), load_numbers(decay.until, tokens), whole
 
 
 @jit
-def between(sums, visible, KEYS_FIRST: tl.constexpr):
-    """(C, C): what a key has decayed to at a query, if visible; rows are queries, or keys."""
-    high, low, count = sums
-    exponent = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+def between(decay, tokens, PRECISION: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
+    high, first = load_numbers(decay.high, tokens), load_numbers(decay.first, tokens)
+    exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
+    if PRECISION == "tf32x3":
+        low = load_numbers(decay.low, tokens)
+        exponent += low[:, None] - low[None, :]
+    first = first.to(tl.int32) + tokens[1].shape[0]
     if KEYS_FIRST:
         exponent = -exponent
-    return tl.where(visible & (count[:, None] == count[None, :]), tl.exp2(exponent), 0.0)
+        seen = (places[:, None] <= places[None, :]) & (places[:, None] >= first[None, :])
+    else:
+        seen = (places[:, None] >= places[None, :]) & (places[None, :] >= first[:, None])
+    return seen, tl.exp2(exponent)

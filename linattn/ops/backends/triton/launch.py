@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from linattn.ops.backends.base import infinite_if_none
 from linattn.ops.backends.triton.layout import (
     States,
+    Strided,
+    Strides,
     Walk,
     empty_like_tokens,
     opaque,
     readable,
     readable_scalars,
-    strided,
-    strided_scalars,
     unfold,
     unit,
 )
@@ -65,6 +66,22 @@ class Call:
         return self.empty(*self.lead, *x.shape[-2:])
 
 
+def _strided(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> Strided:
+    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units.
+
+    The step is compiled into kernels, as addresses of a tile then differ by constants and take few registers; other
+    lengths and batches do not change it."""
+    step = x.stride(tokens) if x.shape[tokens] > 1 else 0
+    return Strided(x, *opaque(*(s // unit for s in strides)), tl.constexpr(step))  # type: ignore[arg-type]
+
+
+def _strided_scalars(x: Tensor | None, strides: Strides, absent: Tensor) -> Strided:
+    """Describe a mask or a decay (…, n) to kernels, which read none of `absent`."""
+    if x is None:
+        return Strided(absent, *opaque(0, 0, 0), tl.constexpr(0))  # type: ignore[arg-type]
+    return _strided(x.view(torch.uint8) if x.dtype == torch.bool else x, strides, -1)
+
+
 class Rows:
     """The tensors that a kernel is given, as it takes them, and how to launch it; z (…, f) is contiguous."""
 
@@ -77,9 +94,9 @@ class Rows:
         self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
         self.arguments = {
             **call.constants,
-            **{name: strided(x, s, -2, width) for (name, x), s in zip(tokens.items(), strides, strict=True)},
-            "key_mask": strided_scalars(call.key_mask, of_mask, tensors[0]),
-            "log_decay": strided_scalars(call.log_decay, of_decay, tensors[0]),
+            **{name: _strided(x, s, -2, width) for (name, x), s in zip(tokens.items(), strides, strict=True)},
+            "key_mask": _strided_scalars(call.key_mask, of_mask, tensors[0]),
+            "log_decay": _strided_scalars(call.log_decay, of_decay, tensors[0]),
             "UNIT": width,
         }
 

@@ -129,17 +129,3 @@ def unit(wide: Sequence[Tensor], rows: Rows) -> int:
     decide it, hardly ever the length, so that a new length is no new kernel."""
     steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in wide)
     return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)
-
-
-def strided(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> Strided:
-    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units. A single step is not opaque: other
-    lengths and batches do not change it."""
-    step = x.stride(tokens) if x.shape[tokens] > 1 else 0
-    return Strided(x, *opaque(*(s // unit for s in strides)), *((step,) if unit == 1 else opaque(step // unit)))
-
-
-def strided_scalars(x: Tensor | None, strides: Strides, absent: Tensor) -> Strided:
-    """Describe a mask or a decay (…, n) to kernels, which read none of `absent`."""
-    if x is None:
-        return Strided(absent, *opaque(0, 0, 0, 0))
-    return strided(x.view(torch.uint8) if x.dtype == torch.bool else x, strides, -1)

@@ -17,21 +17,23 @@ def key_sums(
     features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     k, v = dev.in_row((k, v), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    decay = dev.fields_of(log_decay, walk)
     # transposed, as in `query_gradient`; and no operand of a product stays in registers from chunk to chunk
-    S_i, z_i, decay = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
+    S_i, z_i, left = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((1,), 1, tl.float32)
     for start in range(begin, stop, C):
         tokens = dev.chunk(start, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
+        if DECAYED:
+            _, until, whole = dev.load_decay(decay, tokens)
         k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
         if DECAYED:
-            _, until, whole, _ = dev.load_decay(log_decay, tokens)
             k_j = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
-            S_i, z_i, decay = S_i * whole, z_i * whole, decay * whole
+            S_i, z_i, left = S_i * whole[:, None], z_i * whole, left * whole
         S_i += num.product(tl.trans(v_j), k_j, PRECISION)
-        z_i += tl.sum(k_j.to(tl.float32), 0)
+        z_i += tl.sum(tl.where(present[:, None], k_j.to(tl.float32), 0.0), 0)
     first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, tl.trans(S_i), z_i, True, first, F, DV)
-    tl.store(kept + dev.place(walk), decay, mask=first)
+    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
 
 
 @dev.jit
@@ -45,28 +47,30 @@ def query_sums(
     features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
     q, dy = dev.in_row((q, dy), row, UNIT)
     key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    decay = dev.fields_of(log_decay, walk)
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
-    dS_j, dz_j, decay = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((), 1, tl.float32)
+    dS_j, dz_j, left = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((1,), 1, tl.float32)
     chunks = tl.cdiv(stop - begin, C)
     for i in range(0, chunks):
         tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
         present = dev.load_present(key_mask, tokens, MASKED)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED, PRECISION)
+        if DECAYED:
+            since, _, whole = dev.load_decay(decay, tokens)
+        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED)
         dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
         scale = tl.where(tokens[1], 1.0, 0.0)
         if NORMALIZED:
             scale = dev.load_numbers(inverse, tokens)
         if DECAYED:
-            since, _, whole, _ = dev.load_decay(log_decay, tokens)
             scale *= since
-            dS_j, dz_j, decay = dS_j * whole, dz_j * whole, decay * whole
-        q_i = num.rounded(q_i.to(tl.float32) * scale[:, None], PRECISION)
+            dS_j, dz_j, left = dS_j * whole[:, None], dz_j * whole, left * whole
+        q_i = num.rounded(q_i * scale[:, None], PRECISION, ONCE=True)
         dS_j += num.product(tl.trans(dy_i), q_i, PRECISION)
         if NORMALIZED:
             dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, tokens)[:, None], 0)
     first = dev.part(walk) == 0
     dev.store_state(sums, row, split, features, values, tl.trans(dS_j), dz_j, True, first, F, DV)
-    tl.store(kept + dev.place(walk), decay, mask=first)
+    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
 
 
 @dev.jit

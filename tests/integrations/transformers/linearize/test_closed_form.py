@@ -1,5 +1,8 @@
 """The closed-form projections: logits of few channels that are nearest to all, and exact where channels suffice."""
 
+import copy
+from typing import Any
+
 import torch
 from torch.testing import assert_close
 
@@ -59,6 +62,43 @@ def test_enough_channels_leave_softmax_as_it_was():
     convert(model, plan(model, method="softmax", key_dim=4, convolution=0), batches)
     assert_close(logits(model, **inputs)[present], expected[present])
     assert all(layer.linear_attention.key_map is not None for layer in linearized_layers(model).values())
+
+
+def start(model: Any, *batches: dict[str, torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+    """Return the new weights of a conversion of a copy of the model."""
+    model = copy.deepcopy(model)
+    convert(model, plan(model, **{"method": "elu", "key_dim": 4, "window": 2, **options}), batches)
+    return {name: x for name, x in model.state_dict().items() if "_map" in name or "share.bias" in name}
+
+
+def test_a_constant_added_to_all_keys_changes_no_projection():
+    model, batch = make(DECODERS["gpt2"]), {"input_ids": tokens()}
+    before = start(model, batch)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.bias[32:64] += torch.randn(32)
+    after = start(model, batch)
+    for name in before:
+        # the projected keys are centred, which their bias sees to
+        assert torch.allclose(after[name], before[name]) == ("key_map.bias" not in name), name
+
+
+def test_batches_add_up():
+    model, ids = make(DECODERS["llama"]), tokens(4)
+    one, two = (start(model, *({"input_ids": part} for part in ids.chunk(count))) for count in (1, 2))
+    assert_close(one, two)
+
+
+def test_the_share_knows_the_factor_of_the_logits():
+    model, batch = make(DECODERS["llama"]), {"input_ids": tokens()}
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in scaled.model.layers:
+            layer.self_attn.scaling /= 4
+            layer.self_attn.q_proj.weight *= 4
+    one, two = (start(each, batch, key_dim=None) for each in (model, scaled))
+    assert len(one) == 2
+    assert_close(one, two)
 
 
 def test_no_other_share_is_nearer_to_softmax():

@@ -7,7 +7,6 @@ import torch
 import transformers
 from torch.testing import assert_close
 
-from linattn.attention.states import map_state
 from linattn.integrations.transformers.linearize import (
     convert,
     linearized_class,
@@ -15,6 +14,7 @@ from linattn.integrations.transformers.linearize import (
     load_linearized,
     plan,
 )
+from linattn.ops.state import map_state
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, TOKENS, WINDOWED, every, make
 from ..test_attention import logits, tokens

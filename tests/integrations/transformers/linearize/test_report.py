@@ -167,6 +167,30 @@ def test_recall_counts_the_second_half_of_the_passage():
     assert recalled(made.teacher, rows) == pytest.approx(float(expected))
 
 
+def test_recalled_tokens_are_those_that_the_model_predicts():
+    made, _ = start(DECODERS["llama"])
+    rows = torch.randint(3, VOCABULARY, (2, 70))
+    for place in range(70 - NEEDLE // 2, 70):
+        rows[:, place] = made.teacher(rows[:, :place]).logits[:, -1].argmax(-1)
+    assert recalled(made.teacher, rows) == 1
+    # nothing comes after the last one
+    rows[:, -1] = (rows[:, -1] + 1) % VOCABULARY
+    assert recalled(made.teacher, rows) == 1 - 2 / NEEDLE
+
+
+def test_texts_are_compared_up_to_the_first_difference():
+    made, _ = start(DECODERS["llama"])
+    for model, text in ((made.model, [7, 1, 2, 3, 4]), (made.teacher, [7, 1, 2, 9, 4])):
+        model.generate = lambda *_, text=text, **__: torch.tensor([text])
+    assert generated(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
+
+
+def test_without_a_window_a_token_sees_itself():
+    made, batches = start(DECODERS["gpt2"], window=0)
+    for v, _, _, y in outputs(made.model, "window alone", batches[0]):
+        assert_close(y, v)
+
+
 def test_generated_text_is_compared_token_by_token():
     made, _ = start(DECODERS["llama"])
     prompts = torch.randint(3, VOCABULARY, (2, 5))

@@ -25,7 +25,7 @@ def test_other_classes_are_counted_and_the_page_exists() -> None:
         *(BertSelfAttention() for _ in range(12)), nn.Linear(2, 2), nn.Sequential(BertSelfAttention())
     )
     with pytest.raises(
-        ValueError, match=r"no nn.MultiheadAttention .* 13 × \S*test_replace.BertSelfAttention."
+        ValueError, match=r"no nn.MultiheadAttention .* 13 × \S*test_replacing.BertSelfAttention."
     ) as error:
         replace_attention(model, "elu")
     page, rest = str(error.value).split("by hand: ")[1].split(", ", 1)
