@@ -27,14 +27,13 @@ def table(task: Task, runs: Sequence[Run]) -> str:
     columns, (first, *_) = COLUMNS[task.name], COLUMNS[task.name]
     head = ["", "seed", *(f"{columns[first]}, {moment}" for moment in MOMENTS.values()), *[*columns.values()][1:]]
     lines = [[*head, "steps", "CPU s"]]
-    for run in sorted(runs, key=_seed):
+    for run in sorted(runs, key=_place):
         if "teacher" in run and run["seed"] not in (line[1] for line in lines):
             figures = [_show(name, run["teacher"][name]) for name in columns]
             lines.append(
                 ["**the teacher**", run["seed"], "", "", *figures, f"{task.steps:,}", f"{run['teacher_seconds']:.0f}"]
             )
-    for name, row in ROWS.items():
-        lines += [_line(row, run, columns, first) for run in sorted(runs, key=_seed) if run["row"] == name]
+    lines += [_line(ROWS[run["row"]], run, columns, first) for run in sorted(runs, key=_place)]
     rule = ["---", *["---:"] * (len(head) + 1)]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (lines[0], rule, *lines[1:]))
 
@@ -54,8 +53,8 @@ def _label(row: Row) -> str:
     return ", ".join([*parts, f"{100 * row.share:.0f} % of the steps"])
 
 
-def _seed(run: Run) -> int:
-    return run["seed"]
+def _place(run: Run) -> tuple[int, ...]:
+    return [*TASKS].index(run["task"]), [*ROWS].index(run["row"]), run["seed"]
 
 
 def _show(name: str, figure: float) -> str:
@@ -65,7 +64,7 @@ def _show(name: str, figure: float) -> str:
 def controls(runs: Sequence[Run]) -> str:
     """A line for each run by the default method, with what is left of it by the controls."""
     lines = [["", "seed", "linear", "window alone", "linear part off", "uniform attention"]]
-    for run in runs:
+    for run in sorted(runs, key=_place):
         if "controls" in run and ROWS[run["row"]].method == Row.method:
             name = next(iter(COLUMNS[run["task"]]))
             figures = [run["scores"], *run["controls"].values()]
