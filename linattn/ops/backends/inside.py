@@ -228,10 +228,10 @@ class FromStrongDecays:
         chunks, leaf = rows.any(-1), min(LEAF, chunk)
         most_strong = bool(2 * chunks.sum() > len(chunks))
         rows, chunks = rows != most_strong, chunks != most_strong
-        self.at = rows.any(-1).nonzero().squeeze(-1)
-        self.rows, self.chunks = rows[self.at, None, :, None], chunks[self.at, None, None]
-        given = (x[self.at] for x in (asking, written, log_decay))
-        self.some = PerChannel(*given, work.apart("some"), leaf if most_strong else 1)
+        self.at = at = rows.any(-1).nonzero().squeeze(-1)
+        self.rows, self.chunks = rows[at, None, :, None], chunks[at, None, None]
+        some = asking[at], written[at], log_decay[at]
+        self.some = PerChannel(*some, work.apart("some"), leaf if most_strong else 1)
         self.all = PerChannel(asking, written, log_decay, work, 1 if most_strong else leaf)
         self.asking_in = self._joined(self.rows, self.all.asking_in, self.some.asking_in)
         self.written_out = self._joined(self.chunks, self.all.written_out, self.some.written_out)

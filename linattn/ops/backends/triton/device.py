@@ -1,4 +1,4 @@
-"""Parts of all kernels: where a row begins, tiles of tokens, decays of a chunk.
+"""Parts of all kernels: where a row begins, tiles of tokens, the weights of a decay.
 
 A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. It is given the
 tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
@@ -15,8 +15,9 @@ _STRAIGHT = tl.constexpr(False)
 
 
 class Decay(NamedTuple):
-    """What `decay_kernel.weigh` writes for each token: its weight since the chunk began and until it ends; the base-2
-    logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C.
+    """Fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the
+    base-2 logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less
+    C.
 
     Tokens that are not inside get zeros, and so see no key."""
 

@@ -1,6 +1,7 @@
 """Conversion in place: softmax is the model, states are the parallel form, padding has no effect, undo is exact."""
 
 import copy
+import json
 import pickle
 from typing import Any
 
@@ -180,6 +181,16 @@ def test_pickle_and_copies_keep_the_model(family):
     for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert type(copied) is type(model)
         assert_close(logits(copied, input_ids=ids), logits(model, input_ids=ids), rtol=0, atol=0)
+
+
+def test_a_folder_of_a_later_version_is_refused(tmp_path):
+    converted(DECODERS["llama"], "hedgehog").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    settings["linear_attention"]["linattn_version"] = "99.0.0"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"99\.0\.0"):
+        load_linearized(tmp_path)
 
 
 @every({**SOME, **ENCODERS, **IMAGES})

@@ -181,6 +181,15 @@ def test_only_labels_are_compared():
     assert divergence(model, teacher, [batch]) == pytest.approx(present.item(), rel=1e-4)
 
 
+def test_fine_tuning_follows_the_teacher_and_the_text():
+    conversion, batches = start(DECODERS["llama"])
+    model, teacher = conversion.model, conversion.teacher
+    batch = {**batches[0], "labels": batches[0]["input_ids"]}
+    disturb(model)
+    expected = (divergence(model, teacher, [batch]) + model(**batch).loss.item()) / 2
+    assert fine_tune(model, teacher, batches[:1], Budget(steps=1)).losses == (pytest.approx(expected, rel=1e-4),)
+
+
 def test_several_processes_are_refused(monkeypatch):
     conversion, batches = start(DECODERS["llama"])
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
