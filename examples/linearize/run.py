@@ -61,8 +61,10 @@ ROWS: dict[str, Row] = {
     "window_50": Row(method="local", share=0.5),
     "teacher_20": Row(method="softmax", as_long_as="linear_20"),
     "teacher_50": Row(method="softmax", as_long_as="linear_50"),
+    "teacher_80": Row(method="softmax", as_long_as="linear_80"),
     "scratch_20": Row(as_long_as="linear_20"),
     "scratch_50": Row(as_long_as="linear_50"),
+    "scratch_80": Row(as_long_as="linear_80"),
 }
 
 
