@@ -28,10 +28,18 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     for token in zip(q, k, v, beta, decays, strict=True):
         read, maps = step(maps, *token)
         reads.append(read)
-    states = _states(maps, call.S, STEPS if isinstance(n, torch.SymInt) else (maps.shape[-3] - 1).bit_length())
+    states = _states(maps, call.S, _steps(maps.shape[-3]))
     read = torch.cat(reads, -2)
     y = read[..., :d] @ states[..., :-1, :, :] + read[..., d:]
     return join(y, n).to(call.v.dtype), states[..., -1, :, :]
+
+
+def _steps(count: int) -> int:
+    """Return the number of doublings from one chunk to `count`, or to as many as there may be in an exported graph."""
+    # imported here, because it takes sympy
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return next((steps for steps in range(STEPS) if statically_known_true(count <= 2**steps)), STEPS)
 
 
 def _states(maps: Tensor, S: Tensor, steps: int) -> Tensor:
