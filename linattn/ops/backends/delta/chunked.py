@@ -29,22 +29,23 @@ BLOCK, SEGMENT = 2**18, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), E, as v, and
-    [P, A, M] of all chunks, (c b g+2 C C)."""
+    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and
+    E and [P, A, M] of all chunks, (c b C dv) and (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
     y, S_end, S_saved, E_saved, kept = results
     given, (y_view,) = arrange(call, y)
-    S_end, E_saved = S_end.view(given.S.shape), E_saved.view(*given.k.shape[:-2], *E_saved.shape[-2:])
+    S_end = S_end.view(given.S.shape)
     for states, places in sizes(call, save).cut(call.S.shape[:-2], call.q.shape[-2]):
         S = given.S[states]
         for i, place in enumerate(places):
             if save:
                 S_saved[i, states] = S
             segment = Segment(given, place, work)
-            E, y_part, S = segment.run(place.load(given.v, "v", work), S)
+            v = place.load(given.v, "v", work)
+            E = of_chunks(E_saved, place, states) if save else work("E", v.shape).unflatten(0, (place.number, len(S)))
             if save:
-                place.write(E_saved, E)
                 segment.keep(of_chunks(kept, place, states))
+            y_part, S = segment.run(v, S, E)
             place.write(y_view, y_part)
         S_end[states] = S
     return results
@@ -56,14 +57,15 @@ def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
     states = call.S.new_empty(sizes(call).count(n), math.prod(lead), d, dv)
     chunk, sharing = sizes(call).chunk, math.prod(q for q, k in zip(call.q.shape, lead, strict=False) if q != k)
-    kept = empty_like(call.S, (-(-n // chunk), math.prod(lead), sharing + 2, chunk, chunk))
-    return y, call.S.new_empty(call.S.shape), states, empty_like(call.S, (*lead, n, dv)), kept
+    chunks = -(-n // chunk), math.prod(lead)
+    saved = (empty_like(call.S, (*chunks, *shape)) for shape in ((chunk, dv), (sharing + 2, chunk, chunk)))
+    return y, call.S.new_empty(call.S.shape), states, *saved
 
 
-def of_chunks(kept: Tensor, place: Place, states: slice) -> Tensor:
-    """View the part of a segment, (c b g+2 C C). A last chunk of fewer tokens has smaller matrices."""
-    first = place.start // kept.shape[-1]
-    return kept[first : first + place.number, states, :, : place.chunk, : place.chunk]
+def of_chunks(saved: Tensor, place: Place, states: slice) -> Tensor:
+    """View a segment's part of what was saved for all chunks, (c b … C e). A last chunk may have fewer rows."""
+    first = place.start // saved.shape[-2]
+    return saved[first : first + place.number, states, ..., : place.chunk, :]
 
 
 def sizes(call: DeltaCall, save: bool = True) -> Sizes:
@@ -111,7 +113,7 @@ class Segment:
             self.inside = decayed_products(self.asking, self.written, log_decay, work, place.number)
         self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
         if kept is not None:
-            kept = kept.flatten(0, 1)
+            kept = kept[..., :chunk].flatten(0, 1)
             self.inside.products, self.M = kept[:, :-1], kept[:, -1]
         else:
             self.M = inverse(self.inside.products[:, -1], work("M"))
@@ -119,24 +121,26 @@ class Segment:
 
     def keep(self, kept: Tensor) -> None:
         """Write [P, A, M] where the gradient finds them."""
+        kept = kept[..., : self.place.chunk]
         for x, part in ((self.inside.products, kept[:, :, :-1]), (self.M, kept[:, :, -1])):
             part.copy_(x.unflatten(0, part.shape[:2]))
 
-    def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return E (B C dv), the outputs (B gC dv) and the last state, given V, which is overwritten, and the first."""
+    def run(self, v: Tensor, S: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs (B gC dv) and the last state, given V, which is overwritten, and the first. Write E, which
+        is (c b C dv)."""
         (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
-        E, y = self.work("E", v.shape), self.work("y", (count, self.P.shape[1], dv))
+        y = self.work("y", (count, self.P.shape[1], dv))
         S = self.work("S", S.shape).copy_(S)
         told = self.work("told", (len(S), self.asking_in.shape[1], dv))
         told_queries, told_keys = told[:, :-chunk], told[:, -chunk:]
-        parts = map(self.place.each, (v, E, y, self.M, self.P, self.asking_in, self.k_out.mT))
-        for (v, e, y_part, M, P, asking, k_out), a in zip(zip(*parts, strict=True), self.over(), strict=True):
+        parts = map(self.place.each, (v, y, self.M, self.P, self.asking_in, self.k_out.mT))
+        for v, y_part, M, P, asking, k_out, e, a in zip(*parts, E, self.over(), strict=True):
             # one product for queries and keys
             torch.bmm(asking, S, out=told)
             torch.bmm(M, v.add_(told_keys), out=e)
             torch.baddbmm(told_queries, P, e, out=y_part)
             (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
-        return E, y, S
+        return y, S
 
     def again(self, E: Tensor, S: Tensor) -> Tensor:
         """Return the states that enter the chunks, (B d dv), given E."""

@@ -28,11 +28,11 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     given, (dq_view, dy) = arrange(call, dq, dy)
     dk, dv, dbeta = (empty_like(x, x.shape) for x in given[1:4])
     dlog_decay = None if given.log_decay is None else empty_like(dS, given.log_decay.shape)
-    E_saved, dS = E_saved.view(given.v.shape), dS.reshape(given.S.shape).clone()
+    dS = dS.reshape(given.S.shape).clone()
     for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         for i, place in reversed(list(enumerate(places))):
             segment = Segment(given, place, work, of_chunks(kept, place, states))
-            E = place.load(E_saved, "E", work)
+            E = of_chunks(E_saved, place, states).flatten(0, 1)
             *found, dS[states] = _of_segment(segment, E, S_saved[i, states], dy, dS[states], call.scale)
             for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
