@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.linearize.distance import (
     divergence,
+    layer_distance,
     matched_layers,
     output_distance,
     with_labels,
@@ -44,12 +45,14 @@ def transfer(
     rates: Rates = RATES,
 ) -> Training:
     """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay.
+    teacher: the loss is the mean of the layers' relative errors, half of it at the tokens whose predictions the labels
+    of a batch ask for, if they ask for some only. All weights outside of these layers stay.
 
     Training repeats the `batches` within the `budget`; the `rates` fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
+        outputs = matched_layers(student, teacher, batch).values()
+        return torch.stack([layer_distance(student, batch, layer) for layer in outputs]).mean()
 
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")

@@ -27,7 +27,7 @@ from linattn.integrations.transformers.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.integrations.transformers.linearize.distance import relative_error
+from linattn.integrations.transformers.linearize.distance import IGNORED, layer_distance, matched_layers, relative_error
 from linattn.integrations.transformers.linearize.transfer import RATES
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
@@ -96,6 +96,34 @@ def test_the_error_is_a_share_of_the_variance():
     hidden = torch.where(present.unsqueeze(-1), target, 1e6)
     expected = relative_error(torch.zeros_like(target[present]), target[present])
     assert_close(relative_error(torch.zeros_like(target), hidden, present), expected)
+
+
+def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
+    conversion, (batch, _) = start(DECODERS["llama"], window=0)
+    model, teacher = conversion.model, conversion.teacher
+    disturb(model)
+    labels = torch.full_like(batch["input_ids"], IGNORED)
+    labels[0, 3], labels[1, 6] = 1, 2
+    # a decoder is asked about a token at the one before it
+    asked = torch.zeros_like(labels, dtype=torch.bool)
+    asked[0, 2] = asked[1, 5] = True
+    expected = []
+    for outputs in matched_layers(model, teacher, batch).values():
+        plain, there = relative_error(*outputs), relative_error(outputs.y[asked], outputs.target[asked])
+        assert abs(plain - there) > 1e-3
+        expected.append((plain + there) / 2)
+        for other in (batch, {**batch, "labels": torch.full_like(labels, IGNORED)}):
+            assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
+    training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
+    assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+
+
+def test_labels_of_rows_ask_about_no_token():
+    conversion, (batch, _) = start(ENCODERS["bert"])
+    for outputs in matched_layers(conversion.model, conversion.teacher, batch).values():
+        classes = torch.arange(len(outputs.y))
+        distance = layer_distance(conversion.model, {**batch, "labels": classes}, outputs)
+        assert_close(distance, relative_error(*outputs), rtol=0, atol=0)
 
 
 def test_a_restored_layer_is_the_teachers():
