@@ -30,7 +30,7 @@ class Rates(NamedTuple):
 
 
 RATES = Rates(4e-3, 1e-2)
-FIRST_STAGE = 0.1
+FIRST_STAGE = 0.2
 """The share of a conversion's steps that is best left to `transfer`."""
 # batches that the distance is measured on
 MEASURED = 4
