@@ -1,7 +1,17 @@
 """Checks of the inputs of modules, made once at the boundary, so that errors show what the caller passed."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
+
+
+def check_sizes(*, least: int = 1, **sizes: object) -> None:
+    """Raise ValueError unless the sizes, or all of a tuple, are whole numbers of at least `least`, or None."""
+    for name, size in sizes.items():
+        for each in size if isinstance(size, tuple) else (size,):
+            if each is not None and not (isinstance(each, Integral) and not isinstance(each, bool) and each >= least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, but is {size!r}")
 
 
 def check_tokens(x: Tensor, dim: int, key_mask: Tensor | None = None, *, name: str = "x") -> None:
