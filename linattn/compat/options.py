@@ -33,7 +33,8 @@ class Options:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.type in (int, int | None) and value is not option.default:
+            is_size = option.type is int or (option.type == int | None and value is not None)
+            if is_size and value is not option.default:
                 check_sizes(**{option.name: value}, least=0 if option.default == 0 else 1)
 
     def without_effect(self) -> Idle:

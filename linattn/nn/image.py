@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
-from linattn.nn.checks import check_sizes
+from linattn.nn.checks import check_sizes, given
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]
@@ -46,7 +46,7 @@ class ImageLinearAttention(nn.Module):
         norm_queries: bool = True,
     ):
         super().__init__()
-        check_sizes(chan=chan, chan_out=chan_out, key_dim=key_dim, value_dim=value_dim, heads=heads)
+        check_sizes(chan=chan, key_dim=key_dim, value_dim=value_dim, heads=heads, **given(chan_out=chan_out))
         check_sizes(kernel_size=kernel_size, stride=stride)
         check_sizes(padding=padding, least=0)
         self.chan, self.key_dim, self.value_dim, self.heads = chan, key_dim, value_dim, heads

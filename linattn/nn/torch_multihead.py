@@ -13,7 +13,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
-from linattn.nn.checks import check_sizes
+from linattn.nn.checks import check_sizes, given
 from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
 from linattn.nn.torch_masks import TorchMasks, read_masks, torch_softmax
 from linattn.types import Keys, Outputs, Queries, Values
@@ -56,7 +56,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         inner: InnerAttention | str,
         return_weights: bool = True,
     ):
-        check_sizes(embed_dim=embed_dim, num_heads=num_heads, kdim=kdim, vdim=vdim)
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, **given(kdim=kdim, vdim=vdim))
         if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, but they are {num_heads} and {embed_dim}")
         super().__init__(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from linattn.compat.layers import LayerOptions
 from linattn.compat.options import REQUIRED, Idle
-from linattn.nn.checks import check_sizes
+from linattn.nn.checks import check_sizes, given
 
 
 class LinformerSettings(NamedTuple):
@@ -75,8 +75,8 @@ class TransformerOptions(LayerOptions):
     def check(self) -> None:
         """Raise ValueError for options that cannot be."""
         size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_counts
-        check_sizes(linformer_settings=self.linformer_settings)
-        check_sizes(context_linformer_settings=self.context_linformer_settings)
+        settings = {"linformer_settings": self.linformer_settings}
+        check_sizes(**given(**settings, context_linformer_settings=self.context_linformer_settings))
         if self.linformer_settings is not None and self.causal:
             raise ValueError(
                 "Linformer mixes the whole sequence into every key, so linformer_settings need causal=False"
