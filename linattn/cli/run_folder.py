@@ -51,7 +51,7 @@ FIELDS: dict[str, Any] = {
     "versions": dict[str, str],
 }
 LOGGED = {"step": int, "tokens": int, "seconds": float}
-"""What each line of the log has, beside other numbers."""
+"""The numbers that each line of the log has, beside others."""
 DESCRIPTION = "run.json"
 TOKENIZER = "tokenizer.json"
 

@@ -21,7 +21,7 @@ from linattn.version import __version__
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
 MACHINE = {"processor": str, "cores": int | None, "threads": int, "torch": str, "linattn": str, "date": str}
-"""What every record says about its machine, beside other facts."""
+"""The facts that every record has about its machine, beside others."""
 Curve = tuple[str, str, str]
 
 
