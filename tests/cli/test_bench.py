@@ -26,13 +26,14 @@ from linattn.cli.bench.record import (
     SECONDS,
     STATE_BYTES,
     Case,
+    Dropped,
     Measurement,
     Record,
     Setup,
     read_record,
     write_record,
 )
-from linattn.cli.bench.report import pictures
+from linattn.cli.bench.report import dropped_lines, pictures
 from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
@@ -402,3 +403,34 @@ def test_real_queries_and_keys_come_from_a_run(finished, tmp_path, capsys):
     asked = ["--model", str(finished), "--methods", "elu", "--workloads", "forward", "--lengths", "64"]
     assert main(["bench", "--out", str(tmp_path), "--budget", "10", *asked, *SIZES]) == 0
     assert f"the model in {finished} on its validation data" in read_record(tmp_path / "bench.json").notes[0]
+
+
+def test_a_place_that_takes_no_report_is_told_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("linattn.cli.bench.command.measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for out in ("file", "file/below"):
+        assert main(["bench", "--out", str(tmp_path / out)]) == 2
+        assert f"{tmp_path / 'file'} is no folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_wrong_name_leaves_no_folder(tmp_path, capsys):
+    assert main(["bench", "--out", str(tmp_path / "new"), "--methods", "nonsense"]) == 2
+    assert "'nonsense' is no attention" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_record_is_compared_or_drawn_again(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--compare", "a", "b", "--redraw", "a"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_reasons_are_told_as_they_are(record):
+    """Only figures move behind the names of the methods that share a reason."""
+    reasons = {"elu:3": "'elu:3' has 3 heads, but: see b.cpp:127] err == 0. x: can't", "elu": "no time was left: 3.5 s"}
+    dropped = tuple(Dropped("forward", method, "float32", 64, reason) for method, reason in reasons.items())
+    also = Dropped("forward", "favor", "float32", 64, "no time was left: 1,204.0 s")
+    assert dropped_lines(dataclasses.replace(record, dropped=(*dropped, also))) == [
+        f"forward, float32, from n = 64 on, {reasons['elu:3']}: elu:3",
+        "forward, float32, from n = 64 on, no time was left: elu (3.5 s), favor (1,204.0 s)",
+    ]
