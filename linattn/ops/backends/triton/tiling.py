@@ -120,6 +120,12 @@ def step_tiles(f: int, dv: int) -> Tiles:
     return Tiles(BF, BV, 1, -(-dv // BV), 4, 1)
 
 
+def enter_tiles(f: int, dv: int) -> Tiles:
+    """For the states that enter splits: C numbers of S in each program, and z in the last one."""
+    C = 1024
+    return Tiles(0, 0, C, -(-f * dv // C) + 1, 4, 3)
+
+
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
