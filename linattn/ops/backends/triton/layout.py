@@ -28,10 +28,10 @@ class Rows(NamedTuple):
 
 
 class TokenStrides(NamedTuple):
-    """How a tensor (…, n, d) or (…, n) lies: strides over the rows, opaque, and the constant one from token to token.
+    """The strides of a tensor (…, n, d) or (…, n): over the rows, opaque, and from token to token.
 
-    As this one is compiled into kernels, addresses of a tile differ by constants and take few registers; other lengths
-    and batches do not change it."""
+    As the last one is compiled into kernels, addresses of a tile differ by constants and take few registers; other
+    lengths and batches do not change it."""
 
     outer: int
     middle: int
@@ -40,7 +40,7 @@ class TokenStrides(NamedTuple):
 
 
 class StateStrides(NamedTuple):
-    """How S (…, f, dv) and z (…, f) lie: strides over the rows and their splits, in states; opaque."""
+    """The strides of S (…, f, dv) and z (…, f) over the rows and their splits, in states; opaque."""
 
     outer: int
     middle: int
@@ -50,7 +50,7 @@ class StateStrides(NamedTuple):
 
 class Walk(NamedTuple):
     """The integers by which programs find their tokens: n in a row, `length` in each of its splits; and `parts`, the
-    number of programs that share the channels of a row. Opaque. Then how the tensors of a kernel lie, in its order."""
+    number of programs that share the channels of a row. Opaque. Then the strides of a kernel's tensors in its order."""
 
     n: int
     length: int
@@ -64,8 +64,8 @@ class Walk(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What is compiled into a kernel, beside φ: a call's options, its widths and the dtype's product; the unit of
-    strides; tiles of BF features, BV values and C tokens; and what some kernels are asked for."""
+    """Constants that are compiled into a kernel, beside φ: a call's options, its widths, and the kind of product; the
+    unit of strides; tiles of BF features, BV values and C tokens; and what some kernels are asked for."""
 
     NORMALIZED: bool
     MASKED: bool
