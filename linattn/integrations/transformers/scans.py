@@ -3,7 +3,7 @@
 Each function has the signature of the one that it replaces, whose names the models use, and one more argument, the
 number of each token's document, (b, n), where a row holds several."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -99,24 +99,24 @@ def convolution(
         y = short_convolution(x.mT, weight.mT.unsqueeze(0))
         y = y if bias is None else y + bias
         y = y if activation is None else ACT2FN[activation](y)
-        return cast(Tensor, _ChannelsFirst.apply(y)).to(hidden_states.dtype)
+        y = y.mT.to(hidden_states.dtype)
+        return y if torch.compiler.is_compiling() else y.as_subclass(_Convolved)
     else:
         y = F.conv1d(x, weight.unsqueeze(1), padding=width - 1, groups=len(weight))[..., : x.shape[2]]
     y = y if bias is None else y + bias[:, None]
     return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
 
 
-class _ChannelsFirst(torch.autograd.Function):
-    """View (b n c) as (b c n), and lay gradients out as (b n c). A row at a time, torch transposes ten times as fast as
-    all at once."""
+class _Convolved(Tensor):
+    """What was convolved, (b c n), of which transformers takes the last n tokens. Torch's gradient of that cut would
+    copy everything into zeros, and transpose it; here all tokens are the tensor itself."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.mT
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.stack([row.mT.contiguous() for row in grads[0].unbind(0)])
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and args[1] == (slice(None), slice(None), slice(-args[0].shape[2], None)):
+                return args[0].as_subclass(Tensor)
+            return func(*args, **(kwargs or {}))
 
 
 def _convolution_apart(x: Tensor, weight: Tensor, documents: Tensor) -> Tensor:
