@@ -13,12 +13,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from linattn.attention import SoftmaxAttention, map_state, named_attention
 from linattn.cli.bench import MODEL_TRAINING, RATE, UNIFORM
 from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
 from linattn.cli.bench.compare import changes, compared
-from linattn.cli.bench.features import FIXED, RANDOM
+from linattn.cli.bench.features import FIXED, RANDOM, measure_features
 from linattn.cli.bench.measure import Found, Measuring, alternate, peak_memory, plan, state_size
 from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import (
@@ -33,7 +34,7 @@ from linattn.cli.bench.record import (
     read_record,
     write_record,
 )
-from linattn.cli.bench.report import dropped_lines, pictures
+from linattn.cli.bench.report import SPEED_UP, all_curves, dropped_lines, pictures
 from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
@@ -434,3 +435,38 @@ def test_reasons_are_told_as_they_are(record):
         f"forward, float32, from n = 64 on, {reasons['elu:3']}: elu:3",
         "forward, float32, from n = 64 on, no time was left: elu (3.5 s), favor (1,204.0 s)",
     ]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_products_are_counted(causal):
+    """In chunks of 64 where linear attention is causal; gradients need 7/2, 13/4 and 3 times as many."""
+    setup, (q, k, v) = dataclasses.replace(TINY, causal=causal), torch.randn(3, 1, 2, 128, 8)
+
+    def linear():
+        if not causal:
+            return q @ (k.mT @ v)
+        queries, keys, values = (x.unflatten(-2, (2, 64)) for x in (q, k, v))
+        return (queries @ keys.mT) @ values + queries @ (keys.mT @ values)
+
+    products = {"softmax": lambda: (q @ k.mT) @ v, "elu": linear}
+    for (method, call), more in zip(products.items(), (7 / 2, 13 / 4 if causal else 3), strict=True):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        # causal softmax has half of the matrix
+        count = counter.get_total_flops() * (0.5 if method == "softmax" and causal else 1)
+        assert prepare(setup, Case("forward", method, "float32", 128)).flop == count
+        assert prepare(setup, Case("training", method, "float32", 128)).flop == more * count
+
+
+def test_ratios_have_their_spread_around_them(record):
+    values = {"softmax": (6.0, 8.0, 8.0, 9.0), "elu": (1.0, 2.0, 2.0, 4.0)}
+    drawn = all_curves(holding(record, *(measured(*each, method=method) for method, each in values.items())))
+    low, value, high = drawn["forward", "float32", SPEED_UP]["elu"][64]
+    assert (value, high) == (4.0, 8.0) and 2 < low < 4
+
+
+def test_random_features_have_the_same_error_each_time(monkeypatch):
+    monkeypatch.setattr("linattn.cli.bench.features.COUNTS", (16,))
+    layers = [tuple(torch.randn(3, 1, 2, 20, 8))]
+    one, other = (list(measure_features(layers, math.inf)) for _ in range(2))
+    assert one == other and len(one) == 1 + len(FIXED) + len(RANDOM)
