@@ -74,7 +74,7 @@ def with_gradients(operator: Operator, given: list[Tensor], upstream: Tensor) ->
 def flop(d: int, work: str) -> int:
     """Return the floating-point operations per token and head of the products of the chunked form."""
     # with the state, and among the tokens of a chunk
-    forward, gradient = 6 * d * d + 8 * CHUNK * d, 14 * d * d + 20 * CHUNK * d
+    forward, gradient = 6 * d * d + 8 * CHUNK * d, 14 * d * d + 16 * CHUNK * d
     return forward if work == "forward" else forward + gradient
 
 

@@ -444,7 +444,8 @@ def test_inputs_are_not_modified() -> None:
         assert all(torch.equal(x, copies[name]) for name, x in given.items())
 
 
-def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_state_per_segment() -> None:
+def test_memory_saved_for_the_backward_is_linear_in_the_length() -> None:
+    """The inputs, a state per segment, the corrected values, and the matrices of each chunk, [P, A, M]."""
     given = {name: x.requires_grad_() for name, x in inputs(3000, lead=(1, 4), d=64, dv=32).items()}
     saved: list[Tensor] = []
 
@@ -455,7 +456,7 @@ def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         call(given, backend="chunked")
     others = [x for x in saved if not any(x.data_ptr() == y.data_ptr() for y in given.values())]
-    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32)]
+    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32), (188, 4, 3, 16, 16)]
 
 
 def test_a_backend_is_chosen_and_explained() -> None:

@@ -108,8 +108,8 @@ def convolution(
 
 
 class _Convolved(Tensor):
-    """What was convolved, (b c n), of which transformers takes the last n tokens. Torch's gradient of that cut would
-    copy everything into zeros, and transpose it; here all tokens are the tensor itself."""
+    """Transformers cuts a convolution's result (b c n) to its last n tokens, which are all. Torch's gradient of the cut
+    would copy everything into zeros, and transpose it; here the cut returns the tensor itself."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
