@@ -56,7 +56,7 @@ def inputs(n: int, d: int, per_channel: bool) -> list[Tensor]:
 def ours(*given: Tensor) -> Tensor:
     """Scale queries by d^(−1/2), as stock does."""
     q, k, v, log_decay, beta = (x.transpose(1, 2) for x in given)
-    return causal_delta_attention(q * q.shape[-1] ** -0.5, k, v, beta, log_decay=log_decay)[0].transpose(1, 2)
+    return causal_delta_attention(q, k, v, beta, log_decay=log_decay, scale=q.shape[-1] ** -0.5)[0].transpose(1, 2)
 
 
 def without_gradients(operator: Operator, given: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:

@@ -34,13 +34,13 @@ def delta_rule(
     """The delta rule with a decay `g` per head (gated DeltaNet) or per channel (Kimi Delta Attention), in float32."""
     heads = key.shape[2]
     q, k = (_exact(x.transpose(1, 2).unsqueeze(2)) for x in (query, key))
-    scale = q.shape[-1] ** -0.5
-    q, k = (_of_length(q, scale), _of_length(k, 1)) if use_qk_l2norm_in_kernel else (q * scale, k)
+    if use_qk_l2norm_in_kernel:
+        q, k = _of_length_1(q), _of_length_1(k)
     v, beta, log_decay = (
         _exact(x.transpose(1, 2).unflatten(1, (heads, -1))) for x in (value, beta, _restarting(g, documents))
     )
     S = None if initial_state is None else initial_state.unflatten(1, (heads, -1)).to(v.dtype)
-    y, S = causal_delta_attention(q, k, v, beta, S, log_decay=log_decay)
+    y, S = causal_delta_attention(q, k, v, beta, S, log_decay=log_decay, scale=q.shape[-1] ** -0.5)
     y = y.flatten(1, 2).transpose(1, 2).to(query.dtype)
     return y, S.flatten(1, 2) if output_final_state else None
 
@@ -155,8 +155,8 @@ def lightning_attention(
     return layer.out_proj(y), S
 
 
-def _of_length(x: Tensor, length: float) -> Tensor:
-    return x * (torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-6) * length)
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-6)
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -75,18 +75,20 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
         None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
     )
     assert k is not None and v is not None and beta is not None
-    return DeltaCall(q, k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), others
+    S = call.S.reshape(math.prod(lead), *call.S.shape[-2:])
+    return DeltaCall(q, k, v, beta, S, log_decay, call.scale), others
 
 
 class Segment:
-    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is queries and, last
-    and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
+    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is scaled queries
+    and, last and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
 
     def __init__(self, given: DeltaCall, place: Place, work: Workspace):
         q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
-        self.asking[:, :-1].view(q.shape).copy_(q)
+        # a number would be multiplied in the dtype of q
+        torch.mul(q, given.S.new_full((1,), given.scale), out=self.asking[:, :-1].view(q.shape))
         keys = self.asking[:, -1]
         torch.mul(k, -1, out=keys.view(k.shape))
         self.less = place.load(given.beta, "less", work).neg_()

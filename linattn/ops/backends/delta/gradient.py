@@ -32,9 +32,8 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         for i, place in reversed(list(enumerate(places))):
             segment = Segment(given, place, work)
-            *found, dS[states] = _of_segment(
-                segment, place.load(E_saved, "E", work), S_saved[i, states], dy, dS[states]
-            )
+            E = place.load(E_saved, "E", work)
+            *found, dS[states] = _of_segment(segment, E, S_saved[i, states], dy, dS[states], call.scale)
             for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
                     place.write(total, part)
@@ -43,7 +42,7 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     return dq, summed(dk, call.k), summed(dv, call.v), summed(dbeta, call.beta), dS.view_as(call.S), dlog_decay
 
 
-def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
+def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor, scale: float) -> tuple[Any, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
     work, S_in, dy = s.work, s.again(E, S), s.place.chunks(dy)
@@ -60,7 +59,7 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tup
     dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
     dk = dasking[:, -1].addcmul_(s.less, dwritten).neg_()
     dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True).neg_()
-    return dasking[:, :-1], dk, upstream[:, -1], dbeta, dlog_decay, dS_ends[0]
+    return dasking[:, :-1].mul_(scale), dk, upstream[:, -1], dbeta, dlog_decay, dS_ends[0]
 
 
 def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:
