@@ -108,8 +108,8 @@ def convolution(
 
 
 class _Convolved(Tensor):
-    """What was convolved, (b c n), of which transformers takes the last n tokens. Torch's gradient of that cut would
-    copy everything into zeros, and transpose it; here all tokens are the tensor itself."""
+    """Holds what was convolved, (b c n), of which transformers takes the last n tokens. Torch's gradient of that cut
+    would copy everything into zeros, and transpose it; here all tokens are the tensor itself."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
