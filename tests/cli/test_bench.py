@@ -156,6 +156,16 @@ def test_small_changes_without_spread_are_not_told(record):
     assert changes(before, holding(record, measured(1.06)))[0].is_real
 
 
+def test_the_worst_change_comes_first(record):
+    lengths = (64, 128, 256)
+    before, after = (
+        holding(record, *(measured(seconds, n=n) for seconds, n in zip(times, lengths, strict=True)))
+        for times in ((1.0, 1.0, 1.0), (2.0, 4.0, 0.5))
+    )
+    ratios = [word for word in compared(before, after).split() if word.endswith("×")]
+    assert ratios == ["4×", "2×", "0.5×"]
+
+
 def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder, record, tmp_path, capsys):
     other = dataclasses.replace(record, machine=record.machine | {"threads": 7}, measurements=record.measurements[1:])
     write_record(other, tmp_path / "other.json")

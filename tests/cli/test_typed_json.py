@@ -82,7 +82,7 @@ def test_a_damaged_record_is_told_or_read(tmp_path):
         except CommandError as error:
             assert str(error).startswith(str(path))
             continue
-        compared(record, found), compared(found, record), printed(found)
+        assert compared(record, found) and compared(found, record) and printed(found)
         read += 1
     # such as other names and no values of an option
     assert read
