@@ -53,12 +53,13 @@ class DeltaAttention(InnerAttention):
             q, k = unit(q), unit(k)
         assert gates is not None and gates.beta is not None
         y, S = causal_delta_attention(
-            group_queries(q * d**-0.5, hk),
+            group_queries(q, hk),
             k.unsqueeze(2),
             v.unsqueeze(2),
             gates.beta.unsqueeze(2),
             None if state is None else state.S,
             log_decay=None if gates.log_decay is None else gates.log_decay.unsqueeze(2),
             key_mask=group_mask(key_mask),
+            scale=d**-0.5,
         )
         return y.flatten(1, 2), DeltaAttentionState(S)

@@ -26,10 +26,11 @@ def causal_delta_attention(
     # (…, n), or (…, n, d): one annotation for both would take either for the other
     log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
+    scale: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
     """Let each token decay the `state` (None: zeros), correct what it answers at its key in `k`, and read it with its
-    query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = S_tᵀ q_t.
+    query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
 
     `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then answers it with v
     exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
@@ -43,7 +44,7 @@ def causal_delta_attention(
     float32, or float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
 
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
-    call = delta_call(q, k, v, beta, state, log_decay, key_mask)
+    call = delta_call(q, k, v, beta, state, log_decay, key_mask, scale)
     y, S = DELTA.choose(call, backend)(call)
     return y, S
 
@@ -56,6 +57,7 @@ def delta_call(
     state: Tensor | None,
     log_decay: Tensor | None,
     key_mask: Tensor | None,
+    scale: float = 1.0,
 ) -> DeltaCall:
     """Check and align a call, and put zeros in the place of masked tokens."""
     q, k, v = checked(q, k, v, None, "identity")
@@ -84,7 +86,7 @@ def delta_call(
         log_decay = align(checked_decay(log_decay), ndim)
     S = k.new_zeros(*keys, d, dv, dtype=accumulator(k.dtype)) if state is None else state
     k, v, beta = align(k, ndim), align(v, ndim), align(beta, ndim)
-    return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay)
+    return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay, scale)
 
 
 def _check_state(state: Tensor | None, d: int, dv: int, dtype: torch.dtype) -> None:

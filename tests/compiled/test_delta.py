@@ -19,7 +19,7 @@ def inputs(n: int) -> list[Tensor]:
 
 
 def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-    return causal_delta_attention(*x[:5], log_decay=x[5])
+    return causal_delta_attention(*x[:5], log_decay=x[5], scale=0.3)
 
 
 def derivatives(run: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -44,7 +44,8 @@ class Layer(torch.nn.Module):
         self.per_channel = per_channel
 
     def forward(self, *x: Tensor) -> tuple[Tensor, Tensor]:
-        return causal_delta_attention(*x[:5], log_decay=x[5] if self.per_channel else x[5][..., 0])
+        log_decay = x[5] if self.per_channel else x[5][..., 0]
+        return causal_delta_attention(*x[:5], log_decay=log_decay, scale=0.3)
 
 
 @pytest.mark.parametrize("n", [1, 9])

@@ -416,6 +416,25 @@ def test_no_rows(backend: str, decay: str | None, lead: tuple[int, ...]) -> None
     assert all(found[name].shape == x.shape for name, x in given.items())
 
 
+@every_backend
+@every_decay
+def test_scale_is_a_factor_of_queries(backend: str, decay: str | None) -> None:
+    given = {name: x.requires_grad_() for name, x in inputs(1 if backend == "recurrent" else 70, decay).items()}
+    scaled, expected = call(given, backend=backend, scale=0.3), call(given | {"q": 0.3 * given["q"]}, backend=backend)
+    upstream, leaves = [torch.randn_like(x) for x in scaled], list(given.values())
+    assert_close(scaled, expected)
+    assert_close(torch.autograd.grad(scaled, leaves, upstream), torch.autograd.grad(expected, leaves, upstream))
+
+
+@every_backend
+def test_queries_in_half_precision_are_scaled_in_float32(backend: str) -> None:
+    given = {name: x.bfloat16() for name, x in inputs(1 if backend == "recurrent" else 70).items()}
+    given["state"] = given["state"].float()
+    y, _ = call(given, backend=backend, scale=0.3)
+    exact, _ = call({name: x.float() for name, x in given.items()}, backend=backend, scale=0.3)
+    assert torch.equal(y, exact.bfloat16())
+
+
 def test_inputs_are_not_modified() -> None:
     given = inputs(70, "channel") | {"key_mask": laws.masks(70)["holes"]}
     copies = {name: x.clone() for name, x in given.items()}
@@ -425,7 +444,8 @@ def test_inputs_are_not_modified() -> None:
         assert all(torch.equal(x, copies[name]) for name, x in given.items())
 
 
-def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_state_per_segment() -> None:
+def test_memory_saved_for_the_backward_is_linear_in_the_length() -> None:
+    """The inputs, a state per segment, the corrected values, and the matrices of each chunk, [P, A, M]."""
     given = {name: x.requires_grad_() for name, x in inputs(3000, lead=(1, 4), d=64, dv=32).items()}
     saved: list[Tensor] = []
 
@@ -436,7 +456,7 @@ def test_memory_saved_for_the_backward_is_the_inputs_the_corrected_values_and_a_
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         call(given, backend="chunked")
     others = [x for x in saved if not any(x.data_ptr() == y.data_ptr() for y in given.values())]
-    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32)]
+    assert [tuple(x.shape) for x in others] == [(4, 4, 64, 32), (1, 4, 3000, 32), (188, 4, 3, 16, 16)]
 
 
 def test_a_backend_is_chosen_and_explained() -> None:

@@ -3,7 +3,7 @@
 Each function has the signature of the one that it replaces, whose names the models use, and one more argument, the
 number of each token's document, (b, n), where a row holds several."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -34,13 +34,13 @@ def delta_rule(
     """The delta rule with a decay `g` per head (gated DeltaNet) or per channel (Kimi Delta Attention), in float32."""
     heads = key.shape[2]
     q, k = (_exact(x.transpose(1, 2).unsqueeze(2)) for x in (query, key))
-    scale = q.shape[-1] ** -0.5
-    q, k = (_of_length(q, scale), _of_length(k, 1)) if use_qk_l2norm_in_kernel else (q * scale, k)
+    if use_qk_l2norm_in_kernel:
+        q, k = _of_length_1(q), _of_length_1(k)
     v, beta, log_decay = (
         _exact(x.transpose(1, 2).unflatten(1, (heads, -1))) for x in (value, beta, _restarting(g, documents))
     )
     S = None if initial_state is None else initial_state.unflatten(1, (heads, -1)).to(v.dtype)
-    y, S = causal_delta_attention(q, k, v, beta, S, log_decay=log_decay)
+    y, S = causal_delta_attention(q, k, v, beta, S, log_decay=log_decay, scale=q.shape[-1] ** -0.5)
     y = y.flatten(1, 2).transpose(1, 2).to(query.dtype)
     return y, S.flatten(1, 2) if output_final_state else None
 
@@ -99,24 +99,24 @@ def convolution(
         y = short_convolution(x.mT, weight.mT.unsqueeze(0))
         y = y if bias is None else y + bias
         y = y if activation is None else ACT2FN[activation](y)
-        return cast(Tensor, _ChannelsFirst.apply(y)).to(hidden_states.dtype)
+        y = y.mT.to(hidden_states.dtype)
+        return y if torch.compiler.is_compiling() else y.as_subclass(_Convolved)
     else:
         y = F.conv1d(x, weight.unsqueeze(1), padding=width - 1, groups=len(weight))[..., : x.shape[2]]
     y = y if bias is None else y + bias[:, None]
     return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
 
 
-class _ChannelsFirst(torch.autograd.Function):
-    """View (b n c) as (b c n), and lay gradients out as (b n c). A row at a time, torch transposes ten times as fast as
-    all at once."""
+class _Convolved(Tensor):
+    """Transformers cuts a convolution's result (b c n) to its last n tokens, which are all. Torch's gradient of the cut
+    would copy everything into zeros, and transpose it; here the cut returns the tensor itself."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.mT
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.stack([row.mT.contiguous() for row in grads[0].unbind(0)])
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and args[1] == (slice(None), slice(None), slice(-args[0].shape[2], None)):
+                return args[0].as_subclass(Tensor)
+            return func(*args, **(kwargs or {}))
 
 
 def _convolution_apart(x: Tensor, weight: Tensor, documents: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ def lightning_attention(
     return layer.out_proj(y), S
 
 
-def _of_length(x: Tensor, length: float) -> Tensor:
-    return x * (torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-6) * length)
+def _of_length_1(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-6)
 
 
 def _exact(x: Tensor) -> Tensor:

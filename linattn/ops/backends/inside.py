@@ -62,7 +62,7 @@ class PerHead:
         assert dover is not None
         dasking.mul_(self.since.unsqueeze(1))
         dwritten.mul_(self.until)
-        since = torch.mul(self.asking, dasking, out=self.work("scratch")).sum((1, 3))
+        since = torch.mul(self.asking, dasking, out=self.work("scratch")).sum(-1).sum(1)
         until = torch.mul(self.written, dwritten, out=self.work("scratch")).sum(-1)
         pairs = torch.mul(dproducts, self.products, out=self.work("scratch")).sum(1)
         G = dproducts.mul_(self.between).tril_().flatten(1, 2)

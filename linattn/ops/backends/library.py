@@ -14,8 +14,8 @@ from linattn.version import __version__
 NAMESPACE = f"linattn_{__version__.replace('.', '_')}"
 
 SCHEMA = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", int: "SymInt", bool: "bool",
-    torch.dtype: "ScalarType",
+    Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", str | None: "str?", int: "SymInt", float: "float",
+    bool: "bool", torch.dtype: "ScalarType",
 }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ towards its outputs, as LoLCATs has them. Zhang et al., https://arxiv.org/abs/24
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,18 @@ from linattn.integrations.transformers.linearize.distance import (
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
+from linattn.nn.checks import check_numbers
 
 
-class Rates(NamedTuple):
+@dataclass(frozen=True)
+class Rates:
     """Holds the highest learning rates: of `stock` weights, which the model had, and of `new` ones."""
 
     stock: float
     new: float
+
+    def __post_init__(self) -> None:
+        check_numbers(stock=self.stock, new=self.new)
 
 
 RATES = Rates(4e-3, 1e-2)
@@ -98,7 +104,7 @@ def _fitting_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Se
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
     # a divergence of zero may be rounded to less
     factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
-    return Rates(*(factor * rate for rate in RATES))
+    return Rates(factor * RATES.stock, factor * RATES.new)
 
 
 def _new_weights(model: nn.Module) -> set[int]:

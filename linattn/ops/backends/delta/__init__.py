@@ -9,7 +9,7 @@ def _no_kernels(call: DeltaCall) -> str:
     return "has no kernels for the delta rule; on a GPU too it runs as matrix products of torch"
 
 
-_CHUNKED = Backend("chunked", None, chunked.forward, gradient.gradient, chunked.empty, saved=2, loops=True)
+_CHUNKED = Backend("chunked", None, chunked.forward, gradient.gradient, chunked.empty, saved=3, loops=True)
 _BACKENDS = (
     Backend("triton", _no_kernels, reference.forward),
     recurrent.BACKEND,

@@ -23,17 +23,19 @@ from linattn.ops.backends.inside import decayed_products
 
 # half of the products inside a chunk is thrown away, so short chunks save work; their states cost memory traffic
 SHORTEST, LONGEST = 16, 32
-# numbers of a segment's keys or values: a megabyte in float32; segments of fewer tokens would save a state too often
+# numbers of a segment's keys or values: a megabyte in float32, or two where no gradient needs the cache for more;
+# segments of fewer tokens would save a state too often
 BLOCK, SEGMENT = 2**18, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and E, as v."""
+    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), E, as v, and
+    [P, A, M] of all chunks, (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
-    y, S_end, S_saved, E_saved = results
+    y, S_end, S_saved, E_saved, kept = results
     given, (y_view,) = arrange(call, y)
     S_end, E_saved = S_end.view(given.S.shape), E_saved.view(*given.k.shape[:-2], *E_saved.shape[-2:])
-    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
+    for states, places in sizes(call, save).cut(call.S.shape[:-2], call.q.shape[-2]):
         S = given.S[states]
         for i, place in enumerate(places):
             if save:
@@ -42,6 +44,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
             E, y_part, S = segment.run(place.load(given.v, "v", work), S)
             if save:
                 place.write(E_saved, E)
+                segment.keep(of_chunks(kept, place, states))
             place.write(y_view, y_part)
         S_end[states] = S
     return results
@@ -52,14 +55,22 @@ def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     *lead, d, dv = call.S.shape
     y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
     states = call.S.new_empty(sizes(call).count(n), math.prod(lead), d, dv)
-    return y, call.S.new_empty(call.S.shape), states, empty_like(call.S, (*lead, n, dv))
+    chunk, sharing = sizes(call).chunk, math.prod(q for q, k in zip(call.q.shape, lead, strict=False) if q != k)
+    kept = empty_like(call.S, (-(-n // chunk), math.prod(lead), sharing + 2, chunk, chunk))
+    return y, call.S.new_empty(call.S.shape), states, empty_like(call.S, (*lead, n, dv)), kept
 
 
-def sizes(call: DeltaCall) -> Sizes:
-    """Choose sizes of segments whose keys fit the cache."""
+def of_chunks(kept: Tensor, place: Place, states: slice) -> Tensor:
+    """View the part of a segment, (c b g+2 C C). A last chunk of fewer tokens has smaller matrices."""
+    first = place.start // kept.shape[-1]
+    return kept[first : first + place.number, states, :, : place.chunk, : place.chunk]
+
+
+def sizes(call: DeltaCall, save: bool = True) -> Sizes:
+    """Choose sizes of segments whose keys fit the cache, with what they `save`."""
     *lead, d, dv = call.S.shape
     rows, chunk = lead[0] if lead else 1, SHORTEST if min(d, dv) <= LONGEST else LONGEST
-    block = BLOCK // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
+    block = (BLOCK if save else 2 * BLOCK) // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
     step = max(1, min(rows, block // SEGMENT))
     return Sizes(step, max(SEGMENT, block // step // SEGMENT * SEGMENT), chunk, True)
 
@@ -75,18 +86,20 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
         None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
     )
     assert k is not None and v is not None and beta is not None
-    return DeltaCall(q, k, v, beta, call.S.reshape(math.prod(lead), *call.S.shape[-2:]), log_decay), others
+    S = call.S.reshape(math.prod(lead), *call.S.shape[-2:])
+    return DeltaCall(q, k, v, beta, S, log_decay, call.scale), others
 
 
 class Segment:
-    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is queries and, last
-    and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
+    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is scaled queries
+    and, last and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
 
-    def __init__(self, given: DeltaCall, place: Place, work: Workspace):
+    def __init__(self, given: DeltaCall, place: Place, work: Workspace, kept: Tensor | None = None):
         q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
-        self.asking[:, :-1].view(q.shape).copy_(q)
+        # a number would be multiplied in the dtype of q
+        torch.mul(q, given.S.new_full((1,), given.scale), out=self.asking[:, :-1].view(q.shape))
         keys = self.asking[:, -1]
         torch.mul(k, -1, out=keys.view(k.shape))
         self.less = place.load(given.beta, "less", work).neg_()
@@ -97,8 +110,17 @@ class Segment:
             log_decay = place.load(given.log_decay, "log_decay", work)
             self.inside = decayed_products(self.asking, self.written, log_decay, work, place.number)
         self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
-        self.P, A = self.inside.products[:, :-1].flatten(1, 2), self.inside.products[:, -1]
-        self.M = inverse(A, work("M"))
+        if kept is not None:
+            kept = kept.flatten(0, 1)
+            self.inside.products, self.M = kept[:, :-1], kept[:, -1]
+        else:
+            self.M = inverse(self.inside.products[:, -1], work("M"))
+        self.P = self.inside.products[:, :-1].flatten(1, 2)
+
+    def keep(self, kept: Tensor) -> None:
+        """Write [P, A, M] where the gradient finds them."""
+        for x, part in ((self.inside.products, kept[:, :, :-1]), (self.M, kept[:, :, -1])):
+            part.copy_(x.unflatten(0, part.shape[:2]))
 
     def run(self, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return E (B C dv), the outputs (B gC dv) and the last state, given V, which is overwritten, and the first."""

@@ -1,5 +1,5 @@
-"""The gradient of the chunked form, from the last segment to the first. What is saved for it is the inputs, E and one
-state per segment; the rest is computed again.
+"""The gradient of the chunked form, from the last segment to the first. What is saved for it is the inputs, E, the
+matrices [P, A, M] of each chunk and one state per segment; the rest is computed again.
 
 Given the gradient dY of the outputs and dS' of a state that leaves a chunk, with X = dE and [P, A], [Q⁺, K⁺] as there:
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from linattn.ops.backends.base import decay_gradient, summed
 from linattn.ops.backends.blocks import Workspace, empty_like
 from linattn.ops.backends.delta.call import DeltaCall
-from linattn.ops.backends.delta.chunked import Segment, arrange, forward, sizes
+from linattn.ops.backends.delta.chunked import Segment, arrange, forward, of_chunks, sizes
 from linattn.ops.backends.operator import Tensors
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     """Return gradients of the call's six tensors."""
-    (S_saved, E_saved), (dy, dS) = saved, grads
+    (S_saved, E_saved, kept), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
-    if S_saved is None or E_saved is None or S_saved.shape[0] == 0:
-        S_saved, E_saved = forward(call, True)[2:]
+    if S_saved is None or E_saved is None or kept is None or S_saved.shape[0] == 0:
+        S_saved, E_saved, kept = forward(call, True)[2:]
     dq, work = empty_like(call.q, call.q.shape), Workspace(call.S)
     given, (dq_view, dy) = arrange(call, dq, dy)
     dk, dv, dbeta = (empty_like(x, x.shape) for x in given[1:4])
@@ -31,10 +31,9 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     E_saved, dS = E_saved.view(given.v.shape), dS.reshape(given.S.shape).clone()
     for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         for i, place in reversed(list(enumerate(places))):
-            segment = Segment(given, place, work)
-            *found, dS[states] = _of_segment(
-                segment, place.load(E_saved, "E", work), S_saved[i, states], dy, dS[states]
-            )
+            segment = Segment(given, place, work, of_chunks(kept, place, states))
+            E = place.load(E_saved, "E", work)
+            *found, dS[states] = _of_segment(segment, E, S_saved[i, states], dy, dS[states], call.scale)
             for total, part in zip((dq_view, dk, dv, dbeta, dlog_decay), found, strict=True):
                 if total is not None:
                     place.write(total, part)
@@ -43,7 +42,7 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     return dq, summed(dk, call.k), summed(dv, call.v), summed(dbeta, call.beta), dS.view_as(call.S), dlog_decay
 
 
-def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tuple[Any, ...]:
+def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor, scale: float) -> tuple[Any, ...]:
     """Return gradients of queries, keys, values, β, decays and the state that enters, given dy of all tokens and dS of
     the state that leaves."""
     work, S_in, dy = s.work, s.again(E, S), s.place.chunks(dy)
@@ -60,7 +59,7 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor) -> tup
     dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
     dk = dasking[:, -1].addcmul_(s.less, dwritten).neg_()
     dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True).neg_()
-    return dasking[:, :-1], dk, upstream[:, -1], dbeta, dlog_decay, dS_ends[0]
+    return dasking[:, :-1].mul_(scale), dk, upstream[:, -1], dbeta, dlog_decay, dS_ends[0]
 
 
 def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     states = _states(maps, call.S, _steps(maps.shape[-3]))
     read = torch.cat(reads, -2)
     y = read[..., :d] @ states[..., :-1, :, :] + read[..., d:]
-    return join(y, n).to(call.v.dtype), states[..., -1, :, :]
+    return (join(y, n) * call.scale).to(call.v.dtype), states[..., -1, :, :]
 
 
 def _steps(count: int) -> int:

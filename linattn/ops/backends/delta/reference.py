@@ -28,7 +28,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     for token in zip(*each, decays, strict=True) if q.shape[-2] else ():
         y, S = step(S, *token)
         ys.append(y)
-    return torch.cat(ys, -2).to(call.v.dtype), S
+    return (torch.cat(ys, -2) * call.scale).to(call.v.dtype), S
 
 
 BACKEND = Backend("reference", None, exactly(forward))

@@ -225,20 +225,30 @@ def test_several_processes_are_refused(monkeypatch):
         transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_refused():
     conversion, batches = start(DECODERS["llama"])
     model, teacher = conversion.model, conversion.teacher
     with pytest.raises(ValueError, match="give steps, minutes or both"):
         Budget()
-    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are 0 and None"):
-        Budget(steps=0)
-    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are None and nan"):
-        Budget(minutes=float("nan"))
-    with pytest.raises(ValueError, match="save_every must be at least 1, but is 0"):
-        Budget(steps=1, save_every=0)
+    for steps in (0, -1, 1.5, True, "many"):
+        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=steps)
+        with pytest.raises(ValueError, match=f"save_every must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=1, save_every=steps)
+    for minutes in (0, -1.0, float("nan"), float("inf"), True, "many"):
+        with pytest.raises(ValueError, match=f"minutes must be .*, but (is|are) {minutes!r}"):
+            Budget(minutes=minutes)
+    for rate in (-1e-3, float("nan"), float("inf"), None, "fast"):
+        with pytest.raises(ValueError, match=f"stock must be a finite number of at least 0, but is {rate!r}"):
+            Rates(rate, 1e-3)
+        with pytest.raises(ValueError, match=f"new must be a finite number of at least 0, but is {rate!r}"):
+            Rates(1e-3, rate)
     for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
         with pytest.raises(ValueError, match="at least one batch"):
             use(model, teacher, [])
+    with pytest.raises(ValueError, match="a batch holds the arguments of a call by name"):
+        divergence(model, teacher, [batches])
     for stage in STAGES.values():
         with pytest.raises(ValueError, match="at least one batch"):
             stage(model, teacher, [], Budget(steps=1))
