@@ -121,10 +121,12 @@ def tiles(smallest: bool) -> Iterator[Row]:
         for C, warps, stages in tried[:1] if smallest else tried:
             if smallest:
                 C = 32
-            rule = tiling.Rule(C, max(4096, size.d * size.d), warps, stages)
+            rule, name = tiling.Rule(C, max(4096, size.d * size.d), warps, stages, warps), f"C={C} warps={warps}"
             tiling.rule = lambda *_, rule=rule: rule
             for trained in trainings(smallest):
-                yield row(f"C={C} warps={warps} stages={stages}", causal(), size, training=trained)
+                yield row(f"{name} stages={stages}", causal(), size, training=trained)
+                if stages == 3 and C == 64:
+                    yield row(f"{name}, with a decay", decaying, size, training=trained)
             tiling.rule = chosen
 
 

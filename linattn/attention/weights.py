@@ -5,16 +5,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
+from linattn.attention.gates import AnyGates
 from linattn.attention.linformer import LinformerAttention, StridedConvolution
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.types import KeyMask, Keys, Queries
 
 
 def attention_weights(
-    inner: InnerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None
+    inner: InnerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None, gates: AnyGates = None
 ) -> Float[Tensor, "b h n m"]:
     """Return the matrix A of `inner` for `q` and `k`, with inner(q, k, v) = A v for every v, by the outputs for one-hot
-    v. Keys that are False in `key_mask` have zeros. A `StridedConvolution`, with a matrix per channel, is a ValueError.
+    v. Keys that are False in `key_mask` have zeros. An attention that needs `gates` takes them here as it does there.
+    A `StridedConvolution`, with a matrix per channel, is a ValueError.
 
     The rows of softmax and of normalised linear attention sum to one. Those of Linformer need not, and its weights may
     be negative, as may those of random trigonometric features. Time and memory are quadratic for any method."""
@@ -23,7 +25,7 @@ def attention_weights(
         raise ValueError("a StridedConvolution weights each channel of v differently, so there is no single matrix")
     m = k.shape[-2]
     one_hot = torch.eye(m, dtype=k.dtype, device=k.device).expand(*k.shape[:2], m, m)
-    return inner(q, k, one_hot, key_mask=key_mask)
+    return inner(q, k, one_hot, key_mask=key_mask, gates=gates)
 
 
 def projected_weights(

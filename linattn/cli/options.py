@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from linattn.cli import argument_types as parse
-from linattn.cli.errors import CommandError
+from linattn.cli.errors import CommandError, explained
+from linattn.cli.typed_json import typed
 from linattn.models import LanguageModelConfig
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
@@ -147,7 +148,8 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
     if unknown := sorted(recorded.keys() - OPTIONS):
         raise CommandError(f"the run was made with options that this version does not know: {', '.join(unknown)}")
-    return TrainOptions(**_with_tuples(recorded))
+    with explained("the run was made with options that no run has", TypeError):
+        return typed(TrainOptions, recorded)
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:

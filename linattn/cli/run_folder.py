@@ -12,16 +12,46 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError, explained
+from linattn.cli.typed_json import has_type, ill_typed
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG
 
 FORMAT = 1
-FIELDS = ("created", "finished", "paths", "options", "tokenizer", "vocabulary", "data", "processes", "versions")
+
+
+class Part(TypedDict):
+    """Describes the tokens of one part of the data."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    lost_bytes: int
+    sha256: str
+
+
+class Parts(TypedDict):
+    training: Part
+    validation: Part
+
+
+FIELDS: dict[str, Any] = {
+    "created": str,
+    "finished": str | None,
+    "paths": list[str],
+    "options": dict[str, Any],
+    "tokenizer": str | None,
+    "vocabulary": int,
+    "data": Parts,
+    "processes": int,
+    "versions": dict[str, str],
+}
+LOGGED = {"step": int, "tokens": int, "seconds": float}
+"""The numbers that each line of the log has, beside others."""
 DESCRIPTION = "run.json"
 TOKENIZER = "tokenizer.json"
 
@@ -57,9 +87,12 @@ class Run:
         """Yield the records of the log. The last line may be incomplete, while or after it was written."""
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else ():
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except ValueError:
                 return
+            if not has_type(record, dict[str, float | None]) or ill_typed(record, LOGGED):
+                raise CommandError(f"{self.log} is corrupt: a line is {line.decode()}")
+            yield record
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"checkpoint-{step}"
@@ -98,6 +131,6 @@ def open_run(folder: Path) -> Run:
         raise CommandError(
             f"{path} was written by linattn {writer} in format {version}, but this version reads format {FORMAT}"
         )
-    if missing := [name for name in FIELDS if name not in description]:
-        raise CommandError(f"{path} is corrupt: it lacks {', '.join(missing)}")
+    if wrong := ill_typed(description, FIELDS):
+        raise CommandError(f"{path} is corrupt: {', '.join(wrong)} are missing or not what they should be")
     return Run(folder, description)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from linattn.nn.checks import check_sizes
+
 
 @final
 class Required(int):
@@ -24,7 +26,16 @@ Idle = Iterator[tuple[tuple[str, ...], str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of a package's constructors. Those that a constructor does not take keep their defaults."""
+    """All options of a package's constructors. Those that a constructor does not take keep their defaults.
+
+    Whole numbers are sizes, at least 1; those with a default of 0, such as numbers of local heads, may be 0."""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            is_size = option.type is int or (option.type == int | None and value is not None)
+            if is_size and value is not option.default:
+                check_sizes(**{option.name: value}, least=0 if option.default == 0 else 1)
 
     def without_effect(self) -> Idle:
         """Yield the options that have no effect beside the others. Of two reasons the later one counts."""

@@ -12,7 +12,7 @@ from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.feature_maps.base import unit
-from linattn.nn.checks import check_mask, check_tokens
+from linattn.nn.checks import check_mask, check_sizes, check_tokens, given
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
@@ -87,6 +87,9 @@ class MultiheadAttention(nn.Module):
         hidden_dropout: float = 0.0,
     ):
         super().__init__()
+        check_sizes(dim=dim, num_heads=num_heads)
+        check_sizes(**given(num_key_heads=num_key_heads, head_dim=head_dim, key_dim=key_dim))
+        check_sizes(convolution=convolution, least=0)
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim

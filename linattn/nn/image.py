@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from linattn.attention.linear import LinearAttention
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
+from linattn.nn.checks import check_sizes, given
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]
@@ -45,6 +46,9 @@ class ImageLinearAttention(nn.Module):
         norm_queries: bool = True,
     ):
         super().__init__()
+        check_sizes(chan=chan, key_dim=key_dim, value_dim=value_dim, heads=heads, **given(chan_out=chan_out))
+        check_sizes(kernel_size=kernel_size, stride=stride)
+        check_sizes(padding=padding, least=0)
         self.chan, self.key_dim, self.value_dim, self.heads = chan, key_dim, value_dim, heads
         self.to_q = nn.Conv2d(chan, key_dim * heads, kernel_size, stride, padding)
         self.to_k = nn.Conv2d(chan, key_dim * heads, kernel_size, stride, padding)

@@ -6,6 +6,7 @@ from typing import Any, final
 import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
+from linattn.nn.checks import check_sizes
 from linattn.nn.torch_multihead import TorchMultiheadAttention
 from linattn.ops.names import unknown_name
 
@@ -46,6 +47,7 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
         projection: SequenceProjection | None = None,
         return_weights: bool = True,
     ):
+        check_sizes(num_heads=num_heads, seq_len=seq_len, proj_k=proj_k)
         # the keys that add_bias_kv and add_zero_attn add come first and have columns of their own
         longest = seq_len + int(add_bias_kv) + int(add_zero_attn)
         _check_sizes(projection, seq_len, longest, proj_k)

@@ -13,6 +13,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
+from linattn.nn.checks import check_sizes, given
 from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
 from linattn.nn.torch_masks import TorchMasks, read_masks, torch_softmax
 from linattn.types import Keys, Outputs, Queries, Values
@@ -55,7 +56,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         inner: InnerAttention | str,
         return_weights: bool = True,
     ):
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, **given(kdim=kdim, vdim=vdim))
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, but they are {num_heads} and {embed_dim}")
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype

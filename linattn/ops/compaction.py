@@ -59,6 +59,9 @@ def last_tokens(
 
     The result is a copy: a view would keep the whole sequence alive in a state of constant size."""
     size, n = past.shape[-2], new.shape[-2]
+    if total is None and torch.compiler.is_exporting():
+        # comparing n with s would exclude the lengths below s
+        return torch.cat([past, new], -2)[..., n:, :].clone()
     if total is None:
         return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
     index = total.unsqueeze(-1) + torch.arange(size, device=new.device)

@@ -272,7 +272,8 @@ def causal_call(
 
 def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:
     """Check that S is (..., f, dv) and z (..., f) in the dtype that sums inputs of `dtype`; dv None: any width."""
-    if z.shape[-1:] != (f,) or S.shape[:-1] != z.shape or dv not in (None, S.shape[-1]):
+    of_S, of_z = S.shape, z.shape
+    if of_z[-1:] != (f,) or of_S[:-1] != of_z or dv not in (None, of_S[-1]):
         raise ValueError(
             f"the state must have S (..., {f}, {'dv' if dv is None else dv}) and z (..., {f}) for these inputs, "
             f"but has {shape(S)} and {shape(z)}"

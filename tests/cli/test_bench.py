@@ -13,12 +13,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from linattn.attention import SoftmaxAttention, map_state, named_attention
 from linattn.cli.bench import MODEL_TRAINING, RATE, UNIFORM
 from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
 from linattn.cli.bench.compare import changes, compared
-from linattn.cli.bench.features import FIXED, RANDOM
+from linattn.cli.bench.features import FIXED, RANDOM, measure_features
 from linattn.cli.bench.measure import Found, Measuring, alternate, peak_memory, plan, state_size
 from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import (
@@ -26,13 +27,14 @@ from linattn.cli.bench.record import (
     SECONDS,
     STATE_BYTES,
     Case,
+    Dropped,
     Measurement,
     Record,
     Setup,
     read_record,
     write_record,
 )
-from linattn.cli.bench.report import pictures
+from linattn.cli.bench.report import SPEED_UP, all_curves, dropped_lines, pictures
 from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
@@ -152,6 +154,16 @@ def test_small_changes_without_spread_are_not_told(record):
     before, after = holding(record, measured(1.0)), holding(record, measured(1.04))
     assert not changes(before, after)[0].is_real
     assert changes(before, holding(record, measured(1.06)))[0].is_real
+
+
+def test_the_worst_change_comes_first(record):
+    lengths = (64, 128, 256)
+    before, after = (
+        holding(record, *(measured(seconds, n=n) for seconds, n in zip(times, lengths, strict=True)))
+        for times in ((1.0, 1.0, 1.0), (2.0, 4.0, 0.5))
+    )
+    ratios = [word for word in compared(before, after).split() if word.endswith("×")]
+    assert ratios == ["4×", "2×", "0.5×"]
 
 
 def test_compare_says_what_differs_in_the_conditions_and_what_is_missing(folder, record, tmp_path, capsys):
@@ -402,3 +414,69 @@ def test_real_queries_and_keys_come_from_a_run(finished, tmp_path, capsys):
     asked = ["--model", str(finished), "--methods", "elu", "--workloads", "forward", "--lengths", "64"]
     assert main(["bench", "--out", str(tmp_path), "--budget", "10", *asked, *SIZES]) == 0
     assert f"the model in {finished} on its validation data" in read_record(tmp_path / "bench.json").notes[0]
+
+
+def test_a_place_that_takes_no_report_is_told_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("linattn.cli.bench.command.measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for out in ("file", "file/below"):
+        assert main(["bench", "--out", str(tmp_path / out)]) == 2
+        assert f"{tmp_path / 'file'} is no folder that can be written to" in capsys.readouterr().err
+
+
+def test_a_wrong_name_leaves_no_folder(tmp_path, capsys):
+    assert main(["bench", "--out", str(tmp_path / "new"), "--methods", "nonsense"]) == 2
+    assert "'nonsense' is no attention" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_record_is_compared_or_drawn_again(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--compare", "a", "b", "--redraw", "a"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_reasons_are_told_as_they_are(record):
+    """Only figures move behind the names of the methods that share a reason."""
+    reasons = {"elu:3": "'elu:3' has 3 heads, but: see b.cpp:127] err == 0. x: can't", "elu": "no time was left: 3.5 s"}
+    dropped = tuple(Dropped("forward", method, "float32", 64, reason) for method, reason in reasons.items())
+    also = Dropped("forward", "favor", "float32", 64, "no time was left: 1,204.0 s")
+    assert dropped_lines(dataclasses.replace(record, dropped=(*dropped, also))) == [
+        f"forward, float32, from n = 64 on, {reasons['elu:3']}: elu:3",
+        "forward, float32, from n = 64 on, no time was left: elu (3.5 s), favor (1,204.0 s)",
+    ]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_products_are_counted(causal):
+    """In chunks of 64 where linear attention is causal; gradients need 7/2, 13/4 and 3 times as many."""
+    setup, (q, k, v) = dataclasses.replace(TINY, causal=causal), torch.randn(3, 1, 2, 128, 8)
+
+    def linear():
+        if not causal:
+            return q @ (k.mT @ v)
+        queries, keys, values = (x.unflatten(-2, (2, 64)) for x in (q, k, v))
+        return (queries @ keys.mT) @ values + queries @ (keys.mT @ values)
+
+    products = {"softmax": lambda: (q @ k.mT) @ v, "elu": linear}
+    for (method, call), more in zip(products.items(), (7 / 2, 13 / 4 if causal else 3), strict=True):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        # causal softmax has half of the matrix
+        count = counter.get_total_flops() * (0.5 if method == "softmax" and causal else 1)
+        assert prepare(setup, Case("forward", method, "float32", 128)).flop == count
+        assert prepare(setup, Case("training", method, "float32", 128)).flop == more * count
+
+
+def test_ratios_have_their_spread_around_them(record):
+    values = {"softmax": (6.0, 8.0, 8.0, 9.0), "elu": (1.0, 2.0, 2.0, 4.0)}
+    drawn = all_curves(holding(record, *(measured(*each, method=method) for method, each in values.items())))
+    low, value, high = drawn["forward", "float32", SPEED_UP]["elu"][64]
+    assert (value, high) == (4.0, 8.0) and 2 < low < 4
+
+
+def test_random_features_have_the_same_error_each_time(monkeypatch):
+    monkeypatch.setattr("linattn.cli.bench.features.COUNTS", (16,))
+    layers = [tuple(torch.randn(3, 1, 2, 20, 8))]
+    one, other = (list(measure_features(layers, math.inf)) for _ in range(2))
+    assert one == other and len(one) == 1 + len(FIXED) + len(RANDOM)

@@ -149,6 +149,14 @@ def test_unknown_options_of_a_run_are_told(run, capsys):
     assert "options that this version does not know: magic" in fails(capsys, "train", "--resume", "--out", "run")
 
 
+@pytest.mark.parametrize("content", ["[]", '{"model.safetensors": null}'])
+def test_a_damaged_checkpoint_is_told(run, capsys, content):
+    rewrite(run, finished=None)
+    (run / "checkpoints" / "checkpoint-8" / "files.json").write_text(content)
+    line = fails(capsys, "train", "--resume", "--out", "run")
+    assert "checkpoint-8 is damaged: files.json has no digests; without it the run goes on from step 4" in line
+
+
 def test_damaged_data_are_told(run, capsys):
     rewrite(run, finished=None)
     file = run / "data" / "training.tokens"

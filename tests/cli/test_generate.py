@@ -122,7 +122,15 @@ def test_pieces_come_as_soon_as_they_are_certain():
 @pytest.mark.parametrize("end", [b"", b" more"])
 @pytest.mark.parametrize(
     "stop, expected",
-    [("END", "one EN two E"), ("zzz", None), ("one", ""), ("E", "one "), ("o E", "one EN tw"), ("\n", None)],
+    [
+        ("END", "one EN two E"),
+        ("zzz", None),
+        ("one", ""),
+        ("E", "one "),
+        ("o E", "one EN tw"),
+        ("EEN", "one EN two "),
+        ("\n", None),
+    ],
 )
 def test_text_ends_before_the_stop_text(end, stop, expected):
     everything = b"one EN two EEND three" + end

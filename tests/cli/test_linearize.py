@@ -195,3 +195,9 @@ def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
     spec = layer.linear_attention.spec
     assert (spec.index, spec.window, spec.convolution) == (1, 0, 2)
     assert given == {"rates": pytest.approx((1e-4, 2.5e-4)), "lora": 4, "rows": 3, "steps": 3}
+
+
+def test_each_stage_has_a_step_and_both_have_all():
+    for total in range(1, 30):
+        stages = command._steps("transfer", total), command._steps("fine-tune", total)
+        assert min(stages) >= 1 and sum(stages) == max(2, total)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from linattn.cli.errors import CommandError
-from linattn.cli.vocabulary import Bytes, Tokenizer, load_vocabulary
+from linattn.cli.vocabulary import Bytes, Tokenizer, load_vocabulary, token_dtype
 
 TEXT = "naïve café: 𝄞 … über\n\tend"
 
@@ -85,6 +85,10 @@ def test_the_separator_is_no_other_token(vocabulary):
     assert vocabulary.separator == vocabulary.size - 1
     assert vocabulary.separator not in vocabulary.encode(bytes(range(256)) + TEXT.encode())
     assert np.iinfo(vocabulary.dtype).max >= vocabulary.separator
+
+
+def test_a_token_type_holds_every_token_and_no_more():
+    assert [token_dtype(size) for size in (257, 65_536, 65_537)] == ["<u2", "<u2", "<u4"]
 
 
 def test_large_vocabularies_take_larger_tokens(tokenizer, tmp_path):

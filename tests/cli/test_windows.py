@@ -24,6 +24,11 @@ def test_a_pass_predicts_nothing_twice_and_leaves_little_out(tokens, context):
         assert len(counts) > tokens - 1 - 2 * context
 
 
+def test_no_token_is_left_out_of_every_pass():
+    windows = TrainingWindows(np.arange(30), 10, seed=0, length=10**6)
+    assert sorted(predicted(windows, range(60 * windows.per_pass))) == list(range(1, 30))
+
+
 @pytest.mark.parametrize("tokens, context", LENGTHS)
 def test_validation_predicts_each_token_once(tokens, context):
     windows = validation_windows(np.arange(tokens), context, most=10**6)

@@ -123,6 +123,17 @@ def test_autocast_does_not_round_what_was_exported(operator: Callable[..., Tenso
     assert_close(y, operator(*inputs))
 
 
+@pytest.mark.parametrize("options", [{"convolution": 4}, {"convolution": 4, "convolution_on": "projections"}])
+def test_convolutions_take_lengths_below_their_width(options: dict[str, object]) -> None:
+    layers = ("elu", "convolution:5")
+    config = LanguageModelConfig(vocab_size=50, dim=16, depth=2, num_heads=2, attention=layers, **options)  # pyright: ignore[reportArgumentType]
+    model = LanguageModel(config).eval().double()
+    module = export(model, (torch.randint(50, (2, 9)),), dynamic_shapes=[{1: LENGTH}]).module()
+    for n in (2, 3, 4, 70):
+        text = torch.randint(50, (2, n))
+        assert_close(module(text), model(text))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_default_language_model(dynamic: bool) -> None:
     model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=32, depth=2)).eval().double()

@@ -91,6 +91,14 @@ def test_wrong_json_is_refused(text, message):
         LanguageModelConfig.from_json(text)
 
 
+@pytest.mark.parametrize("dim", [16, 32, 40])
+def test_the_gated_feed_forward_is_rounded_up_to_a_multiple_of_8(dim):
+    gated, gelu = (
+        LanguageModelConfig(vocab_size=7, dim=dim, feed_forward=kind).hidden_dim for kind in ("gated", "gelu")
+    )
+    assert gated % 8 == 0 and 0 <= 3 * gated - 2 * gelu < 3 * 8
+
+
 def test_the_gated_feed_forward_has_as_many_weights():
     gated = LanguageModelConfig(vocab_size=7, dim=96)
     assert 3 * gated.hidden_dim == 2 * LanguageModelConfig(vocab_size=7, dim=96, feed_forward="gelu").hidden_dim

@@ -78,3 +78,8 @@ def test_gradients_are_right(kind):
 def test_a_convolution_has_a_width():
     with pytest.raises(ValueError, match="width must be at least 1, but is 0"):
         ShortConvolution(6, 0)
+
+
+def test_neighbours_begin_with_weights_up_to_one():
+    for convolution in (ShortConvolution(500, 4), GatedConvolution(500, 4).convolution):
+        assert 0.95 < convolution.weight.abs().max() <= 1 and convolution.bias.count_nonzero() == 0

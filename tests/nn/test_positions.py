@@ -68,3 +68,10 @@ def test_there_must_be_positions():
     for make in (lambda: LearnedPositions(0, 4), lambda: AxialPositions(4, ()), lambda: AxialPositions(4, (3, 0))):
         with pytest.raises(ValueError, match="at least one position"):
             make()
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0])
+def test_learned_and_axial_positions_begin_as_large(std):
+    places = torch.arange(30 * 40)
+    for module in (LearnedPositions(1200, 64, std=std), AxialPositions(64, (30, 40), std=std)):
+        assert module(places).std().item() == pytest.approx(std, rel=0.1)

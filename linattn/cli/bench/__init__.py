@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="RUN", help="folder of linattn train, instead of a small model trained now")
     add("--text", type=Path, metavar="FILE", help="text to read, instead of Python's standard library")
     add("--no-features", **FLAG, help="leave these errors out")
-    add = parser.add_argument_group("instead of measuring").add_argument
+    add = parser.add_argument_group("instead of measuring").add_mutually_exclusive_group().add_argument
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="say what changed from A.json to B.json")
     add("--redraw", type=Path, metavar="A", help="write the tables and the report of A.json again")
 

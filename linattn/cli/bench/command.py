@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import os
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         print(compared(*map(read_record, arguments.compare)))
         return 0
+    _require_writable(arguments.out)
     record = read_record(arguments.redraw) if arguments.redraw else measure(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.redraw:
@@ -41,6 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     print(printed(record))
     print(f"{arguments.out / 'report.html'} has the pictures", file=sys.stderr)
     return 0
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise, before minutes of work, unless the folder is there or can be made."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise CommandError(f"{there} is no folder that can be written to: choose another --out")
 
 
 def measure(arguments: argparse.Namespace) -> Record:
@@ -84,7 +94,7 @@ def _complete(arguments: argparse.Namespace) -> dict[str, Any]:
         if name not in PEERS and any(part.partition(":")[0] not in ATTENTIONS for part in name.split("+")):
             nearest = did_you_mean(name, (*ATTENTIONS, *CAUSAL, *PEERS))
             raise CommandError(
-                f"{name!r} is no attention: docs/methods.md has their names, and peers are {[*PEERS]}{nearest}"
+                f"{name!r} is no attention: docs/methods.md has their names, and peers are {', '.join(PEERS)}{nearest}"
             )
     for peer in installed(arguments.causal) if arguments.peers else ():
         methods += [PEERS[peer].counterpart[arguments.causal], peer]

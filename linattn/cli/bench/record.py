@@ -15,10 +15,13 @@ import torch
 from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import timestamp
+from linattn.cli.typed_json import ill_typed, typed
 from linattn.version import __version__
 
 FORMAT = 2
 SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
+MACHINE = {"processor": str, "cores": int | None, "threads": int, "torch": str, "linattn": str, "date": str}
+"""The facts that every record has about its machine, beside others."""
 Curve = tuple[str, str, str]
 
 
@@ -135,6 +138,10 @@ def read_record(path: Path) -> Record:
         fields = json.loads(path.read_bytes())
         if (version := fields.pop("format")) != FORMAT:
             raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
-        measurements = (Measurement(**each | {"values": tuple(each["values"])}) for each in fields.pop("measurements"))
-        dropped, notes = (Dropped(**each) for each in fields.pop("dropped")), fields.pop("notes")
-        return Record(**fields, measurements=tuple(measurements), dropped=tuple(dropped), notes=tuple(notes))
+        measurements = [typed(Measurement, each) for each in fields.pop("measurements")]
+        if unknown := {each.quantity for each in measurements} - {SECONDS, BYTES, STATE_BYTES, ERROR}:
+            raise ValueError(f"it has measurements of {', '.join(unknown)}")
+        if not all(each.values for each in measurements) or ill_typed(fields["machine"], MACHINE):
+            raise ValueError("it has measurements without values, or no machine")
+        dropped = [typed(Dropped, each) for each in fields.pop("dropped")]
+        return typed(Record, fields | {"measurements": tuple(measurements), "dropped": tuple(dropped)})

@@ -1,6 +1,7 @@
 """The contents of the report: curves of what was measured and of ratios of it, a sentence on each picture, and the
 tables as text."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -167,7 +168,7 @@ def dropped_lines(record: Record) -> list[str]:
     first = {each.curve: each for each in reversed(record.dropped)}
     lines: dict[str, list[str]] = {}
     for each in sorted(first.values(), key=record.dropped.index):
-        reason, _, figure = each.reason.partition(":")
+        reason, figure = re.fullmatch(r"(.*?)(?:: ([\d,.]+ \w+))?", each.reason, re.DOTALL).groups()  # pyright: ignore
         line = lines.setdefault(f"{each.workload}, {each.dtype}, from n = {each.n:,} on, {reason}", [])
-        line.append(each.method + (f" ({figure.strip()})" if figure else ""))
+        line.append(each.method + (f" ({figure})" if figure else ""))
     return [f"{reason}: {', '.join(methods)}" for reason, methods in lines.items()]

@@ -89,7 +89,7 @@ def _attention(setup: Setup, case: Case) -> Callable[..., Tensor]:
     sizes = {"num_heads": setup.heads, "head_dim": setup.head_dim, "window": setup.window, "max_length": case.n}
     inner = named_attention(case.method, causal=setup.causal, **sizes)
     if inner.needs is not None:
-        raise ValueError(f"{case.method} needs gates, which a model makes from its input: measure it in one")
+        raise ValueError(f"{case.method} needs gates, which only a model makes, so it cannot be measured alone")
     return inner.to(device=setup.device, dtype=case.torch_dtype).eval()
 
 

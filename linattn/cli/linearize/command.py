@@ -148,6 +148,8 @@ def open_work(arguments: argparse.Namespace) -> Path:
         return work
     with explained(f"{path} is corrupt", ValueError):
         begun = json.loads(path.read_bytes())
+        if not isinstance(begun, dict):
+            raise ValueError("it holds no settings")
     if other := [name for name in settings if settings[name] != begun.get(name)]:
         raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
     print(f"going on with {work}", file=sys.stderr)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from linattn.compat.layers import LayerOptions
 from linattn.compat.options import REQUIRED, Idle
+from linattn.nn.checks import check_sizes, given
 
 
 class LinformerSettings(NamedTuple):
@@ -74,6 +75,8 @@ class TransformerOptions(LayerOptions):
     def check(self) -> None:
         """Raise ValueError for options that cannot be."""
         size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_counts
+        settings = {"linformer_settings": self.linformer_settings}
+        check_sizes(**given(**settings, context_linformer_settings=self.context_linformer_settings))
         if self.linformer_settings is not None and self.causal:
             raise ValueError(
                 "Linformer mixes the whole sequence into every key, so linformer_settings need causal=False"
@@ -82,8 +85,6 @@ class TransformerOptions(LayerOptions):
             raise ValueError(f"n_local_attn_heads has a number for {len(counts)} layers, but depth is {self.depth}")
         if not all(0 <= count <= self.heads for count in counts):
             raise ValueError(f"n_local_attn_heads must be from 0 to heads, {self.heads}, but is {counts}")
-        if size < 1:
-            raise ValueError(f"blindspot_size must be a number of tokens, at least 1, but is {size}")
         if size > 1 and not self.causal:
             raise ValueError(f"a blindspot hides the recent past, so blindspot_size {size} needs causal=True")
         if size > 1 and not (any(counts) and window >= size):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from linattn.feature_maps import RandomProjection
 from linattn.feature_maps.random_projection import draw_rows
+from linattn.nn.checks import check_sizes, given
 
 
 @final
@@ -25,8 +26,7 @@ class ProjectionUpdater(nn.Module):
 
     def __init__(self, instance: nn.Module, feature_redraw_interval: int | None):
         super().__init__()
-        if feature_redraw_interval is not None and feature_redraw_interval < 1:
-            raise ValueError(f"feature_redraw_interval must be at least 1, or None, but is {feature_redraw_interval}")
+        check_sizes(**given(feature_redraw_interval=feature_redraw_interval))
         self.feature_redraw_interval = feature_redraw_interval
         # in a tuple it is no submodule: the model that holds both would save every weight twice
         self._instance = (instance,)

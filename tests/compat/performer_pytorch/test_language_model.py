@@ -147,6 +147,12 @@ class TestOptions:
         assert model.positions.shape == (3, 64)
         assert model(torch.zeros(1, 130, dtype=torch.long)).shape == (1, 130, 19)
 
+    @pytest.mark.parametrize("shape", [(8, 8), (4, 4, 4)])
+    def test_each_axis_of_positions_begins_as_large_as_an_embedding(self, shape):
+        model = make(dim=256, **(AXIAL | {"axial_position_shape": shape}))
+        for table in (*model.positions.weights, model.embedding.weight):
+            assert table.std().item() == pytest.approx(1, rel=0.1)
+
     def test_tied_embeddings_are_one_weight(self):
         assert not any("head" in name for name, _ in make(tie_embed=True).named_parameters())
         assert "head.weight" in dict(make().named_parameters())

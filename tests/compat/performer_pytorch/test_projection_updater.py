@@ -177,7 +177,7 @@ def test_from_the_meta_device():
 
 
 def test_an_interval_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least 1, or None, but is 0"):
+    with pytest.raises(ValueError, match="feature_redraw_interval must be a whole number of at least 1, but is 0"):
         ProjectionUpdater(nn.Identity(), 0)
 
 

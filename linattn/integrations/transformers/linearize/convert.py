@@ -16,7 +16,7 @@ from linattn.integrations.transformers.linearize.parts import (
     linearized_layers,
     own_attention,
 )
-from linattn.integrations.transformers.linearize.plan import Plan
+from linattn.integrations.transformers.linearize.plan import Plan, module_sizes
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
     names = {name for name, _ in model.named_modules()}
     if missing := [layer.name for layer in plan.layers if layer.name not in names]:
         raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
+    for layer in plan.replaced:
+        sizes = module_sizes(model.get_submodule(layer.name))
+        if other := [f"{x}, not {y}" for x, y in zip(sizes, layer.sizes, strict=False) if x != y]:
+            raise ValueError(f"the plan is for another model: {layer.name} has {'; '.join(other)}")
     attention, teacher = model.config._attn_implementation, make_teacher(model)
     owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
     for name, own in owns.items():

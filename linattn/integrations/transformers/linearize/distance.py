@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -91,13 +91,23 @@ def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequ
     require_batches(batches)
     with evaluating(model):
         found = [matched_layers(model, teacher, batch) for batch in batches]
-    return {index: math.fsum(float(errors[index]) for errors in found) / len(found) for index in found[0]}
+    return {
+        index: math.fsum(float(relative_error(*outputs[index])) for outputs in found) / len(found) for index in found[0]
+    }
 
 
-def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> dict[int, Float[Tensor, ""]]:
-    """Run the teacher once, give each linearized layer the input of its own, and return the relative errors of their
-    outputs. Gradients flow into the layers where they are on."""
-    errors: dict[int, Tensor] = {}
+class Matched(NamedTuple):
+    """The output `y` of a layer and the teacher's, its `target`, for the same input, and the mask of present tokens."""
+
+    y: Float[Tensor, "b n d"]
+    target: Float[Tensor, "b n d"]
+    present: Bool[Tensor, "b n"] | None
+
+
+def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> dict[int, Matched]:
+    """Run the teacher once, give each linearized layer the input of its own, and return their outputs. Gradients flow
+    into the layers where they are on."""
+    outputs: dict[int, Matched] = {}
     gradients = torch.is_grad_enabled()
 
     def compare(layer: nn.Module, own: LinearizedAttention) -> Any:
@@ -107,7 +117,7 @@ def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batc
                 mask = own.named(args, options).get("attention_mask")
                 # the mask of cross-attention is that of the other sequence
                 is_of_tokens = isinstance(mask, Tensor) and mask.dtype == torch.bool and own.spec.dim > 0
-                errors[own.spec.index] = relative_error(y, target, mask if is_of_tokens else None)
+                outputs[own.spec.index] = Matched(y, target, mask if is_of_tokens else None)
 
         return hook
 
@@ -117,7 +127,17 @@ def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batc
             stack.callback(teacher.get_submodule(name).register_forward_hook(hook, with_kwargs=True).remove)
         stack.enter_context(evaluating(teacher))
         run(teacher, batch)
-    return errors
+    return outputs
+
+
+def layer_distance(model: PreTrainedModel, batch: Batch, outputs: Matched) -> Float[Tensor, ""]:
+    """Return the relative error of a layer, or where labels ask for the predictions of some tokens, the mean of it and
+    of the error at these: what they need must not be lost among the rest."""
+    error = relative_error(*outputs)
+    labels = None if model.config.is_encoder_decoder else aligned_labels(model, batch, outputs.y)
+    if labels is None or labels.ndim < 2 or not (asked := labels != IGNORED).any():
+        return error
+    return (error + relative_error(outputs.y, outputs.target, asked)) / 2
 
 
 def aligned_labels(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:

@@ -100,6 +100,9 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[Attended], Non
 
 def run(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
     """Call the model without a cache, which would make it attend as in generation."""
+    if not isinstance(batch, Mapping):
+        kind = type(batch).__name__
+        raise ValueError(f'a batch holds the arguments of a call by name, as {{"input_ids": …}}, but is a {kind}')
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False
     return model(**{**batch, **options})

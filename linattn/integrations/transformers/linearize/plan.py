@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
+from linattn.nn.checks import check_sizes, given
 from linattn.ops.state import map_state
 
 TAYLOR_CHANNELS = 16, 32
@@ -24,7 +25,7 @@ class LayerPlan:
 
     `spec` says what replaces it, with so many `new_weights`; None means that it stays, for the `reason`.
     `state_numbers` is the size of its state per sequence, where the cache of keys and values has `cache_numbers` per
-    token."""
+    token. `sizes` are the numbers and the shapes of weights of the module, by which `convert` knows it."""
 
     index: int
     name: str
@@ -33,6 +34,7 @@ class LayerPlan:
     new_weights: int
     state_numbers: int
     cache_numbers: int
+    sizes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ def plan(
     causal linear heads one per head and token. Cross-attention gets none of these but the projection.
 
     Raises ValueError, by name, for what no method of ours can replace, and where no layer would change."""
+    check_sizes(window=window, convolution=convolution, least=0)
+    check_sizes(**given(key_dim=key_dim))
+    if not isinstance(method, str) or not isinstance(decay, bool) or not isinstance(keep, Collection):
+        raise ValueError(
+            "method must be a name, decay true or false, and keep a collection of layers, but they are "
+            f"{method!r}, {decay!r} and {keep!r}"
+        )
     if linearized_layers(model):
         raise ValueError(
             "the model is linearized already: undo that first, or plan with the model that it was made from"
@@ -98,7 +107,8 @@ def plan(
         spec = _spec(call, index, method=method, window=window, key_dim=key_dim)
         if call.causal and call.dim is not None:
             spec = replace(spec, convolution=convolution, decay=decay)
-        layers.append(_layer(call, spec, "kept" if index in keep else _obstacle(model, call)))
+        module = model.get_submodule(call.name)
+        layers.append(_layer(module, call, spec, "kept" if index in keep else _obstacle(module, call)))
     made = Plan(method, tuple(layers))
     if not made.replaced:
         reasons = "; ".join(sorted({str(layer.reason) for layer in layers})) or "no attention ran"
@@ -126,28 +136,33 @@ def _spec(call: Attended, index: int, *, method: str, window: int, key_dim: int 
     )
 
 
-def _obstacle(model: PreTrainedModel, call: Attended) -> str | None:
+def _obstacle(module: nn.Module, call: Attended) -> str | None:
     """Return why the layer cannot or need not be replaced."""
     if call.sliding_window is not None:
         return f"linear already, with its sliding window of {call.sliding_window}"
-    module = model.get_submodule(call.name)
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         return f"{type(module).__name__} hands nothing more to its attention than it knows, so no gates"
     return None
 
 
-def _layer(call: Attended, spec: LayerSpec, reason: str | None) -> LayerPlan:
-    cached = call.k.shape[1] * (call.k.shape[-1] + call.v.shape[-1])
+def module_sizes(module: nn.Module) -> tuple[str, ...]:
+    """Describe the whole numbers that a module holds, such as its heads, and the shapes of its weights."""
+    numbers = [f"{name} {value}" for name, value in vars(module).items() if type(value) is int]
+    return (*numbers, *(f"{name} {tuple(weight.shape)}" for name, weight in module.named_parameters()))
+
+
+def _layer(module: nn.Module, call: Attended, spec: LayerSpec, reason: str | None) -> LayerPlan:
+    cached, sizes = call.k.shape[1] * (call.k.shape[-1] + call.v.shape[-1]), module_sizes(module)
     if reason is None:
         try:
             own = LinearizedAttention(spec)
         except ValueError as error:
             reason = str(error)
         else:
-            weights = sum(weight.numel() for weight in own.parameters())
-            return LayerPlan(spec.index, call.name, spec, None, weights, _state_numbers(own, call.v.shape[-1]), cached)
-    return LayerPlan(spec.index, call.name, None, reason, 0, 0, cached)
+            weights, numbers = sum(weight.numel() for weight in own.parameters()), _state_numbers(own, call.v.shape[-1])
+            return LayerPlan(spec.index, call.name, spec, None, weights, numbers, cached, sizes)
+    return LayerPlan(spec.index, call.name, None, reason, 0, 0, cached, sizes)
 
 
 def _state_numbers(own: LinearizedAttention, value_dim: int) -> int:

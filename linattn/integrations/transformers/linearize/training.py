@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from linattn.integrations.transformers.linearize.distance import Diverged, require_batches
 from linattn.integrations.transformers.linearize.observe import Batch, keeping_modes
 from linattn.integrations.transformers.schedule import Schedule
+from linattn.nn.checks import check_numbers, check_sizes, given
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
 """The loss of a model on a batch."""
@@ -59,11 +60,10 @@ class Budget:
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
             raise ValueError("give steps, minutes or both, or training would not end")
-        # not above 0 is also what is no number
-        if not all(limit is None or limit > 0 for limit in (self.steps, self.minutes)):
-            raise ValueError(f"steps and minutes must be above 0, but are {self.steps} and {self.minutes}")
-        if self.save_every < 1:
-            raise ValueError(f"save_every must be at least 1, but is {self.save_every}")
+        check_sizes(save_every=self.save_every, **given(steps=self.steps))
+        check_numbers(**given(minutes=self.minutes))
+        if self.minutes == 0:
+            raise ValueError("minutes must be above 0, but are 0")
 
 
 @dataclass(frozen=True)

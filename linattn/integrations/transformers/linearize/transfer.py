@@ -4,7 +4,8 @@ towards its outputs, as LoLCATs has them. Zhang et al., https://arxiv.org/abs/24
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.linearize.distance import (
     divergence,
+    layer_distance,
     matched_layers,
     output_distance,
     with_labels,
@@ -19,17 +21,22 @@ from linattn.integrations.transformers.linearize.distance import (
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
+from linattn.nn.checks import check_numbers
 
 
-class Rates(NamedTuple):
+@dataclass(frozen=True)
+class Rates:
     """Holds the highest learning rates: of `stock` weights, which the model had, and of `new` ones."""
 
     stock: float
     new: float
 
+    def __post_init__(self) -> None:
+        check_numbers(stock=self.stock, new=self.new)
+
 
 RATES = Rates(4e-3, 1e-2)
-FIRST_STAGE = 0.1
+FIRST_STAGE = 0.2
 """The share of a conversion's steps that is best left to `transfer`."""
 # batches that the distance is measured on
 MEASURED = 4
@@ -44,12 +51,14 @@ def transfer(
     rates: Rates = RATES,
 ) -> Training:
     """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors. All weights outside of these layers stay.
+    teacher: the loss is the mean of the layers' relative errors, half of it at the tokens whose predictions the labels
+    of a batch ask for, if they ask for some only. All weights outside of these layers stay.
 
     Training repeats the `batches` within the `budget`; the `rates` fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        return torch.stack(list(matched_layers(student, teacher, batch).values())).mean()
+        outputs = matched_layers(student, teacher, batch).values()
+        return torch.stack([layer_distance(student, batch, layer) for layer in outputs]).mean()
 
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
@@ -95,7 +104,7 @@ def _fitting_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Se
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
     # a divergence of zero may be rounded to less
     factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
-    return Rates(*(factor * rate for rate in RATES))
+    return Rates(factor * RATES.stock, factor * RATES.new)
 
 
 def _new_weights(model: nn.Module) -> set[int]:

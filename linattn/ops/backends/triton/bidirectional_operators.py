@@ -38,7 +38,7 @@ def _keys(given: SumCall) -> Call:
 
 def sum_keys(given: SumCall, save: bool) -> tuple[Tensor, ...]:
     call = _keys(given)
-    S, z, _ = sum_splits(call, key_sums, call.tokens)
+    S, z, _ = sum_splits(call, key_sums, list(call.tokens.values()))
     return S.sum(-3), z.sum(-2)
 
 
@@ -52,11 +52,11 @@ def sum_keys_gradient(given: SumCall, saved: Tensors, grads: Tensors) -> Tensors
     call, (dS, dz) = _keys(given), grads
     assert dS is not None and dz is not None
     dS, dz, dk, dv = dS.contiguous(), dz.contiguous(), call.empty_gradient("k"), call.empty_gradient("v")
-    rows = Rows(call, {**call.tokens, "dk": dk, "dv": dv}, dz)
+    rows = Rows(call, [*call.tokens.values(), dk, dv], dz)
     dstate = rows.shared(dS, dz)
     for tiles, keys, values in over_both(*call.shape):
         kernel = kernels.key_sums_gradient
-        rows.launch(kernel, tiles, rows.split(tiles), dstate=dstate, KEYS=keys, VALUES=values)
+        rows.launch(kernel, tiles, rows.split(tiles), dstate, KEYS=keys, VALUES=values)
     return summed(dk, given.k), summed(dv, given.v), None
 
 
@@ -86,8 +86,8 @@ def _means(call: ReadCall) -> Tensor:
 def read(given: ReadCall, save: bool) -> tuple[Tensor, ...]:
     call, S, z = _queries(given._replace(S=_means(given)))
     y, tiles = empty_like_tokens(call.tokens["q"], call.dv), over_values(*call.shape)
-    rows = Rows(call, {**call.tokens, "y": y}, z)
-    rows.launch(kernels.read, tiles, rows.split(tiles), state=rows.shared(S, z))
+    rows = Rows(call, [*call.tokens.values(), y], z)
+    rows.launch(kernels.read, tiles, rows.split(tiles), rows.shared(S, z))
     return (y.to(given.dtype),)
 
 
@@ -110,10 +110,10 @@ def _read_gradient(given: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Ten
     (call, S, z), (dy,) = _queries(given), grads
     assert dy is not None
     dy, dq = readable(dy.to(given.q.dtype), call.lead), empty_like_tokens(call.tokens["q"], call.f)
-    rows, tiles = Rows(call, {**call.tokens, "dy": dy, "dq": dq}, z), over_queries(*call.shape)
-    state = rows.shared(S, z)
-    denominators = launch_query_gradient(rows, kernels.read_gradient, tiles, rows.split(tiles), state=state)
-    dS, dz, _ = sum_splits(call, query_sums, {**call.tokens, "dy": dy}, None, **denominators)
+    rows, tiles = Rows(call, [*call.tokens.values(), dy, dq], z), over_queries(*call.shape)
+    state, splits = rows.shared(S, z), rows.split(tiles)
+    denominators = launch_query_gradient(rows, kernels.read_gradient, tiles, splits, state)
+    dS, dz, _ = sum_splits(call, query_sums, [*call.tokens.values(), dy], numbers=denominators)
     return summed(dq, given.q), dS.sum(-3).sum_to_size(*given.S.shape), dz.sum(-2).sum_to_size(*given.z.shape)
 
 

@@ -3,6 +3,9 @@ walks from chunk to chunk with the state in registers. With D, r, w and a as in 
 
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v"""
 
+# type checkers do not see that the constant K is a record
+# pyright: reportAttributeAccessIssue=false
+
 import triton.language as tl
 
 from linattn.ops.backends.triton import arithmetic as num
@@ -10,45 +13,43 @@ from linattn.ops.backends.triton import device as dev
 
 
 @dev.jit
-def forward(
-    q, k, v, y, key_mask, log_decay, state, end, walk,
-    PHI: tl.constexpr, NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
-    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def forward(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Write outputs and the state after the last token. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
-    q, k, v, y = dev.in_row((q, k, v, y), row, UNIT)
-    key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
+    q, k, v, y = dev.in_row(tokens, walk.tokens, row, K.UNIT)
+    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
     decay = dev.fields_of(log_decay, walk)
-    S_i, z_i = dev.load_state(state, row, split, features, values, True, F, DV)
-    places = tl.arange(0, C)
-    z_i = tl.broadcast_to(z_i[:, None], (BF, num.COLUMNS))
-    for start in range(begin, stop, C):
-        tokens = dev.chunk(start, stop, C)
-        present = dev.load_present(key_mask, tokens, MASKED)
-        if DECAYED:
-            since, until, whole = dev.load_decay(decay, tokens)
-        q_i = num.rounded(dev.load_queries(q, tokens, features, present, PHI, MASKED), PRECISION, ONCE=True)
-        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
-        A = num.product(q_i, tl.trans(k_j), PRECISION)
-        from_state = num.product(q_i, num.rounded(S_i, PRECISION), PRECISION)
-        from_z = tl.sum(num.product(q_i, num.in_columns(z_i, PRECISION), PRECISION), 1)
-        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, PRECISION), k_j
-        if DECAYED:
-            visible, weight = dev.between(decay, tokens, PRECISION, KEYS_FIRST=False)
+    state, end = dev.states_in(states, walk.states, row, split, K)
+    S_i, z_i = dev.load_state(state, features, values, True, K)
+    places = tl.arange(0, K.C)
+    z_i = tl.broadcast_to(z_i[:, None], (K.BF, num.COLUMNS))
+    for start in range(begin, stop, K.C):
+        chunk = dev.chunk(start, stop, K.C)
+        present = dev.load_present(key_mask, chunk, K)
+        if K.DECAYED:
+            since, until, whole = dev.load_decay(decay, chunk)
+        q_i = num.rounded(dev.load_queries(q, chunk, features, present, phi, K), K.PRECISION, ONCE=True)
+        k_j = dev.load_keys(k, chunk, features, present, phi, K)
+        v_j = dev.load_values(v, chunk, values, present, K)
+        A = num.product(q_i, tl.trans(k_j), K.PRECISION)
+        from_state = num.product(q_i, num.rounded(S_i, K.PRECISION), K.PRECISION)
+        from_z = tl.sum(num.product(q_i, num.in_columns(z_i, K.PRECISION), K.PRECISION), 1)
+        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, K.PRECISION), k_j
+        if K.DECAYED:
+            visible, weight = dev.between(decay, chunk, KEYS_FIRST=False, K=K)
             A *= weight
             from_state, from_z = from_state * since[:, None], from_z * since
-            k_end = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+            k_end = num.rounded(k_j.to(tl.float32) * until[:, None], K.PRECISION)
             S_i, z_i = S_i * whole[:, None], z_i * whole[:, None]
         # rounded first, so that outputs are true means of values
-        A = num.rounded(tl.where(visible, A, 0.0), PRECISION)
-        y_i = num.product(A, v_j, PRECISION) + from_state
-        if NORMALIZED:
-            y_i *= num.one_over(tl.max(num.product(A, ones, PRECISION), 1) + from_z)[:, None]
-        dev.store(y, tokens, values, y_i)
-        S_i += num.product(tl.trans(k_end), v_j, PRECISION)
-        z_i += num.product(tl.trans(k_end), ones, PRECISION)
+        A = num.rounded(tl.where(visible, A, 0.0), K.PRECISION)
+        y_i = num.product(A, v_j, K.PRECISION) + from_state
+        if K.NORMALIZED:
+            y_i *= num.one_over(tl.max(num.product(A, ones, K.PRECISION), 1) + from_z)[:, None]
+        dev.store(y, chunk, values, y_i)
+        S_i += num.product(tl.trans(k_end), v_j, K.PRECISION)
+        z_i += num.product(tl.trans(k_end), ones, K.PRECISION)
     # rows that share their keys have the same sums: the first one writes them
-    last = (split == dev.plain(walk.splits) - 1) & dev.owns(end, row)
-    dev.store_state(end, row, 0, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, F, DV)
+    last = (split == dev.plain(walk.splits) - 1) & dev.owns(walk.states[1], row)
+    dev.store_state(end, features, values, S_i, tl.max(z_i, 1), last, dev.part(walk) == 0, K)

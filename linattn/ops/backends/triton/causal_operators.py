@@ -10,12 +10,13 @@ from linattn.ops.backends.triton.decay_kernel import weigh
 from linattn.ops.backends.triton.launch import (
     Call,
     Rows,
+    States,
     gradient_shape,
     launch_query_gradient,
     sum_splits,
     summed,
 )
-from linattn.ops.backends.triton.layout import States, empty_outputs, readable
+from linattn.ops.backends.triton.layout import empty_outputs, readable
 from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
 from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values, rule
@@ -26,7 +27,7 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
     call, state = rows.call, rows.shared(S, z)
     if splits.number == 1:
         return state
-    sums = sum_splits(call, key_sums, {name: call.tokens[name] for name in "kv"}, splits)
+    sums = sum_splits(call, key_sums, [call.tokens[name] for name in "kv"], splits)
     return rows.enter(state, sums, splits, REVERSE=False, SHARED=True)
 
 
@@ -46,10 +47,9 @@ def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
         return one_token.forward(given)
     call, S, z = _weighed(given)
     y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
-    rows, tiles = Rows(call, {**call.tokens, "y": y}, z), over_values(*call.shape)
+    rows, tiles = Rows(call, [*call.tokens.values(), y], z), over_values(*call.shape)
     splits = rows.split(tiles)
-    state, end = _entering(rows, S, z, splits), rows.shared(S_end, z_end)
-    rows.launch(causal_kernels.forward, tiles, splits, state=state, end=end)
+    rows.launch(causal_kernels.forward, tiles, splits, _entering(rows, S, z, splits), rows.shared(S_end, z_end))
     return y, S_end, z_end
 
 
@@ -91,32 +91,32 @@ def _crossing(rows: Rows, programs: int) -> Tensor:
     return call.empty(0) if call.log_decay is None else call.empty(rows.number, programs, call.n)
 
 
-def _query_gradient(call: Call, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def _query_gradient(call: Call, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Return dq, the denominators, and the sums over pairs with earlier keys."""
     dq, tiles = call.empty_gradient("q"), over_queries(*call.shape)
-    rows = Rows(call, {**call.tokens, "dy": dy, "dq": dq}, z)
+    rows = Rows(call, [*call.tokens.values(), dy, dq], z)
     splits, crossing = rows.split(tiles), _crossing(rows, tiles.parts)
     state = _entering(rows, S, z, splits)
     kernel = causal_gradient_kernels.query_gradient
-    return dq, launch_query_gradient(rows, kernel, tiles, splits, state=state, crossing=crossing), crossing
+    return dq, launch_query_gradient(rows, kernel, tiles, splits, state, [crossing]), crossing
 
 
 def _key_gradients(
-    call: Call, dy: Tensor, end: tuple[Tensor, Tensor], denominators: dict[str, Tensor]
+    call: Call, dy: Tensor, end: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Return dk, dv, dS and dz in every row, and the sums over pairs with later queries."""
     dk, dv = call.empty_gradient("k"), call.empty_gradient("v")
     dS, dz = call.empty(*call.lead, call.f, call.dv), call.empty(*call.lead, call.f)
-    rows, launches = Rows(call, {**call.tokens, "dy": dy, "dk": dk, "dv": dv}, end[1]), over_both(*call.shape)
+    rows, launches = Rows(call, [*call.tokens.values(), dy, dk, dv], end[1]), over_both(*call.shape)
     tiles, *_ = launches[0]
     splits, dstate, crossing = rows.split(tiles), rows.shared(*end), _crossing(rows, tiles.parts)
     if splits.number > 1:
-        sums = sum_splits(call, query_sums, {"q": call.tokens["q"], "dy": dy}, splits, **denominators)
+        sums = sum_splits(call, query_sums, [call.tokens["q"], dy], splits, denominators)
         dstate = rows.enter(dstate, sums, splits, REVERSE=True, SHARED=False)
-    arguments = {**denominators, "dstate": dstate, "dstart": rows.separate(dS, dz), "crossing": crossing}
+    dstart, numbers = rows.separate(dS, dz), [*denominators, crossing]
     for tiles, keys, values in launches:
         kernel = causal_gradient_kernels.key_gradients
-        rows.launch(kernel, tiles, splits, **arguments, KEYS=keys, VALUES=values)
+        rows.launch(kernel, tiles, splits, dstate, dstart, numbers=numbers, KEYS=keys, VALUES=values)
     return dk, dv, dS, dz, crossing
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn.ops.backends.triton import device as dev
-from linattn.ops.backends.triton.layout import opaque
+from linattn.ops.backends.triton.layout import on_device_of, opaque
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 # e to the power of it is zero
@@ -58,6 +58,6 @@ def weigh(log_decay: Tensor, C: int) -> Tensor:
     programs = weights.numel() // max(1, FIELDS * n) * triton.cdiv(n, C)
     if programs:
         (length,) = opaque(n)
-        with torch.cuda.device_of(log_decay):
+        with on_device_of(log_decay):
             _weigh[(programs,)](log_decay.contiguous(), weights, length, C=C, FIELDS=FIELDS)
     return weights

@@ -1,8 +1,14 @@
 """Parts of all kernels: where a row begins, tiles of tokens, the weights of a decay.
 
-A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. It is given the
-tuples of `layout.py`. Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first,
-which of them are inside, the last), and columns are (channels, which of them are inside)."""
+A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. Every kernel is
+given tuples of pointers: to tensors of tokens and channels, to the mask and the decay, to states (S, z), and to other
+numbers; then the `Walk` and the `Constants` K of `layout.py`, and the `Map` φ of `maps.py`.
+
+Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first, which of them are
+inside, the last), and columns are (channels, which of them are inside)."""
+
+# type checkers do not see that the constant K is a record
+# pyright: reportAttributeAccessIssue=false
 
 from typing import Any, NamedTuple
 
@@ -72,29 +78,28 @@ def span(walk):
 
 
 @jit
-def offset(x, row, UNIT: tl.constexpr):
-    """Return where a row begins in a tensor with these strides, a `layout.Strided` or `layout.States`."""
+def offset(strides, row, UNIT: tl.constexpr):
+    """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
     outer, middle, inner = row
-    found = outer.to(tl.int64) * _elements(x.outer, UNIT) + middle.to(tl.int64) * _elements(x.middle, UNIT)
-    return found + inner.to(tl.int64) * _elements(x.inner, UNIT)
+    found = outer.to(tl.int64) * _elements(strides.outer, UNIT) + middle.to(tl.int64) * _elements(strides.middle, UNIT)
+    return found + inner.to(tl.int64) * _elements(strides.inner, UNIT)
 
 
 @jit
-def owns(x, row):
-    """Return whether the row is the first of those that share a place in x."""
+def owns(strides, row):
+    """Return whether the row is the first of those that share a place in a tensor with these strides."""
     outer, middle, inner = row
-    return ((x.outer != 0) | (outer == 0)) & ((x.middle != 0) | (middle == 0)) & ((x.inner != 0) | (inner == 0))
+    first = ((strides.outer != 0) | (outer == 0)) & ((strides.middle != 0) | (middle == 0))
+    return first & ((strides.inner != 0) | (inner == 0))
 
 
 @jit
-def _in_row(x, row, UNIT: tl.constexpr):
-    return x.pointer + offset(x, row, UNIT), x.step
-
-
-@jit
-def in_row(tensors, row, UNIT: tl.constexpr):
+def in_row(pointers, strides, row, UNIT: tl.constexpr):
     """Return (pointer, step) of each tensor in this row."""
-    return [_in_row(x, row, UNIT) for x in tensors]
+    found = ()
+    for i in tl.static_range(len(pointers)):  # pyright: ignore
+        found += ((pointers[i] + offset(strides[i], row, UNIT), strides[i].step),)
+    return found
 
 
 @jit
@@ -157,9 +162,9 @@ def store_numbers(x, tokens, numbers):
 
 
 @jit
-def load_present(key_mask, tokens, MASKED: tl.constexpr):
+def load_present(key_mask, tokens, K: tl.constexpr):
     """(C,): which tokens are keys."""
-    if MASKED:
+    if K.MASKED:
         return load_numbers(key_mask, tokens) != 0
     else:
         return tokens[1]
@@ -188,47 +193,56 @@ def store(x, tokens, columns, tile, TURNED: tl.constexpr = _STRAIGHT):
 
 
 @jit
-def _state(states, row, split, features, values, F: tl.constexpr, DV: tl.constexpr):
-    """Return pointers to (BF, BV) of S and to (BF,) of z."""
-    place = offset(states, row, 1) + split * plain(states.split)
-    tile = features[0][:, None] * DV + values[0][None, :]
-    return states.S + place * F * DV + tile, states.z + place * F + features[0]
+def states_in(states, strides, row, split, K: tl.constexpr):
+    """Return pointers to S (f, dv) and z (f,) of each state in this row and split."""
+    found = ()
+    for i in tl.static_range(len(states)):  # pyright: ignore
+        place = offset(strides[i], row, 1) + split * plain(strides[i].split)
+        found += ((states[i][0] + place * K.F * K.DV, states[i][1] + place * K.F),)
+    return found
 
 
 @jit
-def load_state(states, row, split, features, values, given, F: tl.constexpr, DV: tl.constexpr):
+def _tile_of(state, features, values, K: tl.constexpr):
+    """Return pointers to (BF, BV) of S and to (BF,) of z."""
+    S, z = state
+    return S + (features[0][:, None] * K.DV + values[0][None, :]), z + features[0]
+
+
+@jit
+def load_state(state, features, values, given, K: tl.constexpr):
     """Return (BF, BV) of S and (BF,) of z: zeros unless given."""
-    S, z = _state(states, row, split, features, values, F, DV)
+    S, z = _tile_of(state, features, values, K)
     mask = both(features[1], values[1])
     return tl.load(S, mask=mask & given, other=0), tl.load(z, mask=features[1] & given, other=0)
 
 
 @jit
-def store_state(states, row, split, features, values, S_i, z_i, wanted, z_wanted, F: tl.constexpr, DV: tl.constexpr):
-    S, z = _state(states, row, split, features, values, F, DV)
+def store_state(state, features, values, S_i, z_i, wanted, z_wanted, K: tl.constexpr):
+    S, z = _tile_of(state, features, values, K)
     tl.store(S, S_i, mask=both(features[1], values[1]) & wanted)
     tl.store(z, z_i, mask=features[1] & wanted & z_wanted)
 
 
 @jit
-def mapped(x, inside, PHI: tl.constexpr):
+def mapped(x, inside, phi):
     """φ of a tile; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
-    return tl.where(inside, PHI(x.to(tl.float32)), 0.0)
+    return tl.where(inside, phi.function(x.to(tl.float32)), 0.0)
 
 
 @jit
-def load_queries(q, tokens, features, present, PHI: tl.constexpr, MASKED: tl.constexpr):
+def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
     """φ of a chunk. Keep what is finite of a masked token: its query takes part in other tokens' gradients. Tokens that
     are not inside give finite features: their outputs are not stored, and their weights are zero."""
-    return map_queries(load(q, tokens, features), features, present, PHI, MASKED, _STRAIGHT)
+    return map_queries(load(q, tokens, features), features, present, _STRAIGHT, phi, K)
 
 
 @jit
-def map_queries(x, features, present, PHI: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
+def map_queries(x, features, present, TURNED: tl.constexpr, phi, K: tl.constexpr):
     inside = along_features(features[1], TURNED)
-    if MASKED:
-        inside = inside & (along_tokens(present, TURNED) | (tl.abs(PHI(x.to(tl.float32))) < float("inf")))
-    return mapped(x, inside, PHI)
+    if K.MASKED:
+        inside = inside & (along_tokens(present, TURNED) | (tl.abs(phi.function(x.to(tl.float32))) < float("inf")))
+    return mapped(x, inside, phi)
 
 
 @jit
@@ -243,23 +257,21 @@ def along_features(x, TURNED: tl.constexpr):
 
 
 @jit
-def load_keys(
-    k, v, tokens, features, values, present, PHI: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """φ(k) and v of a chunk, rounded; zeros for masked tokens. For those that are not inside only v is zero."""
+def load_keys(k, tokens, features, present, phi, K: tl.constexpr):
+    """φ(k) of a chunk, rounded; zeros for masked tokens, but not for those that are not inside."""
     inside = features[1][None, :]
-    if MASKED:
+    if K.MASKED:
         inside = both(present, features[1])
-    k_j = rounded(mapped(load(k, tokens, features), inside, PHI), PRECISION, ONCE=True)
-    return k_j, load_values(v, tokens, values, present, MASKED, PRECISION)
+    return rounded(mapped(load(k, tokens, features), inside, phi), K.PRECISION, ONCE=True)
 
 
 @jit
-def load_values(v, tokens, values, present, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def load_values(v, tokens, values, present, K: tl.constexpr):
+    """(C, BV), rounded; zeros for tokens that are masked or not inside."""
     v_j = load(v, tokens, values)
-    if MASKED:
+    if K.MASKED:
         v_j = tl.where(present[:, None], v_j, 0.0)
-    return rounded(v_j, PRECISION)
+    return rounded(v_j, K.PRECISION)
 
 
 @jit
@@ -272,11 +284,11 @@ def load_decay(decay, tokens):
 
 
 @jit
-def between(decay, tokens, PRECISION: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
     """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
     high, first = load_numbers(decay.high, tokens), load_numbers(decay.first, tokens)
     exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
-    if PRECISION == "tf32x3":
+    if K.PRECISION == "tf32x3":
         low = load_numbers(decay.low, tokens)
         exponent += low[:, None] - low[None, :]
     first = first.to(tl.int32) + tokens[1].shape[0]

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from linattn.ops.backends.base import infinite_if_none
 from linattn.ops.backends.triton.layout import (
-    States,
-    Strided,
+    Constants,
+    StateStrides,
     Strides,
+    TokenStrides,
     Walk,
     empty_like_tokens,
+    on_device_of,
     opaque,
     readable,
     readable_scalars,
@@ -23,9 +25,7 @@ from linattn.ops.backends.triton.layout import (
 )
 from linattn.ops.backends.triton.maps import MAPS
 from linattn.ops.backends.triton.split_kernels import enter
-from linattn.ops.backends.triton.tiling import PRECISION, Split, Tiles, over_values, split
-
-_ENTER = 1024
+from linattn.ops.backends.triton.tiling import PRECISION, Split, Tiles, enter_tiles, over_values, split
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Call:
     normalized: bool = False
     key_mask: Tensor | None = None
     log_decay: Tensor | None = None
-    constants: dict[str, Any] = field(init=False)
+    constants: Constants = field(init=False)
 
     def __post_init__(self) -> None:
         self.given, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
@@ -48,12 +48,8 @@ class Call:
         self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
         # what tiles are chosen by
         self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
-        phi, derivative = MAPS[self.feature_map]
-        self.constants = {
-            "PHI": phi, "DERIVATIVE": derivative, "NORMALIZED": self.normalized,
-            "MASKED": self.key_mask is not None, "DECAYED": self.log_decay is not None,
-            "PRECISION": PRECISION[first.dtype], "F": self.f, "DV": self.dv,
-        }  # fmt: skip
+        masked, decayed = self.key_mask is not None, self.log_decay is not None
+        self.constants = Constants(self.normalized, masked, decayed, PRECISION[first.dtype], self.f, self.dv)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -66,75 +62,97 @@ class Call:
         return self.empty(*self.lead, *x.shape[-2:])
 
 
-def _strided(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> Strided:
-    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units.
-
-    The step is compiled into kernels, as addresses of a tile then differ by constants and take few registers; other
-    lengths and batches do not change it."""
+def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> TokenStrides:
+    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units."""
     step = x.stride(tokens) if x.shape[tokens] > 1 else 0
-    return Strided(x, *opaque(*(s // unit for s in strides)), tl.constexpr(step))  # type: ignore[arg-type]
+    outer, middle, inner = opaque(*(s // unit for s in strides))
+    return TokenStrides(outer, middle, inner, tl.constexpr(step))
 
 
-def _strided_scalars(x: Tensor | None, strides: Strides, absent: Tensor) -> Strided:
-    """Describe a mask or a decay (…, n) to kernels, which read none of `absent`."""
-    if x is None:
-        return Strided(absent, *opaque(0, 0, 0), tl.constexpr(0))  # type: ignore[arg-type]
-    return _strided(x.view(torch.uint8) if x.dtype == torch.bool else x, strides, -1)
+def as_pointers(q: Tensor, key_mask: Tensor | None, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mask and the decay as kernels take them: a mask of bools as bytes, and q for what is absent, of which
+    nothing is read."""
+    if key_mask is not None and key_mask.dtype == torch.bool:
+        key_mask = key_mask.view(torch.uint8)
+    return q if key_mask is None else key_mask, q if log_decay is None else log_decay
+
+
+def _scalar_strides(x: Tensor | None, strides: Strides) -> TokenStrides:
+    return TokenStrides(0, 0, 0, tl.constexpr(0)) if x is None else _token_strides(x, strides, -1)
+
+
+class States(NamedTuple):
+    """S (…, f, dv) and z (…, f) for a kernel, and how they lie."""
+
+    S: Tensor
+    z: Tensor
+    strides: StateStrides
 
 
 class Rows:
-    """The tensors that a kernel is given, as it takes them, and how to launch it; z (…, f) is contiguous."""
+    """The tensors of tokens that a kernel is given, in its order, and how to launch it; z (…, f) is contiguous."""
 
-    def __init__(self, call: Call, tokens: dict[str, Tensor], z: Tensor | None = None) -> None:
-        tensors = list(tokens.values())
-        rows = unfold(call.lead, [*tensors, call.key_mask, call.log_decay, z])
+    def __init__(self, call: Call, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
+        scalars = call.key_mask, call.log_decay
+        rows = unfold(call.lead, [*tokens, *scalars, z])
         *strides, of_mask, of_decay, of_state = rows.strides
-        width = unit(tensors, rows)
-        self.call, self.first, (self.number, self.size1, self.size2, _) = call, tensors[0], rows
+        self.call, self.tokens, (self.number, self.size1, self.size2, _) = call, tuple(tokens), rows
+        self.constants = call.constants._replace(UNIT=unit(tokens, rows))
         self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
-        self.arguments = {
-            **call.constants,
-            **{name: _strided(x, s, -2, width) for (name, x), s in zip(tokens.items(), strides, strict=True)},
-            "key_mask": _strided_scalars(call.key_mask, of_mask, tensors[0]),
-            "log_decay": _strided_scalars(call.log_decay, of_decay, tensors[0]),
-            "UNIT": width,
-        }
+        self.scalars = as_pointers(tokens[0], *scalars)
+        self.strides = (
+            tuple(_token_strides(x, s, -2, self.constants.UNIT) for x, s in zip(tokens, strides, strict=True)),
+            tuple(_scalar_strides(x, s) for x, s in zip(scalars, (of_mask, of_decay), strict=True)),
+        )
 
     def split(self, tiles: Tiles) -> Split:
         return split(self.call.n, self.number * tiles.parts, tiles.C, self.call.device)
 
     def shared(self, S: Tensor, z: Tensor) -> States:
         """States that lie as the z that the rows were made with, so that several rows may share one."""
-        return States(S, z, *opaque(*self.state_strides, 0))
+        return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
 
     def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
         """States of each row and split, one after another."""
-        return States(S, z, *opaque(self.size1 * self.size2 * splits, self.size2 * splits, splits, 1))
-
-    def launch(self, kernel: Any, tiles: Tiles, splits: Split, **arguments: object) -> None:
-        self.run(kernel, splits.number, splits, **self.arguments, **tiles._asdict(), **arguments)
-
-    def run(self, kernel: Any, programs: int, splits: Split, **arguments: Any) -> None:
-        """Launch so many programs for each row, times its parts. Without rows, nothing is launched."""
-        grid, named = self.prepared(kernel, programs, splits, **arguments)
-        if self.number:
-            with torch.cuda.device_of(self.first):
-                kernel[grid](**named)
+        strides = self.size1 * self.size2 * splits, self.size2 * splits, splits, int(splits > 1)
+        return States(S, z, StateStrides(*opaque(*strides)))
 
     def prepared(
-        self, kernel: Any, programs: int, splits: Split, *, parts: int, **arguments: Any
+        self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **asked: bool
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """Return a grid, in which the parts of a row start side by side, as they read the same tokens, and the
-        arguments that a kernel names."""
-        arguments["walk"] = Walk(*opaque(self.call.n, *splits, parts, self.size1, self.size2))
-        wanted = {"num_warps", "num_stages", *kernel.arg_names} & arguments.keys()
-        return (self.number * programs * parts,), {name: arguments[name] for name in wanted}
+        """Return a grid of so many programs per row, times its parts, and what a kernel is given beside tensors; those
+        `asked` are flags of `Constants`. The parts of a row start side by side, as they read the same tokens."""
+        integers = opaque(self.call.n, *splits, tiles.parts, self.size1, self.size2)
+        return (self.number * programs * tiles.parts,), {
+            "walk": Walk._make((*integers, *self.strides, tuple(strides))),
+            "phi": MAPS[self.call.feature_map],
+            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, **asked),
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
 
-    def enter(self, state: States, sums: "Sums", splits: Split, **constants: bool) -> States:
+    def launch(
+        self,
+        kernel: Any,
+        tiles: Tiles,
+        splits: Split,
+        *states: States,
+        numbers: Sequence[Tensor] = (),
+        programs: int | None = None,
+        **asked: bool,
+    ) -> None:
+        """Launch as many programs per row as it has splits. Without rows, nothing is launched."""
+        programs = splits.number if programs is None else programs
+        grid, options = self.prepared(tiles, splits, [s.strides for s in states], programs, **asked)
+        if self.number:
+            with on_device_of(self.tokens[0]):
+                kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
+
+    def enter(self, state: States, sums: "Sums", splits: Split, **asked: bool) -> States:
         """Turn each split's own sums into the states that enter it, in place."""
         entering, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
-        arguments = {"state": state, "sums": entering, "kept": sums.kept, "F": f, "DV": dv, "B": _ENTER}
-        self.run(enter, 1, splits, parts=-(-f * dv // _ENTER) + 1, **arguments, **constants)
+        tiles = enter_tiles(f, dv)
+        self.launch(enter, tiles, splits, state, entering, numbers=[sums.kept], programs=1, **asked)
         return entering
 
 
@@ -147,7 +165,7 @@ class Sums(NamedTuple):
 
 
 def sum_splits(
-    call: Call, kernel: Any, tokens: dict[str, Tensor], splits: Split | None = None, **arguments: object
+    call: Call, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
 ) -> Sums:
     """Sum the keys or the queries of each split; it chooses the splits if none are given."""
     rows, tiles = Rows(call, tokens), over_values(*call.shape)
@@ -155,24 +173,24 @@ def sum_splits(
     shapes = (call.f, call.dv), (call.f,), ()
     sums = Sums(*(call.empty(*call.lead, splits.number, *shape) for shape in shapes))
     states = rows.separate(sums.S, sums.z, splits.number)
-    rows.launch(kernel, tiles, splits, sums=states, kept=sums.kept, **arguments)
+    rows.launch(kernel, tiles, splits, states, numbers=[*numbers, sums.kept])
     return sums
 
 
 def launch_query_gradient(
-    rows: Rows, kernel: Any, tiles: Tiles, splits: Split, **arguments: object
-) -> dict[str, Tensor]:
+    rows: Rows, kernel: Any, tiles: Tiles, splits: Split, state: States, numbers: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
     """Run the kernel of the queries' gradient and return the denominators, for the kernels of the other gradients.
     Where several programs share the features of a row, it runs twice."""
     call, shape = rows.call, (rows.number, tiles.parts, rows.call.n) if rows.call.normalized else (0,)
-    found = {"inverse": call.empty(*shape), "delta": call.empty(*shape)}
-    whole = tiles.parts == 1
+    inverse, delta, whole = call.empty(*shape), call.empty(*shape), tiles.parts == 1
     if call.normalized and not whole:
-        rows.launch(kernel, tiles, splits, **arguments, **found, SUMS=True, GRADIENT=False)
-        inverse = infinite_if_none(found["inverse"].sum(1)).reciprocal()
-        found = {"inverse": inverse, "delta": found["delta"].sum(1) * inverse}
-    rows.launch(kernel, tiles, splits, **arguments, **found, SUMS=call.normalized and whole, GRADIENT=True)
-    return found
+        rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=True)
+        inverse = infinite_if_none(inverse.sum(1)).reciprocal()
+        delta = delta.sum(1) * inverse
+    sums = call.normalized and whole
+    rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=sums, GRADIENT=True)
+    return inverse, delta
 
 
 def summed(gradient: Tensor, x: Tensor) -> Tensor:

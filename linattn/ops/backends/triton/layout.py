@@ -5,7 +5,8 @@ zero there, so grouped queries and heads that were transposed are read in place.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +27,21 @@ class Rows(NamedTuple):
     strides: list[Strides]
 
 
-class Strided(NamedTuple):
-    """A tensor (…, n, d) or (…, n) as kernels take it: its strides over the rows, opaque, and from token to token."""
+class TokenStrides(NamedTuple):
+    """The strides of a tensor (…, n, d) or (…, n): over the rows, opaque, and from token to token.
 
-    pointer: Tensor
+    As the last one is compiled into kernels, addresses of a tile differ by constants and take few registers; other
+    lengths and batches do not change it."""
+
     outer: int
     middle: int
     inner: int
-    step: int
+    step: Any
 
 
-class States(NamedTuple):
-    """S (…, f, dv) and z (…, f) as kernels take them: strides over the rows and their splits, in states; opaque."""
+class StateStrides(NamedTuple):
+    """The strides of S (…, f, dv) and z (…, f) over the rows and their splits, in states; opaque."""
 
-    S: Tensor
-    z: Tensor
     outer: int
     middle: int
     inner: int
@@ -49,7 +50,7 @@ class States(NamedTuple):
 
 class Walk(NamedTuple):
     """The integers by which programs find their tokens: n in a row, `length` in each of its splits; and `parts`, the
-    number of programs that share the channels of a row. Opaque."""
+    number of programs that share the channels of a row. Opaque. Then the strides of a kernel's tensors in its order."""
 
     n: int
     length: int
@@ -57,12 +58,42 @@ class Walk(NamedTuple):
     parts: int
     size1: int
     size2: int
+    tokens: tuple[TokenStrides, ...]
+    scalars: tuple[TokenStrides, ...]
+    states: tuple[StateStrides, ...]
+
+
+class Constants(NamedTuple):
+    """Constants that are compiled into a kernel, beside φ: a call's options, its widths, and the kind of product; the
+    unit of strides; tiles of BF features, BV values and C tokens; and what some kernels are asked for."""
+
+    NORMALIZED: bool
+    MASKED: bool
+    DECAYED: bool
+    PRECISION: str
+    F: int
+    DV: int
+    UNIT: int = 1
+    BF: int = 0
+    BV: int = 0
+    C: int = 0
+    SUMS: bool = False
+    GRADIENT: bool = False
+    KEYS: bool = False
+    VALUES: bool = False
+    REVERSE: bool = False
+    SHARED: bool = False
 
 
 def opaque(*integers: int) -> tuple[int, ...]:
     """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
     another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
     return tuple([16 * x for x in integers])
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Launch kernels on the GPU that holds x."""
+    return torch.accelerator.device_index(None if x.is_cpu else x.get_device())
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:

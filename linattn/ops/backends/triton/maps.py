@@ -3,7 +3,7 @@
 A derivative is given x and y = φ(x), and takes what is cheaper."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -86,13 +86,17 @@ def softplus_derivative(x, y):
     return tl.sigmoid(x)
 
 
-# by name: the function and its derivative
-MAPS: dict[str, tuple[Any, Any]] = {
-    "identity": (identity, one),
-    "elu_plus_one": (elu_plus_one, elu_plus_one_derivative),
-    "relu": (relu, relu_derivative),
-    "squared_relu": (squared_relu, squared_relu_derivative),
-    "exp": (exponential, exponential_derivative),
-    "softplus": (softplus, softplus_derivative),
-    "sigmoid": (sigmoid, sigmoid_derivative),
+class Map(NamedTuple):
+    function: Any
+    derivative: Any
+
+
+MAPS = {
+    "identity": Map(identity, one),
+    "elu_plus_one": Map(elu_plus_one, elu_plus_one_derivative),
+    "relu": Map(relu, relu_derivative),
+    "squared_relu": Map(squared_relu, squared_relu_derivative),
+    "exp": Map(exponential, exponential_derivative),
+    "softplus": Map(softplus, softplus_derivative),
+    "sigmoid": Map(sigmoid, sigmoid_derivative),
 }

@@ -1,5 +1,10 @@
 """The small passes around splits of a sequence: the sums of each split by itself, and the states that enter it."""
 
+# type checkers do not see that the constant K is a record
+# pyright: reportAttributeAccessIssue=false
+# constants decide which branches are compiled, and so which names are bound
+# pyright: reportPossiblyUnboundVariable=false
+
 import triton.language as tl
 
 from linattn.ops.backends.triton import arithmetic as num
@@ -7,99 +12,98 @@ from linattn.ops.backends.triton import device as dev
 
 
 @dev.jit
-def key_sums(
-    k, v, key_mask, log_decay, sums, kept, walk,
-    PHI: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
-    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Σ φ(k) vᵀ and Σ φ(k) of a split, and the decay over it all. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
-    k, v = dev.in_row((k, v), row, UNIT)
-    key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
+    k, v = dev.in_row(tokens, walk.tokens, row, K.UNIT)
+    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
     decay = dev.fields_of(log_decay, walk)
     # transposed, as in `query_gradient`; and no operand of a product stays in registers from chunk to chunk
-    S_i, z_i, left = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((1,), 1, tl.float32)
-    for start in range(begin, stop, C):
-        tokens = dev.chunk(start, stop, C)
-        present = dev.load_present(key_mask, tokens, MASKED)
-        if DECAYED:
-            _, until, whole = dev.load_decay(decay, tokens)
-        k_j, v_j = dev.load_keys(k, v, tokens, features, values, present, PHI, MASKED, PRECISION)
-        if DECAYED:
-            k_j = num.rounded(k_j.to(tl.float32) * until[:, None], PRECISION)
+    S_i, z_i, left = tl.full((K.BV, K.BF), 0, tl.float32), tl.full((K.BF,), 0, tl.float32), tl.full((1,), 1, tl.float32)
+    for start in range(begin, stop, K.C):
+        chunk = dev.chunk(start, stop, K.C)
+        present = dev.load_present(key_mask, chunk, K)
+        if K.DECAYED:
+            _, until, whole = dev.load_decay(decay, chunk)
+        k_j = dev.load_keys(k, chunk, features, present, phi, K)
+        v_j = dev.load_values(v, chunk, values, present, K)
+        if K.DECAYED:
+            k_j = num.rounded(k_j.to(tl.float32) * until[:, None], K.PRECISION)
             S_i, z_i, left = S_i * whole[:, None], z_i * whole, left * whole
-        S_i += num.product(tl.trans(v_j), k_j, PRECISION)
+        S_i += num.product(tl.trans(v_j), k_j, K.PRECISION)
         z_i += tl.sum(tl.where(present[:, None], k_j.to(tl.float32), 0.0), 0)
-    first = dev.part(walk) == 0
-    dev.store_state(sums, row, split, features, values, tl.trans(S_i), z_i, True, first, F, DV)
+    first, kept = dev.part(walk) == 0, numbers[0]
+    (sums,) = dev.states_in(states, walk.states, row, split, K)
+    dev.store_state(sums, features, values, tl.trans(S_i), z_i, True, first, K)
     tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
 
 
 @dev.jit
-def query_sums(
-    q, dy, key_mask, log_decay, inverse, delta, sums, kept, walk,
-    PHI: tl.constexpr, NORMALIZED: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr, PRECISION: tl.constexpr,
-    F: tl.constexpr, DV: tl.constexpr, BF: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Sum what a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
     row, split, begin, stop = dev.span(walk)
-    features, values = dev.channels(0, F, BF), dev.channels(dev.part(walk), DV, BV)
-    q, dy = dev.in_row((q, dy), row, UNIT)
-    key_mask, log_decay = dev.in_row((key_mask, log_decay), row, 1)
+    features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
+    q, dy = dev.in_row(tokens, walk.tokens, row, K.UNIT)
+    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
     decay = dev.fields_of(log_decay, walk)
+    inverse, delta, kept = numbers
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
-    dS_j, dz_j, left = tl.zeros((BV, BF), tl.float32), tl.zeros((BF,), tl.float32), tl.full((1,), 1, tl.float32)
-    chunks = tl.cdiv(stop - begin, C)
+    dS_j, dz_j, left = (
+        tl.full((K.BV, K.BF), 0, tl.float32),
+        tl.full((K.BF,), 0, tl.float32),
+        tl.full((1,), 1, tl.float32),
+    )
+    chunks = tl.cdiv(stop - begin, K.C)
     for i in range(0, chunks):
-        tokens = dev.chunk(begin + (chunks - 1 - i) * C, stop, C)
-        present = dev.load_present(key_mask, tokens, MASKED)
-        if DECAYED:
-            since, _, whole = dev.load_decay(decay, tokens)
-        q_i = dev.load_queries(q, tokens, features, present, PHI, MASKED)
-        dy_i = num.rounded(dev.load(dy, tokens, values), PRECISION)
-        scale = tl.where(tokens[1], 1.0, 0.0)
-        if NORMALIZED:
-            scale = dev.load_numbers(inverse, tokens)
-        if DECAYED:
+        chunk = dev.chunk(begin + (chunks - 1 - i) * K.C, stop, K.C)
+        present = dev.load_present(key_mask, chunk, K)
+        if K.DECAYED:
+            since, _, whole = dev.load_decay(decay, chunk)
+        q_i = dev.load_queries(q, chunk, features, present, phi, K)
+        dy_i = num.rounded(dev.load(dy, chunk, values), K.PRECISION)
+        scale = tl.where(chunk[1], 1.0, 0.0)
+        if K.NORMALIZED:
+            scale = dev.load_numbers(inverse, chunk)
+        if K.DECAYED:
             scale *= since
             dS_j, dz_j, left = dS_j * whole[:, None], dz_j * whole, left * whole
-        q_i = num.rounded(q_i * scale[:, None], PRECISION, ONCE=True)
-        dS_j += num.product(tl.trans(dy_i), q_i, PRECISION)
-        if NORMALIZED:
-            dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, tokens)[:, None], 0)
+        q_i = num.rounded(q_i * scale[:, None], K.PRECISION, ONCE=True)
+        dS_j += num.product(tl.trans(dy_i), q_i, K.PRECISION)
+        if K.NORMALIZED:
+            dz_j -= tl.sum(q_i.to(tl.float32) * dev.load_numbers(delta, chunk)[:, None], 0)
     first = dev.part(walk) == 0
-    dev.store_state(sums, row, split, features, values, tl.trans(dS_j), dz_j, True, first, F, DV)
+    (sums,) = dev.states_in(states, walk.states, row, split, K)
+    dev.store_state(sums, features, values, tl.trans(dS_j), dz_j, True, first, K)
     tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
 
 
 @dev.jit
-def enter(
-    state, sums, kept, walk,
-    REVERSE: tl.constexpr, SHARED: tl.constexpr, F: tl.constexpr, DV: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
-    """Write the state that enters each split in the place of the split's own sums: of S, and in the last program of z.
+def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
+    """Write the state that enters each split in the place of the split's own sums: K.C numbers of S in each program,
+    and z in the last one.
 
     SHARED: all rows that share a state are given it. Of a gradient, only the first row is given it."""
-    row = dev.row_of(dev.place(walk), walk)
-    place, given = dev.offset(state, row, 1), dev.owns(state, row)
-    if SHARED:
+    row, kept = dev.row_of(dev.place(walk), walk), numbers[0]
+    (state,) = dev.states_in(states[:1], walk.states, row, 0, K)
+    given = dev.owns(walk.states[0], row)
+    if K.SHARED:
         given = given | True
     if dev.part(walk) < dev.plain(walk.parts) - 1:
-        _enter(state.S + place * F * DV, sums.S, kept, walk, given, REVERSE, F * DV, B)
+        _enter(state[0], states[1][0], kept, walk, given, K.F * K.DV, K)
     else:
-        _enter(state.z + place * F, sums.z, kept, walk, given, REVERSE, F, B)
+        _enter(state[1], states[1][1], kept, walk, given, K.F, K)
 
 
 @dev.jit
-def _enter(state, sums, kept, walk, given, REVERSE: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr):
+def _enter(state, sums, kept, walk, given, WIDTH: tl.constexpr, K: tl.constexpr):
     splits = dev.plain(walk.splits)
-    numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, B), WIDTH, B)
+    numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, K.C), WIDTH, K.C)
     x = tl.load(state + numbers, mask=inside & given, other=0)
     # loads of later splits do not wait for stores of earlier ones: the stages of this loop are known to be apart
     for i in tl.range(0, splits, num_stages=4):
         split = i
-        if REVERSE:
+        if K.REVERSE:
             split = splits - 1 - i
         here = dev.place(walk).to(tl.int64) * splits + split
         places = sums + here * WIDTH + numbers

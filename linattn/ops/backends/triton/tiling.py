@@ -35,12 +35,14 @@ class Split(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`state`: how many numbers of a state a program keeps in registers."""
+    """`state`: how many numbers of a state a program keeps in registers; `gradient_warps`: the warps of a gradient's
+    program with a whole state."""
 
     C: int
     state: int
     num_warps: int
     num_stages: int
+    gradient_warps: int = 8
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
@@ -57,8 +59,10 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
         return Rule(32, 4096, 4, 3 if large else 2)
     if not large:
         return Rule(64, 4096, 4, 3) if widest <= 64 else Rule(64, 8192, 8, 2)
-    # the weights of a decay leave no registers for 128 tokens
-    return Rule(64 if decayed else 128, 4096, 8, 3) if widest <= 64 else Rule(64, 16384, 8, 3)
+    if widest > 64:
+        return Rule(64, 16384, 8, 3)
+    # the weights of a decay leave no registers for 128 tokens, and of 64 two groups of warps would compute all twice
+    return Rule(64, 4096, 4, 3, gradient_warps=4) if decayed else Rule(128, 4096, 8, 3)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -95,7 +99,8 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, deca
     """For the gradient of queries: all values, and all features if they fit, as one launch then does."""
     BF, BV = _power(f), _power(dv)
     if dtype == torch.bfloat16 and BF * BV <= 16384:
-        return _tiles(BF, BV, 1, rule(f, dv, dtype, device, decayed)._replace(num_warps=8))
+        chosen = rule(f, dv, dtype, device, decayed)
+        return _tiles(BF, BV, 1, chosen._replace(num_warps=chosen.gradient_warps))
     return over_features(f, dv, dtype, device, decayed)
 
 
@@ -106,7 +111,7 @@ def over_both(
     chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
-        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=8)), True, True)]
+        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=chosen.gradient_warps)), True, True)]
     return [
         (over_features(f, dv, dtype, device, decayed), True, False),
         (over_values(f, dv, dtype, device, decayed), False, True),
@@ -118,6 +123,12 @@ def step_tiles(f: int, dv: int) -> Tiles:
     BF, BV = _power(f), _power(dv)
     BV = min(BV, max(16, 4096 // BF))
     return Tiles(BF, BV, 1, -(-dv // BV), 4, 1)
+
+
+def enter_tiles(f: int, dv: int) -> Tiles:
+    """For the states that enter splits: C numbers of S in each program, and z in the last one."""
+    C = 1024
+    return Tiles(0, 0, C, -(-f * dv // C) + 1, 4, 3)
 
 
 def processors(device: torch.device) -> int:

@@ -85,13 +85,20 @@ REFUSED = {
     "keep all": (DECODERS["llama"], {"keep": (0, 1)}, "no layer that linattn could replace: kept"),
     "name": (DECODERS["llama"], {"method": "hedgehod"}, "did you mean 'hedgehog'"),
     "heads": (("LlamaForCausalLM", GROUPED), {"method": "local:1+elu:3"}, "do not divide 2 key heads evenly"),
-    "no channels": (DECODERS["llama"], {"key_dim": 0}, "key_dim must be from 1 to 8, the channels of a head, but is 0"),
+    "no channels": (DECODERS["llama"], {"key_dim": 0}, "key_dim must be a whole number of at least 1, but is 0"),
     "channels": (DECODERS["llama"], {"key_dim": 9}, "key_dim must be from 1 to 8, the channels of a head, but is 9"),
+    "window": (DECODERS["llama"], {"window": -1}, "window must be a whole number of at least 0, but is -1"),
+    "convolution": (DECODERS["llama"], {"convolution": 1.5}, "convolution must be a whole number of at least 0, but"),
+    "no name": (DECODERS["llama"], {"method": 3}, r"method must be a name.* are 3, True and \(\)"),
+    "decay": (DECODERS["llama"], {"decay": "no"}, "decay true or false.* are 'taylor2', 'no' and"),
+    "one layer": (DECODERS["llama"], {"keep": 1}, "keep a collection of layers, but they are 'taylor2', True and 1"),
+    "batches": (DECODERS["llama"], {"batch": [{}]}, "a batch holds the arguments of a call by name.* but is a list"),
     "causal": (DECODERS["llama"], {"method": "linformer"}, "it cannot be causal"),
     "not causal": (ENCODERS["bert"], {"method": "retention"}, "retention is causal only"),
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 def test_refusals_have_names(case):
     family, options, reason = case
@@ -99,7 +106,7 @@ def test_refusals_have_names(case):
     batch = {"input_ids": tokens(), "decoder_input_ids": tokens()} if family is T5 else None
     batch = {"pixel_values": torch.randn(1, 3, 16, 16).double()} if family is SWIN else batch
     with pytest.raises(ValueError, match=reason):
-        plan(model, batch, **options)
+        plan(model, **{"batch": batch, **options})
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
@@ -115,6 +122,20 @@ def test_a_model_is_linearized_once():
 def test_a_plan_is_for_one_model():
     with pytest.raises(ValueError, match=r"the plan is for another model: this one has no model\.layers"):
         convert(make(DECODERS["gpt2"]), plan(make(DECODERS["llama"]), method="elu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_size": 64}, r"q_proj.weight \(64, 64\), not q_proj.weight \(32, 32\)"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 8}, "head_dim 4, not head_dim 8"),
+    ],
+)
+def test_a_plan_is_for_one_size(change, told):
+    other = make(DECODERS["llama"], **change)
+    with pytest.raises(ValueError, match=rf"the plan is for another model: model\.layers\.0\.self_attn has .*{told}"):
+        convert(other, plan(make(DECODERS["llama"]), method="elu"))
+    assert not linearized_layers(other)
 
 
 def test_projections_need_batches():

@@ -27,7 +27,7 @@ from linattn.integrations.transformers.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.integrations.transformers.linearize.distance import relative_error
+from linattn.integrations.transformers.linearize.distance import IGNORED, layer_distance, matched_layers, relative_error
 from linattn.integrations.transformers.linearize.transfer import RATES
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
@@ -96,6 +96,34 @@ def test_the_error_is_a_share_of_the_variance():
     hidden = torch.where(present.unsqueeze(-1), target, 1e6)
     expected = relative_error(torch.zeros_like(target[present]), target[present])
     assert_close(relative_error(torch.zeros_like(target), hidden, present), expected)
+
+
+def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
+    conversion, (batch, _) = start(DECODERS["llama"], window=0)
+    model, teacher = conversion.model, conversion.teacher
+    disturb(model)
+    labels = torch.full_like(batch["input_ids"], IGNORED)
+    labels[0, 3], labels[1, 6] = 1, 2
+    # a decoder is asked about a token at the one before it
+    asked = torch.zeros_like(labels, dtype=torch.bool)
+    asked[0, 2] = asked[1, 5] = True
+    expected = []
+    for outputs in matched_layers(model, teacher, batch).values():
+        plain, there = relative_error(*outputs), relative_error(outputs.y[asked], outputs.target[asked])
+        assert abs(plain - there) > 1e-3
+        expected.append((plain + there) / 2)
+        for other in (batch, {**batch, "labels": torch.full_like(labels, IGNORED)}):
+            assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
+    training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
+    assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+
+
+def test_labels_of_rows_ask_about_no_token():
+    conversion, (batch, _) = start(ENCODERS["bert"])
+    for outputs in matched_layers(conversion.model, conversion.teacher, batch).values():
+        classes = torch.arange(len(outputs.y))
+        distance = layer_distance(conversion.model, {**batch, "labels": classes}, outputs)
+        assert_close(distance, relative_error(*outputs), rtol=0, atol=0)
 
 
 def test_a_restored_layer_is_the_teachers():
@@ -197,20 +225,30 @@ def test_several_processes_are_refused(monkeypatch):
         transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_are_refused():
     conversion, batches = start(DECODERS["llama"])
     model, teacher = conversion.model, conversion.teacher
     with pytest.raises(ValueError, match="give steps, minutes or both"):
         Budget()
-    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are 0 and None"):
-        Budget(steps=0)
-    with pytest.raises(ValueError, match="steps and minutes must be above 0, but are None and nan"):
-        Budget(minutes=float("nan"))
-    with pytest.raises(ValueError, match="save_every must be at least 1, but is 0"):
-        Budget(steps=1, save_every=0)
+    for steps in (0, -1, 1.5, True, "many"):
+        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=steps)
+        with pytest.raises(ValueError, match=f"save_every must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=1, save_every=steps)
+    for minutes in (0, -1.0, float("nan"), float("inf"), True, "many"):
+        with pytest.raises(ValueError, match=f"minutes must be .*, but (is|are) {minutes!r}"):
+            Budget(minutes=minutes)
+    for rate in (-1e-3, float("nan"), float("inf"), None, "fast"):
+        with pytest.raises(ValueError, match=f"stock must be a finite number of at least 0, but is {rate!r}"):
+            Rates(rate, 1e-3)
+        with pytest.raises(ValueError, match=f"new must be a finite number of at least 0, but is {rate!r}"):
+            Rates(1e-3, rate)
     for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
         with pytest.raises(ValueError, match="at least one batch"):
             use(model, teacher, [])
+    with pytest.raises(ValueError, match="a batch holds the arguments of a call by name"):
+        divergence(model, teacher, [batches])
     for stage in STAGES.values():
         with pytest.raises(ValueError, match="at least one batch"):
             stage(model, teacher, [], Budget(steps=1))

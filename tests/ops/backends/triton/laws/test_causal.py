@@ -205,6 +205,14 @@ def test_features_may_be_scaled(scale: float, device: torch.device) -> None:
     laws.constant_values_come_back(attend, q, k, v, rtol=1e-2, atol=0)
 
 
+def test_a_denominator_near_the_end_of_float32_is_none(device: torch.device) -> None:
+    q, k, v = tokens(20, device)
+    q, k, v = (x.requires_grad_() for x in (1e-20 * q, 1e-20 * k, v))
+    y = attend(q, k, v)
+    assert torch.equal(y, torch.zeros_like(y))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (q, k, v)))
+
+
 def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient(device: torch.device) -> None:
     q, k, v = (x.requires_grad_() for x in tokens(40, device))
     hidden = torch.arange(40, device=device) > 20

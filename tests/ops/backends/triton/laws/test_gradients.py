@@ -147,6 +147,16 @@ def test_nothing_at_a_masked_token_reaches_others(
     assert all(x.isfinite().all() for x in gradients(leaves, upstream, **options))
 
 
+@pytest.mark.parametrize("feature_map", ["exp", "squared_relu"])
+def test_an_infinite_slope_at_a_masked_token_is_no_gradient(feature_map: str, device: torch.device) -> None:
+    q, k, v = torch.rand(3, 1, 20, 4, device=device)
+    present = (torch.arange(20, device=device) % 3 > 0).unsqueeze(0)
+    q, k = (x.masked_fill(~present.unsqueeze(-1), torch.inf).requires_grad_() for x in (q, k))
+    y, _ = causal_linear_attention(q, k, v, key_mask=present, feature_map=feature_map, backend="triton")
+    found = torch.autograd.grad(y[present].sum(), (q, k))
+    assert all(g.isfinite().all() and g[present].any() and not g[~present].any() for g in found)
+
+
 @pytest.mark.parametrize("feature_map", ["elu_plus_one", "exp", "squared_relu"])
 def test_a_masked_step_leaves_the_state(feature_map: str, device: torch.device) -> None:
     S, z = torch.randn(4, 4, device=device), torch.rand(4, device=device)
