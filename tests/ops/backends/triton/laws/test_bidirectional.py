@@ -53,6 +53,11 @@ def test_sequences_in_splits(device: torch.device, in_splits: Callable[[int], No
     compare(tokens(70, 100, device), 1e-5, feature_map="softplus", key_mask=laws.masks(100)["left"].to(device))
 
 
+def test_no_keys_are_where_a_chunk_is_not_full(device: torch.device) -> None:
+    """Features of zeros are no zeros."""
+    compare(tokens(5, 45, device), 1e-5, feature_map="elu_plus_one")
+
+
 def test_rows_that_share_keys(device: torch.device) -> None:
     q, _, _ = tokens(20, 1, device, lead=(2, 2, 3))
     _, k, v = tokens(1, 30, device, lead=(2, 1))

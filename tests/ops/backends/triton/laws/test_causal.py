@@ -267,6 +267,20 @@ def test_grouped_queries_share_a_key_head(device: torch.device) -> None:
     assert_close(step, exact, rtol=1e-5, atol=1e-6)
 
 
+def test_keys_shared_along_the_middle_dimension(device: torch.device) -> None:
+    q, (_, k, v) = tokens(10, device, lead=(2, 2, 2))[0], tokens(10, device, lead=(2, 1, 2))
+    compare([q, k, v, *state(device, lead=(2, 1, 2))], 1e-5)
+
+
+def test_a_start_has_no_gradient(device: torch.device) -> None:
+    q, k, v = tokens(20, device)
+    log_decay = torch.full((2, 1, 20), -0.1, device=device)
+    log_decay[..., 7] = -torch.inf
+    y, _ = causal_linear_attention(q, k, v, log_decay=log_decay.requires_grad_(), normalize=None, **TRITON)
+    (gradient,) = torch.autograd.grad(y.square().sum(), log_decay)
+    assert not gradient[..., 7].any() and gradient[..., 8:].all()
+
+
 @pytest.mark.parametrize("n", [1, 20])
 def test_states_with_decays_of_their_own_share_queries_and_keys(n: int, device: torch.device) -> None:
     q, k, _ = tokens(n, device, lead=(2, 1))
