@@ -23,8 +23,7 @@ from linattn.ops.backends.inside import decayed_products
 
 # half of the products inside a chunk is thrown away, so short chunks save work; their states cost memory traffic
 SHORTEST, LONGEST = 16, 32
-# numbers of a segment's keys or values: a megabyte in float32, or two where no gradient needs the cache for more;
-# segments of fewer tokens would save a state too often
+# numbers of a segment's keys or values: a megabyte in float32; segments of fewer tokens would save a state too often
 BLOCK, SEGMENT = 2**18, 64
 
 
@@ -35,7 +34,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
     y, S_end, S_saved, E_saved, kept = results
     given, (y_view,) = arrange(call, y)
     S_end = S_end.view(given.S.shape)
-    for states, places in sizes(call, save).cut(call.S.shape[:-2], call.q.shape[-2]):
+    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
         S = given.S[states]
         for i, place in enumerate(places):
             if save:
@@ -68,11 +67,11 @@ def of_chunks(saved: Tensor, place: Place, states: slice) -> Tensor:
     return saved[first : first + place.number, states, ..., : place.chunk, :]
 
 
-def sizes(call: DeltaCall, save: bool = True) -> Sizes:
-    """Choose sizes of segments whose keys fit the cache, with what they `save`."""
+def sizes(call: DeltaCall) -> Sizes:
+    """Choose sizes of segments whose keys fit the cache."""
     *lead, d, dv = call.S.shape
     rows, chunk = lead[0] if lead else 1, SHORTEST if min(d, dv) <= LONGEST else LONGEST
-    block = (BLOCK if save else 2 * BLOCK) // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
+    block = BLOCK // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
     step = max(1, min(rows, block // SEGMENT))
     return Sizes(step, max(SEGMENT, block // step // SEGMENT * SEGMENT), chunk, True)
 
