@@ -117,7 +117,8 @@ def matched_layers(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batc
                 mask = own.named(args, options).get("attention_mask")
                 # the mask of cross-attention is that of the other sequence
                 is_of_tokens = isinstance(mask, Tensor) and mask.dtype == torch.bool and own.spec.dim > 0
-                outputs[own.spec.index] = Matched(y, target, mask if is_of_tokens else None)
+                # what comes after may add to an output in place
+                outputs[own.spec.index] = Matched(y, target.clone(), mask if is_of_tokens else None)
 
         return hook
 

@@ -28,8 +28,8 @@ BLOCK, SEGMENT = 2**18, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and
-    E and [P, A, M] of all chunks, (c b C dv) and (c b g+2 C C)."""
+    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and E
+    and [P, A, M] of all chunks, (c b C dv) and (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
     y, S_end, S_saved, E_saved, kept = results
     given, (y_view,) = arrange(call, y)

@@ -118,6 +118,23 @@ def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
     assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
 
 
+def _zero(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def test_outputs_that_the_teacher_changes_later_are_compared_as_they_were():
+    conversion, batches = start(DECODERS["llama"], window=0)
+    disturb(conversion.model)
+    teacher, kept = conversion.teacher, []
+    expected = layer_errors(conversion.model, teacher, batches)
+    for name in linearized_layers(conversion.model):
+        attention = teacher.get_submodule(name)
+        attention.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+        parent = teacher.get_submodule(name.rpartition(".")[0])
+        parent.register_forward_hook(lambda module, args, output: _zero(kept.pop()))
+    assert layer_errors(conversion.model, teacher, batches) == expected
+
+
 def test_labels_of_rows_ask_about_no_token():
     conversion, (batch, _) = start(ENCODERS["bert"])
     for outputs in matched_layers(conversion.model, conversion.teacher, batch).values():
