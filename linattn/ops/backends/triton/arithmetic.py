@@ -115,6 +115,23 @@ def turned_product(a, b, TURNED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
+def _rest(x, high, middle):
+    """Round what two parts leave of float32 numbers: x − high − middle, where high is the leading bits of x."""
+    if not _INTERPRETED and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            """{.reg .f32 a, b, c, d;
+            shl.b32 c, $3, 16; and.b32 d, $3, 0xffff0000;
+            sub.f32 a, $1, c; sub.f32 b, $2, d;
+            and.b32 c, $1, 0xffff0000; and.b32 d, $2, 0xffff0000;
+            sub.f32 a, a, c; sub.f32 b, b, d;
+            cvt.rn.bf16x2.f32 $0, b, a;}""",
+            "=r,r,r,r", [x, middle], tl.bfloat16, True, 2,
+        )  # fmt: skip
+    else:
+        return rounded(x - high - middle.to(tl.float32), "bf16")
+
+
+@jit
 def product_with_state(a, S, PRECISE: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
     """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too. S is given
     TURNED if the product is wanted so."""
@@ -127,7 +144,7 @@ def product_with_state(a, S, PRECISE: tl.constexpr, TURNED: tl.constexpr, PRECIS
         rest = turned_product(a, part, TURNED, PRECISION)
         if PRECISION == "bf16":
             # two parts have 16 bits, too few for 65,536 values with a mean of ten times their deviation
-            rest += turned_product(a, rounded(b - high - part.to(tl.float32), PRECISION), TURNED, PRECISION)
+            rest += turned_product(a, _rest(b, high, part), TURNED, PRECISION)
         if PRECISION == "bf16" and not _INTERPRETED:
             high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return rest + turned_product(a, high, TURNED, PRECISION)

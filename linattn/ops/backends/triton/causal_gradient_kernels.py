@@ -51,7 +51,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
         k_j = dev.load_keys(k, chunk, features, present, phi, K)
         v_j = dev.load_values(v, chunk, values, present, K)
         dy_i = num.rounded(dev.load(dy, chunk, values), K.PRECISION)
-        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, K.PRECISION), k_j
+        visible, ones, k_end = dev.later(places + 1, places), num.count(present, K.PRECISION), k_j
         if K.DECAYED:
             visible, weight = dev.between(decay, chunk, KEYS_FIRST=False, K=K)
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], K.PRECISION)
@@ -89,7 +89,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
                 q_end = num.beside(y, from_state) * dev.along_tokens(scale * since, TURNED)
                 q_end = num.wide(num.rounded(q_end, K.PRECISION))
-                before = tl.where(places[:, None] > places[None, :], A * G, 0.0)
+                before = tl.where(dev.later(places, places), A * G, 0.0)
                 crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, chunk, crossed)
                 G *= weight
@@ -154,7 +154,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         k_j = num.turned(y, TURNED)
         k_end, y_end = k_j, y
         # row j, column i; what a key is not seen by may be infinite
-        visible = places[:, None] <= places[None, :]
+        visible = ~dev.later(places, places)
         if K.DECAYED:
             y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), K.PRECISION)
             k_end = num.turned(y_end, TURNED)
@@ -190,7 +190,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
             G = tl.where(visible, G * weight if K.DECAYED else G, 0.0)
             from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
             if K.DECAYED:
-                after = tl.where(places[:, None] < places[None, :], A * G, 0.0)
+                after = tl.where(~dev.later(places + 1, places), A * G, 0.0)
                 crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TURNED else 1)
                 dev.store_numbers(crossing, chunk, crossed)
                 from_state *= dev.along_tokens(until, TURNED)

@@ -35,7 +35,7 @@ def forward(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         A = num.product(q_i, tl.trans(k_j), K.PRECISION)
         from_state = num.product(q_i, num.rounded(S_i, K.PRECISION), K.PRECISION)
         from_z = tl.sum(num.product(q_i, num.in_columns(z_i, K.PRECISION), K.PRECISION), 1)
-        visible, ones, k_end = places[:, None] >= places[None, :], num.count(present, K.PRECISION), k_j
+        visible, ones, k_end = dev.later(places + 1, places), num.count(present, K.PRECISION), k_j
         if K.DECAYED:
             visible, weight = dev.between(decay, chunk, KEYS_FIRST=False, K=K)
             A *= weight

@@ -41,15 +41,6 @@ def plain(x):
 
 
 @jit
-def _elements(x, UNIT: tl.constexpr):
-    """Read a stride in units, so that the compiler sees what divides it."""
-    if UNIT == 16:
-        return x
-    else:
-        return plain(x) * UNIT
-
-
-@jit
 def row_of(number, walk):
     """Return the indices of a row in the three leading dimensions."""
     size1, size2 = plain(walk.size1), plain(walk.size2)
@@ -81,8 +72,9 @@ def span(walk):
 def offset(strides, row, UNIT: tl.constexpr):
     """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
     outer, middle, inner = row
-    found = outer.to(tl.int64) * _elements(strides.outer, UNIT) + middle.to(tl.int64) * _elements(strides.middle, UNIT)
-    return found + inner.to(tl.int64) * _elements(strides.inner, UNIT)
+    found = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
+    # in units, so that the compiler sees what divides it
+    return (found + inner.to(tl.int64) * plain(strides.inner)) * UNIT
 
 
 @jit
@@ -130,7 +122,7 @@ def chunk(start, stop, C: tl.constexpr):
 @jit
 def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
     """Return B of WIDTH columns."""
-    columns = block * B + tl.arange(0, B)
+    columns = tl.arange(0, B) + (block * B if WIDTH > B else 0)
     if WIDTH % B == 0:
         return columns, tl.full((B,), True, tl.int1)
     else:
@@ -164,19 +156,19 @@ def store_numbers(x, tokens, numbers):
 @jit
 def load_present(key_mask, tokens, K: tl.constexpr):
     """(C,): which tokens are keys."""
-    if K.MASKED:
-        return load_numbers(key_mask, tokens) != 0
-    else:
-        return tokens[1]
+    return load_numbers(key_mask, tokens) != 0 if K.MASKED else tokens[1]
 
 
 @jit
 def _tile(x, tokens, columns):
     """Return pointers to a chunk's tokens, and which of them are inside."""
     pointer, step = x
-    start, inside, _ = tokens
-    places = tl.arange(0, inside.shape[0])[:, None] * step + columns[0][None, :]
-    return pointer + tl.cast(start, tl.int64) * step + places, both(inside, columns[1])
+    start, inside, last = tokens
+    rows = tl.arange(0, inside.shape[0]) * step
+    if step > 0:
+        # compared in the numbers that addresses are made of, which then differ by constants, as the compiler sees
+        inside = rows < (last + 1 - start) * step
+    return pointer + tl.cast(start, tl.int64) * step + (rows[:, None] + columns[0][None, :]), both(inside, columns[1])
 
 
 @jit
@@ -275,6 +267,13 @@ def load_values(v, tokens, values, present, K: tl.constexpr):
 
 
 @jit
+def later(rows, columns):
+    """Return whether row > column for each pair of places. Of columns, a thread has the same ones of each eight, so the
+    eights that it compares are constants, which take no registers."""
+    return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
+
+
+@jit
 def load_decay(decay, tokens):
     """Weights of a chunk: (C,) since it began and until it ends, and (1,) that of it all."""
     pointer, step = decay.since
@@ -294,7 +293,7 @@ def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
     first = first.to(tl.int32) + tokens[1].shape[0]
     if KEYS_FIRST:
         exponent = -exponent
-        seen = (places[:, None] <= places[None, :]) & (places[:, None] >= first[None, :])
+        seen = ~later(places, places) & (places[:, None] >= first[None, :])
     else:
-        seen = (places[:, None] >= places[None, :]) & (places[None, :] >= first[:, None])
+        seen = later(places + 1, places) & (places[None, :] >= first[:, None])
     return seen, tl.exp2(exponent)
