@@ -85,9 +85,15 @@ class Place(NamedTuple):
 
     def write(self, total: Tensor, part: Tensor) -> None:
         """Write (cb gC d) to where it belongs in (*b *g n d)."""
+        target, part = self.beside(total, part)
+        target.copy_(part)
+
+    def beside(self, total: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        """View where parts (cb gC d) belong in (*b *g n d), and these parts, in one shape."""
         target = total[self.rows].narrow(-2, self.start, self.number * self.present)
         target = target.unflatten(-2, (self.number, self.present)).movedim(-3, 0)
-        target.copy_(part.reshape(*target.shape[:-2], self.chunk, part.shape[-1]).narrow(-2, 0, self.present))
+        lead = *target.shape[:-2], self.chunk
+        return target, *(x.reshape(*lead, x.shape[-1]).narrow(-2, 0, self.present) for x in parts)
 
     def each(self, x: Tensor) -> Sequence[Tensor]:
         """Return the part of each chunk, (b …), of (cb …)."""

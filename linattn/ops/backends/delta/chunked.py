@@ -2,10 +2,10 @@
 al., https://arxiv.org/abs/2406.06484, section 3.2, the WY form.
 
 Token t writes β_t k_t e_tᵀ, where e_t is v_t less what the decayed state before t says at k_t. So keys ask as queries
-do, with a minus, and what they are told is added to the values. With what decays between tokens in
-[P, A] = [tril(q (β k)ᵀ), tril(−k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
+do, and what they are told is taken off the values. With what decays between tokens in
+[P, A] = [tril(q (β k)ᵀ), tril(k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
 
-    E = V + A E + K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
+    E = V − A E − K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
 
 Shapes: a segment has c chunks, of C tokens, of b states, B = c b, and g queries share a state."""
 
@@ -93,18 +93,19 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
 
 class Segment:
     """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is scaled queries
-    and, last and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
+    and, last, keys; `written` is keys times β (B C 1), and M = (1 + A)⁻¹."""
 
     def __init__(self, given: DeltaCall, place: Place, work: Workspace, kept: Tensor | None = None):
         q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
+        self.scale = given.scale
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         # a number would be multiplied in the dtype of q
         torch.mul(q, given.S.new_full((1,), given.scale), out=self.asking[:, :-1].view(q.shape))
         keys = self.asking[:, -1]
-        torch.mul(k, -1, out=keys.view(k.shape))
-        self.less = place.load(given.beta, "less", work).neg_()
-        self.written = torch.mul(keys, self.less, out=work("written"))
+        keys.view(k.shape).copy_(k)
+        self.beta = place.load(given.beta, "beta", work)
+        self.written = torch.mul(keys, self.beta, out=work("written"))
         if given.log_decay is None:
             self.inside = NoDecay(self.asking, self.written, work)
         else:
@@ -136,7 +137,7 @@ class Segment:
         for v, y_part, M, P, asking, k_out, e, a in zip(*parts, E, self.over(), strict=True):
             # one product for queries and keys
             torch.bmm(asking, S, out=told)
-            torch.bmm(M, v.add_(told_keys), out=e)
+            torch.bmm(M, v.sub_(told_keys), out=e)
             torch.baddbmm(told_queries, P, e, out=y_part)
             (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
         return y, S
