@@ -40,11 +40,12 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
             if save:
                 S_saved[i, states] = S
             segment = Segment(given, place, work)
-            v = place.load(given.v, "v", work)
-            E = of_chunks(E_saved, place, states) if save else work("E", v.shape).unflatten(0, (place.number, len(S)))
             if save:
                 segment.keep(of_chunks(kept, place, states))
-            y_part, S = segment.run(v, S, E)
+                E = of_chunks(E_saved, place, states)
+            else:
+                E = work("E", (len(S), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
+            y_part, S = segment.run(place.chunks(given.v), S, E)
             place.write(y_view, y_part)
         S_end[states] = S
     return results
@@ -126,18 +127,19 @@ class Segment:
             part.copy_(x.unflatten(0, part.shape[:2]))
 
     def run(self, v: Tensor, S: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs (B gC dv) and the last state, given V, which is overwritten, and the first. Write E, which
-        is (c b C dv)."""
+        """Return the outputs (B gC dv) and the last state, given V (c *b C dv) and the first. Write E (c b C dv)."""
         (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
         y = self.work("y", (count, self.P.shape[1], dv))
         S = self.work("S", S.shape).copy_(S)
         told = self.work("told", (len(S), self.asking_in.shape[1], dv))
-        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:]
-        parts = map(self.place.each, (v, y, self.M, self.P, self.asking_in, self.k_out.mT))
-        for v, y_part, M, P, asking, k_out, e, a in zip(*parts, E, self.over(), strict=True):
+        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:].view(v.shape[1:])
+        rest = self.work("rest", (len(S), chunk, dv))
+        parts = map(self.place.each, (y, self.M, self.P, self.asking_in, self.k_out.mT))
+        for v_part, e, a, y_part, M, P, asking, k_out in zip(v, E, self.over(), *parts, strict=True):
             # one product for queries and keys
             torch.bmm(asking, S, out=told)
-            torch.bmm(M, v.sub_(told_keys), out=e)
+            torch.sub(v_part, told_keys, out=rest.view(told_keys.shape))
+            torch.bmm(M, rest, out=e)
             torch.baddbmm(told_queries, P, e, out=y_part)
             (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
         return y, S

@@ -6,6 +6,7 @@ Given the gradient dY of the outputs and dS' of a state that leaves a chunk, wit
     X = Pᵀ dY + K⁻ dS' − Aᵀ X      dV = X      dS = a dS' + [Q⁺, K⁺]ᵀ [dY, −X]
     d[P, A] = [dY, −X] Eᵀ          d[Q⁺, K⁺] = [dY, −X] Sᵀ          dK⁻ = E dS'ᵀ"""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +57,11 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor, totals
     dlog_decay = s.inside.gradient(dproducts, dasking, dwritten, dover)
     dbeta = torch.mul(s.asking[:, -1], dwritten, out=work("scratch")).sum(-1, keepdim=True)
     of_q, of_k, of_v, of_beta, of_decay = totals
-    of_q, dq = s.place.beside(of_q, dasking[:, :-1])
-    of_k, *dk = s.place.beside(of_k, dasking[:, -1], s.beta, dwritten)
-    of_v, less = s.place.beside(of_v, upstream[:, -1])
-    torch.mul(dq, s.scale, out=of_q)
-    torch.addcmul(*dk, out=of_k)
-    torch.mul(less, -1, out=of_v)
+    s.place.write(of_q, dasking[:, :-1], by=partial(torch.mul, other=s.scale))
+    s.place.write(of_k, dasking[:, -1], s.beta, dwritten, by=torch.addcmul)
+    s.place.write(of_v, upstream[:, -1], by=partial(torch.mul, other=-1))
     s.place.write(of_beta, dbeta)
-    if of_decay is not None:
+    if dlog_decay is not None:
         s.place.write(of_decay, dlog_decay)
     return dS_ends[0]
 
