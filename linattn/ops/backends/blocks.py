@@ -89,7 +89,11 @@ class Place(NamedTuple):
         target = target.unflatten(-2, (self.number, self.present)).movedim(-3, 0)
         lead = *target.shape[:-2], self.chunk
         views = [x.reshape(*lead, x.shape[-1]).narrow(-2, 0, self.present) for x in parts]
-        target.copy_(views[0]) if by is None else by(*views, out=target)
+        # not every device casts what it writes into `out`
+        if by is not None and target.dtype == views[0].dtype:
+            by(*views, out=target)
+        else:
+            target.copy_(views[0] if by is None else by(*views))
 
     def each(self, x: Tensor) -> Sequence[Tensor]:
         """Return the part of each chunk, (b …), of (cb …)."""
