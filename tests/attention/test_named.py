@@ -43,6 +43,7 @@ def test_mixtures():
     assert isinstance(make("softmax:8"), SoftmaxAttention)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
@@ -59,6 +60,7 @@ def test_mixtures():
         ("retention", {}, "retention is causal only"),
         ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window is 0"),
+        (3, {}, "an attention is told by its name, but this is 3"),
     ],
 )
 def test_errors(spec, options, message):
@@ -153,6 +155,13 @@ def test_attend_with_masks_of_any_shape():
     assert_close(attend(q, k, v, key_mask=key_mask[:, None]), expected)
     assert_close(attend(q, k, v, key_mask=key_mask[:, None].expand(2, 2, 30)), expected)
     assert_close(attend(q[0], k[0], v[0], key_mask=key_mask[0]), expected[0])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(2, 29), (3, 30), (2, 3, 30), (1, 2, 2, 30)])
+def test_attend_says_which_masks_there_are(shape):
+    with pytest.raises(ValueError, match=r"key_mask must be \(2, 2, 30\), .* but is"):
+        attend(*some_heads(), key_mask=torch.ones(shape, dtype=torch.bool))
 
 
 def test_a_repr_shows_every_option():
