@@ -101,6 +101,9 @@ def named_attention(
 
     Raises ValueError for what does not fit, such as a causal Linformer or a retention that is not causal."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
+    if min(num_heads, num_key_heads, head_dim) < 1:
+        sizes = f"num_heads is {num_heads}, num_key_heads {num_key_heads} and head_dim {head_dim}"
+        raise ValueError(f"there must be at least one head and one channel, but {sizes}")
     parts = []
     for name, count in _shares(spec, num_heads):
         if count * num_key_heads % num_heads:

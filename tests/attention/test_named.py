@@ -21,8 +21,8 @@ CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED
 CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
 
 
-def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, **options):
-    return named_attention(spec, num_heads=num_heads, num_key_heads=num_key_heads, head_dim=4, **options)
+def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, head_dim: int = 4, **options):
+    return named_attention(spec, num_heads=num_heads, num_key_heads=num_key_heads, head_dim=head_dim, **options)
 
 
 def some_heads(n: int = 30) -> tuple[torch.Tensor, ...]:
@@ -60,6 +60,8 @@ def test_mixtures():
         ("retention", {}, "retention is causal only"),
         ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window is 0"),
+        ("elu", {"num_heads": 0}, "at least one head and one channel, but num_heads is 0, num_key_heads 0"),
+        ("favor", {"head_dim": 0}, "at least one head and one channel, but .* head_dim 0"),
         (3, {}, "an attention is told by its name, but this is 3"),
     ],
 )
