@@ -51,8 +51,13 @@ def test_a_name_is_taken_where_the_heads_are_known(public: str) -> None:
         TAKEN[public](name)
     with pytest.raises(ValueError, match=r"'performer' .*did you mean 'favor'"):
         TAKEN[public]("performer")
-    for wrong, message in ((3, "but this is a int"), (nn.Linear(2, 2), "but this is a Linear")):
-        with pytest.raises(ValueError, match=f"an InnerAttention is needed here, {message}"):
+    wrongs = (
+        (3, "a int"),
+        (nn.Linear(2, 2), "a Linear"),
+        (linattn.LinearAttention, "the class LinearAttention: call it"),
+    )
+    for wrong, message in wrongs:
+        with pytest.raises(ValueError, match=f"an InnerAttention is needed here, but this is {message}"):
             TAKEN[public](wrong if public != "replace_attention" else lambda module, wrong=wrong: wrong)
 
 

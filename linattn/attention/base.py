@@ -124,6 +124,8 @@ def checked_inner(inner: object) -> InnerAttention:
         hint = f"the name {inner!r}: linattn.named_attention({inner!r}, num_heads=…, head_dim=…) makes one"
     elif isinstance(inner, FeatureMap):
         hint = f"a {type(inner).__name__}: linattn.LinearAttention(feature_map) makes one"
+    elif isinstance(inner, type):
+        hint = f"the class {inner.__name__}: call it to make one"
     else:
         hint = f"a {type(inner).__name__}"
     raise ValueError(f"an InnerAttention is needed here, but this is {hint}")

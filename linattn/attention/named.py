@@ -101,6 +101,9 @@ def named_attention(
 
     Raises ValueError for what does not fit, such as a causal Linformer or a retention that is not causal."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
+    if min(num_heads, num_key_heads, head_dim) < 1:
+        sizes = f"num_heads is {num_heads}, num_key_heads {num_key_heads} and head_dim {head_dim}"
+        raise ValueError(f"there must be at least one head and one channel, but {sizes}")
     parts = []
     for name, count in _shares(spec, num_heads):
         if count * num_key_heads % num_heads:
@@ -158,14 +161,14 @@ def attend(
     if inner.causal != is_causal:
         raise ValueError(f"is_causal is {is_causal}, but {type(inner).__name__} was made with causal={inner.causal}")
     if key_mask is not None:
-        if key_mask.ndim == 2 and k.ndim == 4:
-            key_mask = key_mask.unsqueeze(-2)
-        key_mask = _four(key_mask.expand(k.shape[:-1]).unsqueeze(-1)).squeeze(-1)
+        key_mask = _four(_expanded_mask(key_mask, k).unsqueeze(-1)).squeeze(-1)
     return inner(_four(q), _four(k), _four(v), key_mask=key_mask).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     """Split a mixture into names and their numbers of heads."""
+    if not isinstance(spec, str):
+        raise ValueError(f"an attention is told by its name, but this is {spec!r}")
     pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
     unknown = [name for name, _ in pairs if name not in ATTENTIONS]
     if unknown:
@@ -208,6 +211,18 @@ def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, ca
             f"named_attention({method!r}, …), train it, and give it as method"
         )
     return inner.to(device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
+    """Expand a mask to (…, h, m), for all heads if it is (b, m)."""
+    wanted = k.shape[:-1]
+    shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
+    if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"key_mask must be {tuple(wanted)}, as the keys, or broadcast to it, or be (b, m) for all heads, but is "
+            f"{tuple(key_mask.shape)}"
+        )
+    return key_mask.reshape(shape).expand(wanted)
 
 
 def _four(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.atomic import copy_atomically, remove_atomically, remove_leftovers, rename_durably, write_atomically
 from linattn.cli.errors import CommandError
 from linattn.cli.run_folder import Run
-from linattn.cli.typed_json import has_type
+from linattn.cli.typed_json import read_json
 from linattn.models.storage import CONFIG, WEIGHTS
 
 MANIFEST = "files.json"
@@ -49,9 +49,7 @@ def last_step(run: Run) -> int:
     folder = run.checkpoint(last)
     alternative = f"; without it the run goes on from step {others[-1]}" if others else ""
     try:
-        expected = json.loads((folder / MANIFEST).read_bytes())
-        if not has_type(expected, dict[str, str]):
-            raise ValueError(f"{MANIFEST} has no digests")
+        expected = read_json(dict[str, str], (folder / MANIFEST).read_bytes())
         damaged = [name for name, digest in expected.items() if _digest(folder / name) != digest]
     except (OSError, ValueError) as error:
         raise CommandError(f"{folder} is damaged: {error}{alternative}") from error

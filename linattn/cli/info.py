@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from linattn.cli.run_folder import FIELDS, Run, open_run
+from linattn.cli.run_folder import Description, Run, open_run
 from linattn.models import LanguageModel
 from linattn.ops.state import num_bytes
 
@@ -31,7 +31,7 @@ def gather(run: Run) -> dict[str, Any]:
     steps = run.saved_steps()
     return {
         "run": str(run.folder),
-        **{name: run.description[name] for name in FIELDS},
+        **{name: run.description[name] for name in Description.__annotations__},
         "checkpoints": steps,
         "progress": _progress(list(run.records())),
         "model": _model(run.model()) if steps else None,

@@ -4,6 +4,7 @@ Those of the model are the fields of LanguageModelConfig."""
 
 import argparse
 import dataclasses
+import json
 from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from linattn.cli import argument_types as parse
 from linattn.cli.errors import CommandError, explained
-from linattn.cli.typed_json import typed
+from linattn.cli.typed_json import read_json
 from linattn.models import LanguageModelConfig
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
@@ -148,8 +149,8 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
     if unknown := sorted(recorded.keys() - OPTIONS):
         raise CommandError(f"the run was made with options that this version does not know: {', '.join(unknown)}")
-    with explained("the run was made with options that no run has", TypeError):
-        return typed(TrainOptions, recorded)
+    with explained("the run was made with options that no run has", ValueError):
+        return read_json(TrainOptions, json.dumps(dict(recorded)))
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:

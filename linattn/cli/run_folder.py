@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError, explained
-from linattn.cli.typed_json import has_type, ill_typed
+from linattn.cli.typed_json import read_json
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG
@@ -39,19 +41,26 @@ class Parts(TypedDict):
     validation: Part
 
 
-FIELDS: dict[str, Any] = {
-    "created": str,
-    "finished": str | None,
-    "paths": list[str],
-    "options": dict[str, Any],
-    "tokenizer": str | None,
-    "vocabulary": int,
-    "data": Parts,
-    "processes": int,
-    "versions": dict[str, str],
-}
-LOGGED = {"step": int, "tokens": int, "seconds": float}
-"""The numbers that each line of the log has, beside others."""
+class Description(TypedDict):
+    created: str
+    finished: str | None
+    paths: list[str]
+    options: dict[str, Any]
+    tokenizer: str | None
+    vocabulary: int
+    data: Parts
+    processes: int
+    versions: dict[str, str]
+
+
+class Logged(TypedDict, extra_items=float | None):
+    """The numbers that each line of the log has, beside others."""
+
+    step: int
+    tokens: int
+    seconds: float
+
+
 DESCRIPTION = "run.json"
 TOKENIZER = "tokenizer.json"
 
@@ -90,8 +99,8 @@ class Run:
                 record = json.loads(line)
             except ValueError:
                 return
-            if not has_type(record, dict[str, float | None]) or ill_typed(record, LOGGED):
-                raise CommandError(f"{self.log} is corrupt: a line is {line.decode()}")
+            with explained(f"{self.log} is corrupt: a line is {line.decode()}", ValueError):
+                read_json(Logged, line)
             yield record
 
     def checkpoint(self, step: int) -> Path:
@@ -131,6 +140,6 @@ def open_run(folder: Path) -> Run:
         raise CommandError(
             f"{path} was written by linattn {writer} in format {version}, but this version reads format {FORMAT}"
         )
-    if wrong := ill_typed(description, FIELDS):
-        raise CommandError(f"{path} is corrupt: {', '.join(wrong)} are missing or not what they should be")
+    with explained(f"{path} is corrupt", ValueError):
+        read_json(Description, json.dumps(description))
     return Run(folder, description)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linattn.attention.base import InnerAttention
 from linattn.models.token_model import TokenModel
 from linattn.types import TokenIds
 
@@ -89,6 +90,9 @@ def stream(
     `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
+    # a stack without attention does not say whether it is causal
+    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
+        raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
     rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")

@@ -103,7 +103,7 @@ class MultiheadAttention(nn.Module):
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
         self.convolution_on = convolution_on
-        self.convolution = self._make_convolution(convolution) if convolution else None
+        self.convolution = self._make_convolution(convolution)
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
         self.gates = token_gates(
@@ -113,6 +113,8 @@ class MultiheadAttention(nn.Module):
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
         if gate_function not in GATE_FUNCTIONS:
             raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
+        if gate_function != "silu" and not gate:
+            raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
         self.gate_function = gate_function
         self.gated_norm = HeadNorm(width) if gated_norm else None
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
@@ -210,6 +212,10 @@ class MultiheadAttention(nn.Module):
     def _make_convolution(self, width: int) -> Any:
         if self.convolution_on not in CONVOLUTIONS_ON:
             raise unknown_name("convolution_on", self.convolution_on, CONVOLUTIONS_ON)
+        if width == 0:
+            if self.convolution_on != "inputs":
+                raise ValueError(f"convolution_on is {self.convolution_on!r}, but convolution is 0: there is none")
+            return None
         if self.convolution_on == "inputs":
             return ShortConvolution(self.dim, width)
         return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)

@@ -64,7 +64,7 @@ class ImageLinearAttention(nn.Module):
         mask: PixelMask = None,
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
-        x = _zero_missing(x, mask)
+        x = _checked(x, mask, self.chan)
         q = self.to_q(x)
         present = None if mask is None else self._mask_after(mask)
         keys = [(self.to_k(x), self.to_v(x), present)]
@@ -80,7 +80,7 @@ class ImageLinearAttention(nn.Module):
     def _context(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         if context.ndim == 3:
             context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
-        context = _zero_missing(context, mask)
+        context = _checked(context, mask, self.chan)
         return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
     def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
@@ -112,7 +112,7 @@ class PositionLinearAttention(nn.Module):
         self.inner = LinearAttention(TaylorFeatureMap())
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
-        pixels = _zero_missing(x, mask)
+        pixels = _checked(x, mask, self.query_conv.in_channels)
         parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
         q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
         y = self.inner(q, k, v, key_mask=None if mask is None else mask.flatten(1).unsqueeze(1))
@@ -131,9 +131,21 @@ class ChannelLinearAttention(nn.Module):
         self.inner = LinearAttention(TaylorFeatureMap())
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
-        channels = _zero_missing(x, mask).flatten(2).unsqueeze(1)
+        channels = _checked(x, mask).flatten(2).unsqueeze(1)
         y = self.inner(channels, channels, channels)
         return x + self.gamma * y.squeeze(1).view_as(x)
+
+
+def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
+    """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has the channels (None:
+    any number), and the mask its size."""
+    if x.ndim != 4 or channels not in (None, x.shape[1]):
+        raise ValueError(f"an image must be (b, {channels or 'channels'}, h, w), but is {tuple(x.shape)}")
+    if mask is not None:
+        wanted, shape = (len(x), *x.shape[2:]), tuple(mask.shape)
+        if mask.dtype != torch.bool or shape not in (wanted, (1, *wanted[1:])):
+            raise ValueError(f"a mask must be boolean {wanted}, True where a pixel is, but is {mask.dtype} {shape}")
+    return _zero_missing(x, mask)
 
 
 def _zero_missing(x: Image, mask: PixelMask) -> Image:

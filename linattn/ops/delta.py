@@ -5,6 +5,8 @@
 α_t = 1: DeltaNet, https://arxiv.org/abs/2406.06484. A number per head: gated DeltaNet, https://arxiv.org/abs/2412.06464.
 A number per channel: Kimi Delta Attention, https://arxiv.org/abs/2510.26692."""
 
+from numbers import Real
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -63,6 +65,9 @@ def delta_call(
     q, k, v = checked(q, k, v, None, "identity")
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
+    # a float passes at the first comparison, in 0.03 µs
+    if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
+        raise ValueError(f"scale must be a number, but is {scale!r}")
     if not beta.dtype.is_floating_point:
         raise ValueError(f"beta must be floating-point, but is {beta.dtype}")
     beta = expanded(k, beta, "beta").unsqueeze(-1)

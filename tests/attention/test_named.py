@@ -21,8 +21,8 @@ CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED
 CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
 
 
-def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, **options):
-    return named_attention(spec, num_heads=num_heads, num_key_heads=num_key_heads, head_dim=4, **options)
+def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, head_dim: int = 4, **options):
+    return named_attention(spec, num_heads=num_heads, num_key_heads=num_key_heads, head_dim=head_dim, **options)
 
 
 def some_heads(n: int = 30) -> tuple[torch.Tensor, ...]:
@@ -43,6 +43,7 @@ def test_mixtures():
     assert isinstance(make("softmax:8"), SoftmaxAttention)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
@@ -59,6 +60,9 @@ def test_mixtures():
         ("retention", {}, "retention is causal only"),
         ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window is 0"),
+        ("elu", {"num_heads": 0}, "at least one head and one channel, but num_heads is 0, num_key_heads 0"),
+        ("favor", {"head_dim": 0}, "at least one head and one channel, but .* head_dim 0"),
+        (3, {}, "an attention is told by its name, but this is 3"),
     ],
 )
 def test_errors(spec, options, message):
@@ -153,6 +157,13 @@ def test_attend_with_masks_of_any_shape():
     assert_close(attend(q, k, v, key_mask=key_mask[:, None]), expected)
     assert_close(attend(q, k, v, key_mask=key_mask[:, None].expand(2, 2, 30)), expected)
     assert_close(attend(q[0], k[0], v[0], key_mask=key_mask[0]), expected[0])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(2, 29), (3, 30), (2, 3, 30), (1, 2, 2, 30)])
+def test_attend_says_which_masks_there_are(shape):
+    with pytest.raises(ValueError, match=r"key_mask must be \(2, 2, 30\), .* but is"):
+        attend(*some_heads(), key_mask=torch.ones(shape, dtype=torch.bool))
 
 
 def test_a_repr_shows_every_option():

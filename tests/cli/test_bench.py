@@ -39,6 +39,7 @@ from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
 METHODS = ("softmax", "elu", "local+elu")
+GATED = ("gla", "ssd", "delta", "gated_delta", "kda", "local+gated_delta")
 SIZES = ("--heads", "2", "--head-dim", "8", "--window", "16", "--repeats", "2", "--threads", "1", "--device", "cpu")
 TINY = Setup(heads=2, head_dim=8, window=16)
 
@@ -258,21 +259,24 @@ def test_the_deadline_leaves_one_round():
 
 @pytest.mark.parametrize("work", PREPARE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_work_does_the_same_when_called_again(work, dtype):
+@pytest.mark.parametrize("method", ["local+elu", "local+gated_delta"])
+def test_every_work_does_the_same_when_called_again(work, dtype, method):
     """A step of training does not: it has moved the weights, and says nothing."""
-    prepared = prepare(TINY, Case(work, "local+elu", dtype, 33))
+    prepared = prepare(TINY, Case(work, method, dtype, 33))
     first, second = ([torch.as_tensor(x) for x in tree_leaves(prepared.call()) if x is not None] for _ in range(2))
     assert bool(first) == (work != MODEL_TRAINING)
     assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize(
-    "method, causal", [*((name, True) for name in CAUSAL), *((name, False) for name in NOT_CAUSAL)]
+    "method, causal",
+    [*((name, True) for name in dict.fromkeys((*CAUSAL, *GATED))), *((name, False) for name in NOT_CAUSAL)],
 )
-def test_every_method_of_the_list_can_be_trained(method, causal):
+def test_every_method_can_be_trained(method, causal):
     prepared = prepare(dataclasses.replace(TINY, causal=causal), Case("training", method, "float32", 33))
     gradients = prepared.call()
     assert [x.shape for x in gradients[:3]] == 3 * [(1, 2, 33, 8)]
+    assert len(gradients) >= 3 + (method in GATED)
     assert all(x.isfinite().all() and x.any() for x in gradients)
 
 

@@ -3,9 +3,10 @@
 import copy
 import json
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
+from typing_extensions import TypedDict
 
 from linattn.cli.bench.compare import compared
 from linattn.cli.bench.record import ERROR, SECONDS, Dropped, Measurement, Record, read_record, write_record
@@ -13,7 +14,7 @@ from linattn.cli.bench.report import printed
 from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions, recorded_options
 from linattn.cli.run_folder import Run, open_run
-from linattn.cli.typed_json import has_type
+from linattn.cli.typed_json import read_json
 
 
 class Pair(TypedDict):
@@ -25,20 +26,24 @@ class Pair(TypedDict):
     ("kind", "fitting", "others"),
     [
         (int, [0, -3], [True, 1.5, "1", None, []]),
-        (float, [0, 1.5, float("nan")], [False, "1.5", None]),
+        (float, [0, 1.5, float("inf")], [False, "1.5", None]),
         (bool, [True], [1, "true", None]),
         (str, [""], [1, None, ["a"]]),
         (int | None, [None, 3], ["3", 3.5, False]),
         (str | tuple[str, ...], ["a", ["a", "b"], []], [1, ["a", 1], {"a": "b"}]),
-        (list[int], [[], [1, 2]], [[1.5], (True,), 3, "12"]),
+        (list[int], [[], [1, 2]], [[1.5], [True], 3, "12"]),
         (dict[str, int], [{}, {"a": 1}], [{"a": "1"}, [], "a"]),
         (dict[str, Any], [{"a": None}], [[]]),
-        (Pair, [{"one": 1, "other": None}, {"one": 1, "other": 2.5, "third": "x"}], [{"one": 1}, {"one": "1"}, [1, 2]]),
+        (Pair, [{"one": 1, "other": None}, {"one": 1, "other": 2.5}], [{"one": 1}, {"one": "1"}, [1, 2]]),
     ],
 )
 def test_what_is_of_a_type(kind, fitting, others):
-    assert [value for value in fitting if not has_type(value, kind)] == []
-    assert [value for value in others if has_type(value, kind)] == []
+    for value in fitting:
+        read = read_json(kind, json.dumps(value))
+        assert read == (tuple(value) if isinstance(read, tuple) else value)
+    for value in others:
+        with pytest.raises(ValueError, match=": "):
+            read_json(kind, json.dumps(value))
 
 
 def damaged(value: Any, wrong: tuple[Any, ...] = (None, "x", 1.5, [], {}, True)) -> Iterator[Any]:
@@ -91,11 +96,14 @@ def test_a_damaged_record_is_told_or_read(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ({"vocabulary": "257"}, "vocabulary"),
-        ({"options": []}, "options"),
-        ({"paths": "text"}, "paths"),
-        ({"processes": None, "versions": {"torch": 2}}, "processes, versions"),
-        ({"data": {"training": {}}}, "data"),
+        ({"vocabulary": "257"}, "vocabulary: Input should be a valid integer"),
+        ({"options": []}, "options: Input should be an object"),
+        ({"paths": "text"}, "paths: Input should be a valid array"),
+        (
+            {"processes": None, "versions": {"torch": 2}},
+            "processes: Input should be a valid integer; versions.torch: Input should be a valid string",
+        ),
+        ({"data": {"training": {}}}, "data.training.documents: Field required; .*; data.validation: Field required"),
     ],
 )
 def test_a_damaged_description_is_told(tmp_path, damage, told):
@@ -105,7 +113,7 @@ def test_a_damaged_description_is_told(tmp_path, damage, told):
     (tmp_path / "run.json").write_text(json.dumps(fields))
     assert open_run(tmp_path).description == fields
     (tmp_path / "run.json").write_text(json.dumps(fields | damage))
-    with pytest.raises(CommandError, match=rf"run\.json is corrupt: {told} are missing or not what they should be$"):
+    with pytest.raises(CommandError, match=rf"run\.json is corrupt: {told}$"):
         open_run(tmp_path)
 
 
@@ -122,5 +130,5 @@ def test_a_damaged_log_is_told(tmp_path, line):
 def test_recorded_options_have_their_types():
     assert recorded_options({"attention": ["elu", "local"], "lr": 1}) == TrainOptions(attention=("elu", "local"), lr=1)
     for wrong in ({"batch": "4"}, {"cpu": 1}, {"attention": [1]}, {"lr": None}, {"steps": 1.5}):
-        with pytest.raises(CommandError, match=r"options that no run has: .* is .* in its TrainOptions"):
+        with pytest.raises(CommandError, match=r"options that no run has: \w+.*: Input should be "):
             recorded_options(wrong)

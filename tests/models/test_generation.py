@@ -142,6 +142,11 @@ def test_what_cannot_be_generated_from_is_refused_at_once(arguments, message):
         stream(small_model(elu), **({"prompts": [[1]], "max_new_tokens": 3} | arguments))
 
 
+def test_a_model_that_is_not_causal_generates_nothing():
+    with pytest.raises(ValueError, match="generation needs a causal model, but this LanguageModel is not"):
+        stream(small_model(elu, causal=False), [[1]], max_new_tokens=1)
+
+
 def test_learned_positions_must_suffice():
     model = small_model({"attention": "elu", "positions": "learned", "max_length": 8})
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=6)[0]) == 6

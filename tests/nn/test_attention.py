@@ -287,6 +287,9 @@ def test_states_are_values():
     [
         ({"num_key_heads": 3}, "num_key_heads must divide num_heads, but they are 3 and 4"),
         ({"context_dim": 10}, "must not be causal"),
+        ({"gate_function": "sigmoid"}, "gate_function is 'sigmoid', but gate is false: there is none"),
+        ({"convolution_on": "projections"}, "convolution_on is 'projections', but convolution is 0: there is none"),
+        ({"convolution_on": "outputs"}, "convolution_on must be one of inputs, projections, but is 'outputs'"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -1,5 +1,6 @@
 """Images of any shape, against the original where it runs, and against the formula where it does not."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from linear_attention_transformer.images import ImageLinearAttention as Original
 from torch.testing import assert_close
 
-from linattn import ImageLinearAttention
+from linattn import ChannelLinearAttention, ImageLinearAttention, PositionLinearAttention
 
 SMALL = {"key_dim": 5, "value_dim": 5, "heads": 2}
 
@@ -131,3 +132,11 @@ def test_errors():
     with pytest.raises(TypeError, match="dim_key"):
         ImageLinearAttention(3, dim_key=4)
     assert math.isclose(attention.key_dim, 5)
+    modules = (attention, PositionLinearAttention(3), ChannelLinearAttention())
+    for module, wrong in itertools.product(modules, (image()[0], image(chan=4))):
+        if not isinstance(module, ChannelLinearAttention) or wrong.ndim == 3:
+            with pytest.raises(ValueError, match=r"an image must be \(b, .*, h, w\), but is \((3|2, 4), 6, 11\)"):
+                module(wrong.float())
+    for module, mask in itertools.product(modules, (torch.ones(2, 6, 11), torch.ones(2, 11, 6).bool())):
+        with pytest.raises(ValueError, match=r"a mask must be boolean \(2, 6, 11\), .* but is torch"):
+            module(image().float(), mask=mask)

@@ -504,5 +504,8 @@ def test_wrong_calls_are_refused() -> None:
         call(given | {"beta": given["beta"].long()})
     with pytest.raises(ValueError, match="must not be positive"):
         call(given | {"log_decay": -given["log_decay"]})
+    for scale in ("x", True, None, torch.tensor(0.5)):
+        with pytest.raises(ValueError, match="scale must be a number, but is "):
+            call(given, scale=scale)
     with pytest.raises(ValueError, match="leading dimensions must broadcast"):
         call(given | {"k": given["k"][:, :2]})

@@ -24,7 +24,7 @@ from linattn.cli.bench.record import Measurement, Record, Setup, describe_machin
 from linattn.cli.bench.report import printed
 from linattn.cli.errors import CommandError, did_you_mean, explained
 
-CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "local", "local+elu")
+CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")
 CASES, SIZES = ("workloads", "methods", "dtypes", "lengths"), tuple(each.name for each in dataclasses.fields(Setup))
 # shares of the budget, and the most seconds: training the small model, all feature maps' errors, drawing

@@ -7,22 +7,37 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from linattn.cli.atomic import write_atomically
 from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import timestamp
-from linattn.cli.typed_json import ill_typed, typed
+from linattn.cli.typed_json import read_json
 from linattn.version import __version__
 
 FORMAT = 2
-SECONDS, BYTES, STATE_BYTES, ERROR = "seconds", "bytes", "state bytes", "error"
-MACHINE = {"processor": str, "cores": int | None, "threads": int, "torch": str, "linattn": str, "date": str}
-"""The facts that every record has about its machine, beside others."""
+SECONDS: Final = "seconds"
+BYTES: Final = "bytes"
+STATE_BYTES: Final = "state bytes"
+ERROR: Final = "error"
 Curve = tuple[str, str, str]
+Quantity = Literal["seconds", "bytes", "state bytes", "error"]
+
+
+class Machine(TypedDict, extra_items=object):
+    """The facts that every record has about its machine, beside others."""
+
+    processor: str
+    cores: int | None
+    threads: int
+    torch: str
+    linattn: str
+    date: str
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,8 @@ class Point(NamedTuple):
 class Measurement(Case):
     """All runs of one case."""
 
-    quantity: str
-    values: tuple[float, ...]
+    quantity: Quantity
+    values: Annotated[tuple[float, ...], Field(min_length=1)]
     limit: float | None = None
     """Seconds that the matrix products alone would take at the rate of batched 64³ products, from the same rounds."""
 
@@ -93,7 +108,7 @@ class Dropped(Case):
 @dataclass(frozen=True)
 class Record:
     command: str
-    machine: dict[str, Any]
+    machine: Machine
     options: dict[str, Any]
     measurements: tuple[Measurement, ...]
     dropped: tuple[Dropped, ...]
@@ -108,7 +123,8 @@ class Record:
         return f"{where}, torch {machine['torch']}, linattn {machine['linattn']}, {machine['date']}"
 
 
-def describe_machine(device: str, threads: int) -> dict[str, Any]:
+def describe_machine(device: str, threads: int) -> Any:
+    """Return the facts of a `Machine`, and others."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
@@ -138,10 +154,4 @@ def read_record(path: Path) -> Record:
         fields = json.loads(path.read_bytes())
         if (version := fields.pop("format")) != FORMAT:
             raise CommandError(f"{path} is a benchmark in format {version}, but this version reads {FORMAT}")
-        measurements = [typed(Measurement, each) for each in fields.pop("measurements")]
-        if unknown := {each.quantity for each in measurements} - {SECONDS, BYTES, STATE_BYTES, ERROR}:
-            raise ValueError(f"it has measurements of {', '.join(unknown)}")
-        if not all(each.values for each in measurements) or ill_typed(fields["machine"], MACHINE):
-            raise ValueError("it has measurements without values, or no machine")
-        dropped = [typed(Dropped, each) for each in fields.pop("dropped")]
-        return typed(Record, fields | {"measurements": tuple(measurements), "dropped": tuple(dropped)})
+        return read_json(Record, json.dumps(fields))

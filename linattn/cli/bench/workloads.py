@@ -1,7 +1,7 @@
 """The calls to measure: attentions on queries, keys and values, and complete language models."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from linattn.feature_maps import FeatureMap
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
+from linattn.nn.gates import token_gates
 
 # side of the blocks of matrix products, which is also the chunk length with which the operator's FLOP are counted
 BLOCK = 64
@@ -43,13 +44,15 @@ def prepare(setup: Setup, case: Case) -> Workload:
 def _attending(setup: Setup, case: Case) -> Workload:
     q, k, v, upstream = _shared(setup, case.n, case.torch_dtype)
     attention = _attention(setup, case)
-    flop = _flop(attention, setup, case)
+    flop, gates = _flop(attention, setup, case), _gates(attention, setup, case.n, case.torch_dtype)
     if case.workload == FORWARD:
-        return Workload(torch.no_grad()(lambda: attention(q, k, v)), flop)
+        return Workload(torch.no_grad()(lambda: attention(q, k, v, **gates)), flop)
+    inputs = [q, k, v]
+    map_state(inputs.append, tuple(gates.values()))
     weights = list(attention.parameters()) if isinstance(attention, nn.Module) else []
-    wanted = [x.requires_grad_() for x in (q, k, v)] + weights
+    wanted = [x.requires_grad_() for x in inputs] + weights
     # Linformer's package takes its queries for keys and values, so ours get no gradients
-    return Workload(lambda: torch.autograd.grad(attention(q, k, v), wanted, upstream, allow_unused=True), flop)
+    return Workload(lambda: torch.autograd.grad(attention(q, k, v, **gates), wanted, upstream, allow_unused=True), flop)
 
 
 @torch.no_grad()
@@ -58,9 +61,13 @@ def _decoding(setup: Setup, case: Case) -> Workload:
     if not isinstance(attention, InnerAttention):
         raise ValueError(f"{case.method} has no form for one token at a time")
     q, k, v, _ = _tensors(setup, 1, case.torch_dtype)
-    past = partial(_tensors, setup, dtype=case.torch_dtype)
-    state = state_at(lambda n: attention.extend(*past(n)[:3])[1], case.n, setup.window)
-    return Workload(torch.no_grad()(lambda: attention.extend(q, k, v, state)), state=state)
+
+    def read(n: int) -> Any:
+        past, gates = _tensors(setup, n, case.torch_dtype)[:3], _gates(attention, setup, n, case.torch_dtype)
+        return attention.extend(*past, **gates)[1]
+
+    state, gates = state_at(read, case.n, setup.window), _gates(attention, setup, 1, case.torch_dtype)
+    return Workload(torch.no_grad()(lambda: attention.extend(q, k, v, state, **gates)), state=state)
 
 
 def state_at(read: Callable[[int], Any], n: int, window: int) -> Any:
@@ -88,9 +95,19 @@ def _attention(setup: Setup, case: Case) -> Callable[..., Tensor]:
         return build_peer(setup, case)
     sizes = {"num_heads": setup.heads, "head_dim": setup.head_dim, "window": setup.window, "max_length": case.n}
     inner = named_attention(case.method, causal=setup.causal, **sizes)
-    if inner.needs is not None:
-        raise ValueError(f"{case.method} needs gates, which only a model makes, so it cannot be measured alone")
     return inner.to(device=setup.device, dtype=case.torch_dtype).eval()
+
+
+@torch.no_grad()
+def _gates(attention: object, setup: Setup, n: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the gates that a new model would make for the attention, if it needs some."""
+    if not isinstance(attention, InnerAttention) or attention.needs is None:
+        return {}
+    sizes = {"num_key_heads": setup.heads, "key_dim": setup.head_dim}
+    made = token_gates(attention.needs, setup.head_dim, **sizes)
+    assert made is not None
+    x = torch.randn(setup.batch, n, setup.head_dim, dtype=dtype, device=setup.device)
+    return {"gates": made.to(x)(x)}
 
 
 def _flop(attention: object, setup: Setup, case: Case) -> float:

@@ -38,12 +38,11 @@ class PerformerEncDec(Redrawing):
         **enc_and_dec: Any,
     ):
         super().__init__()
+        of_encoder, of_decoder = _split(enc_and_dec)
         both: dict[str, Any] = {"dim": dim, "no_projection": no_projection}
-        of_encoder, of_decoder = (both | options for options in _split(enc_and_dec))
-        gives_logits = of_encoder.pop("tie_embed", False)
-        self.enc = PerformerLM(**of_encoder, tie_embed=True)
-        self.enc.tied = gives_logits
-        decoder = PerformerLM(**of_decoder)
+        self.enc = _model("enc_", both, of_encoder | {"tie_embed": True})
+        self.enc.tied = of_encoder.get("tie_embed", False)
+        decoder = _model("dec_", both, of_decoder)
         if tie_token_embeds or tie_token_embed:
             sizes = self.enc.vocab_size, decoder.vocab_size
             if sizes[0] != sizes[1]:
@@ -98,3 +97,12 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{name} can only be {FIXED[name]} in an encoder and decoder, but is {value}")
         parts[name[:4]][name[4:]] = value
     return parts["enc_"], parts["dec_"]
+
+
+def _model(prefix: str, both: dict[str, Any], options: dict[str, Any]) -> PerformerLM:
+    """Make the encoder or the decoder. An error about one of its options has the name that the option has here."""
+    try:
+        return PerformerLM(**both | options)
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        raise ValueError(f"{prefix if name in options else ''}{error}") from None

@@ -48,11 +48,11 @@ def register_attention(method: str) -> str:
 
 
 def set_attention(model: nn.Module, method: str) -> dict[str, nn.Module]:
-    """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model`; return the modules
-    that attend, by name."""
+    """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model` that attends, so not
+    in a backbone of convolutions; return the modules that attend, by name."""
     name = register_attention(method)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
+        if isinstance(module, PreTrainedModel) and _attends(module):
             module.set_attn_implementation(name)
     return {
         name: module for name, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
@@ -128,9 +128,13 @@ def _with_checked_model(
 ) -> None:
     if is_ours(requested):
         _check_model(model)
-        if not any(hasattr(module, "is_causal") for module in model.modules()):
+        if not _attends(model):
             raise ValueError(f"{type(model).__name__} has no attention that {requested} could replace")
     original(model, requested, *args, **options)
+
+
+def _attends(model: nn.Module) -> bool:
+    return any(hasattr(module, "is_causal") for module in model.modules())
 
 
 def _check_model(model: PreTrainedModel) -> None:

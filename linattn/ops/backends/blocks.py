@@ -6,7 +6,7 @@ times as slow as the writing itself. Here both are avoided where the system lets
 import ctypes
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -83,11 +83,17 @@ class Place(NamedTuple):
         """Copy φ of the chunks of x (*b *g n d) as (cb gC d)."""
         return work.features(name, self.chunks(x), phi).flatten(self.lead + 1, -2).flatten(0, self.lead)
 
-    def write(self, total: Tensor, part: Tensor) -> None:
-        """Write (cb gC d) to where it belongs in (*b *g n d)."""
+    def write(self, total: Tensor, *parts: Tensor, by: Callable[..., Tensor] | None = None) -> None:
+        """Write (cb gC d), or the result `by` an operation on several, to where it belongs in (*b *g n d)."""
         target = total[self.rows].narrow(-2, self.start, self.number * self.present)
         target = target.unflatten(-2, (self.number, self.present)).movedim(-3, 0)
-        target.copy_(part.reshape(*target.shape[:-2], self.chunk, part.shape[-1]).narrow(-2, 0, self.present))
+        lead = *target.shape[:-2], self.chunk
+        views = [x.reshape(*lead, x.shape[-1]).narrow(-2, 0, self.present) for x in parts]
+        # not every device casts what it writes into `out`
+        if by is not None and target.dtype == views[0].dtype:
+            by(*views, out=target)
+        else:
+            target.copy_(views[0] if by is None else by(*views))
 
     def each(self, x: Tensor) -> Sequence[Tensor]:
         """Return the part of each chunk, (b …), of (cb …)."""

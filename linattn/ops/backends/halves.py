@@ -37,24 +37,24 @@ def _blocks(A: Tensor, size: int, step: int, down: int) -> Tensor:
 
 
 def inverse(A: Tensor, M: Tensor) -> Tensor:
-    """Return (I − A)⁻¹ in M, for strictly lower triangular A (B, C, C). Each step is exact, and no power of A, which
+    """Return (1 + A)⁻¹ in M, for strictly lower triangular A (B, C, C). Each step is exact, and no power of A, which
     would overflow where keys repeat, is formed."""
     size = min(SUBSTITUTED, A.shape[-1])
     M.resize_(A.shape).zero_()
     _substitute(diagonal(A, size), diagonal(M, size))
     while size < A.shape[-1]:
         first, second = halves(diagonal(M, size))
-        corners(M, size).copy_(second @ corners(A, size) @ first)
+        corners(M, size).sub_(second @ corners(A, size) @ first)
         size *= 2
     return M
 
 
 def _substitute(A: Tensor, M: Tensor) -> None:
-    """Likewise, row after row of small matrices (B, m, s, s): M_i = 1_i + Σ_j A_ij M_j."""
+    """Likewise, row after row of small matrices (B, m, s, s): M_i = 1_i − Σ_j A_ij M_j."""
     # with the rows and columns in front, each operation is one on long vectors
     rows = A.permute(2, 3, 0, 1).contiguous()
     found = torch.zeros_like(rows)
     found.diagonal(dim1=0, dim2=1).fill_(1)
     for j in range(rows.shape[0] - 1):
-        found[j + 1 :, : j + 1].addcmul_(rows[j + 1 :, j, None], found[j, : j + 1])
+        found[j + 1 :, : j + 1].addcmul_(rows[j + 1 :, j, None], found[j, : j + 1], value=-1)
     M.copy_(found.permute(2, 3, 0, 1))

@@ -280,6 +280,12 @@ class TestEncDec:
         with pytest.raises(TypeError, match=next(iter(options)).removeprefix("enc_").removeprefix("dec_")):
             pair(**options)
 
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.parametrize("name", ["enc_heads", "dec_heads", "enc_max_seq_len", "dec_nb_features"])
+    def test_errors_have_the_names_of_options_as_they_are_here(self, name):
+        with pytest.raises(ValueError, match=f"^{name} must be a whole number of at least 1, but is 0$"):
+            pair(**{name: 0})
+
     def test_redrawing(self):
         model = pair(enc_feature_redraw_interval=1, dec_feature_redraw_interval=1).train()
         updaters = [part.performer.proj_updater for part in (model.enc, model.dec.net)]

@@ -38,6 +38,27 @@ def test_a_model_inside_another_is_found():
     assert len(attended_modules(bert, **given)) == 2
 
 
+def test_a_backbone_without_attention_stays_as_it_is():
+    from transformers import DetrConfig, DetrModel, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"], layer_type="basic"
+    )
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes
+    )
+    model = DetrModel(config).double().eval()
+    mask = torch.ones(2, 64, 64, dtype=torch.long)
+    mask[1, 40:], mask[1, :, 30:] = 0, 0
+    given = {"pixel_values": torch.randn(2, 3, 64, 64).double(), "pixel_mask": mask}
+    expected = model(**given)[0]
+    assert set(replace_attention(model, "softmax")) == set(attended_modules(model, **given))
+    assert_close(model(**given)[0], expected)
+    replace_attention(model, "elu")
+    assert (model(**given)[0] - expected).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("options", "attention"),
     [

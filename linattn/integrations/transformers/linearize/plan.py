@@ -92,6 +92,7 @@ def plan(
             "method must be a name, decay true or false, and keep a collection of layers, but they are "
             f"{method!r}, {decay!r} and {keep!r}"
         )
+    check_sizes(keep=tuple(keep), least=0)
     if linearized_layers(model):
         raise ValueError(
             "the model is linearized already: undo that first, or plan with the model that it was made from"

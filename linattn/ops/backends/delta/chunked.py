@@ -2,10 +2,10 @@
 al., https://arxiv.org/abs/2406.06484, section 3.2, the WY form.
 
 Token t writes β_t k_t e_tᵀ, where e_t is v_t less what the decayed state before t says at k_t. So keys ask as queries
-do, with a minus, and what they are told is added to the values. With what decays between tokens in
-[P, A] = [tril(q (β k)ᵀ), tril(−k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
+do, and what they are told is taken off the values. With what decays between tokens in
+[P, A] = [tril(q (β k)ᵀ), tril(k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
 
-    E = V + A E + K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
+    E = V − A E − K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
 
 Shapes: a segment has c chunks, of C tokens, of b states, B = c b, and g queries share a state."""
 
@@ -40,11 +40,12 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
             if save:
                 S_saved[i, states] = S
             segment = Segment(given, place, work)
-            v = place.load(given.v, "v", work)
-            E = of_chunks(E_saved, place, states) if save else work("E", v.shape).unflatten(0, (place.number, len(S)))
             if save:
                 segment.keep(of_chunks(kept, place, states))
-            y_part, S = segment.run(v, S, E)
+                E = of_chunks(E_saved, place, states)
+            else:
+                E = work("E", (len(S), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
+            y_part, S = segment.run(place.chunks(given.v), S, E)
             place.write(y_view, y_part)
         S_end[states] = S
     return results
@@ -93,18 +94,19 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
 
 class Segment:
     """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is scaled queries
-    and, last and with a minus, keys; `less` (B C 1) is −β, so that their product `written` is keys times β."""
+    and, last, keys; `written` is keys times β (B C 1), and M = (1 + A)⁻¹."""
 
     def __init__(self, given: DeltaCall, place: Place, work: Workspace, kept: Tensor | None = None):
         q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
+        self.scale = given.scale
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
         self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         # a number would be multiplied in the dtype of q
         torch.mul(q, given.S.new_full((1,), given.scale), out=self.asking[:, :-1].view(q.shape))
         keys = self.asking[:, -1]
-        torch.mul(k, -1, out=keys.view(k.shape))
-        self.less = place.load(given.beta, "less", work).neg_()
-        self.written = torch.mul(keys, self.less, out=work("written"))
+        keys.view(k.shape).copy_(k)
+        self.beta = place.load(given.beta, "beta", work)
+        self.written = torch.mul(keys, self.beta, out=work("written"))
         if given.log_decay is None:
             self.inside = NoDecay(self.asking, self.written, work)
         else:
@@ -125,18 +127,19 @@ class Segment:
             part.copy_(x.unflatten(0, part.shape[:2]))
 
     def run(self, v: Tensor, S: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs (B gC dv) and the last state, given V, which is overwritten, and the first. Write E, which
-        is (c b C dv)."""
+        """Return the outputs (B gC dv) and the last state, given V (c *b C dv) and the first. Write E (c b C dv)."""
         (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
         y = self.work("y", (count, self.P.shape[1], dv))
         S = self.work("S", S.shape).copy_(S)
         told = self.work("told", (len(S), self.asking_in.shape[1], dv))
-        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:]
-        parts = map(self.place.each, (v, y, self.M, self.P, self.asking_in, self.k_out.mT))
-        for v, y_part, M, P, asking, k_out, e, a in zip(*parts, E, self.over(), strict=True):
+        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:].view(v.shape[1:])
+        rest = self.work("rest", (len(S), chunk, dv))
+        parts = map(self.place.each, (y, self.M, self.P, self.asking_in, self.k_out.mT))
+        for v_part, e, a, y_part, M, P, asking, k_out in zip(v, E, self.over(), *parts, strict=True):
             # one product for queries and keys
             torch.bmm(asking, S, out=told)
-            torch.bmm(M, v.add_(told_keys), out=e)
+            torch.sub(v_part, told_keys, out=rest.view(told_keys.shape))
+            torch.bmm(M, rest, out=e)
             torch.baddbmm(told_queries, P, e, out=y_part)
             (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
         return y, S

@@ -82,6 +82,7 @@ REFUSED = {
     "bloom": (BLOOM, {}, "without transformers' AttentionInterface"),
     "soft caps": (CAPPED, {}, "softcap=50.0: logits that never exist cannot be capped"),
     "keep": (DECODERS["llama"], {"keep": (1, 7)}, r"keep has \[7\], but the model's layers are 0 to 1"),
+    "keep true": (DECODERS["llama"], {"keep": (True,)}, r"keep must be a whole number of at least 0, but is \(True,\)"),
     "keep all": (DECODERS["llama"], {"keep": (0, 1)}, "no layer that linattn could replace: kept"),
     "name": (DECODERS["llama"], {"method": "hedgehod"}, "did you mean 'hedgehog'"),
     "heads": (("LlamaForCausalLM", GROUPED), {"method": "local:1+elu:3"}, "do not divide 2 key heads evenly"),
