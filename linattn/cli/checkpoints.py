@@ -52,7 +52,8 @@ def last_step(run: Run) -> int:
         expected = read_json(dict[str, str], (folder / MANIFEST).read_bytes())
         damaged = [name for name, digest in expected.items() if _digest(folder / name) != digest]
     except (OSError, ValueError) as error:
-        raise CommandError(f"{folder} is damaged: {error}{alternative}") from error
+        reason = error if isinstance(error, OSError) else f"{MANIFEST} has no digests"
+        raise CommandError(f"{folder} is damaged: {reason}{alternative}") from error
     if damaged:
         raise CommandError(f"{folder} is damaged: {', '.join(damaged)} changed after it was written{alternative}")
     return last
