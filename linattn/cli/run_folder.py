@@ -133,7 +133,8 @@ def open_run(folder: Path) -> Run:
     if not path.is_file():
         raise CommandError(f"there is no run in {folder}: it has no {DESCRIPTION}")
     with explained(f"{path} is corrupt: it is not the description of a run", ValueError, KeyError, TypeError):
-        description = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        description = json.loads(text)
         version = description["format"]
     if version != FORMAT:
         writer = description.get("versions", {}).get("linattn", "unknown")
@@ -141,5 +142,5 @@ def open_run(folder: Path) -> Run:
             f"{path} was written by linattn {writer} in format {version}, but this version reads format {FORMAT}"
         )
     with explained(f"{path} is corrupt", ValueError):
-        read_json(Description, json.dumps(description))
+        read_json(Description, text)
     return Run(folder, description)

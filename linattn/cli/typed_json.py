@@ -6,8 +6,9 @@ from pydantic import TypeAdapter, ValidationError
 
 
 def read_json(kind: Any, text: str | bytes) -> Any:
-    """Return a value of the type, whose tuples are lists in JSON. Raise ValueError with what is missing, unknown or of
-    another type; a whole number is a float too, and a bool is no number."""
+    """Return a value of the type, whose tuples are lists in JSON. Raise ValueError with what is missing or of another
+    type; a whole number is a float too, and a bool is no number. What the type does not know is left out, unless
+    `pydantic.with_config` says otherwise."""
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:

@@ -38,6 +38,7 @@ class Pair(TypedDict):
     ],
 )
 def test_what_is_of_a_type(kind, fitting, others):
+    assert read_json(Pair, '{"one": 1, "other": null, "third": "x"}') == {"one": 1, "other": None}
     for value in fitting:
         read = read_json(kind, json.dumps(value))
         assert read == (tuple(value) if isinstance(read, tuple) else value)
@@ -91,6 +92,13 @@ def test_a_damaged_record_is_told_or_read(tmp_path):
         read += 1
     # such as other names and no values of an option
     assert read
+    for at in ("", "measurements", "dropped"):
+        write_record(record, path)
+        content = json.loads(path.read_text())
+        (content[at][0] if at else content)["more"] = 1
+        path.write_text(json.dumps(content))
+        with pytest.raises(CommandError, match=r"more: (Unexpected|Extra)"):
+            read_record(path)
 
 
 @pytest.mark.parametrize(

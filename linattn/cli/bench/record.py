@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from linattn.cli.atomic import write_atomically
@@ -29,6 +29,7 @@ Curve = tuple[str, str, str]
 Quantity = Literal["seconds", "bytes", "state bytes", "error"]
 
 
+@with_config(extra="allow")
 class Machine(TypedDict, extra_items=object):
     """The facts that every record has about its machine, beside others."""
 
@@ -53,6 +54,7 @@ class Setup:
     threads: int = 1
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class Case:
     """One method doing one workload at one length. It is rebuilt from its names in any process."""
@@ -105,6 +107,7 @@ class Dropped(Case):
     reason: str
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class Record:
     command: str

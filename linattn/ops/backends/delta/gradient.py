@@ -67,8 +67,8 @@ def _of_segment(s: Segment, E: Tensor, S: Tensor, dy: Tensor, dS: Tensor, totals
 
 
 def _of_states(s: Segment, upstream: Tensor, dS: Tensor) -> Tensor:
-    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv). −X takes its place beside
-    dY, in `upstream` (B g+1 C dv)."""
+    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv). −X takes its place beside dY,
+    in `upstream` (B g+1 C dv)."""
     dS_ends, rows = s.ends("dS", dS, -1), upstream.flatten(1, 2)
     dE = torch.bmm(s.P.mT, upstream[:, :-1].flatten(1, 2), out=s.work("dE"))
     X = s.work("X", (len(dS), *dE.shape[1:]))
