@@ -51,6 +51,26 @@ def hidden(x):
 
 
 @jit
+def again(x):
+    """Return what tensor cores multiply, of which the compiler then makes no copy in shared memory before it comes to
+    this line."""
+    if not _INTERPRETED and x.dtype.primitive_bitwidth == 16 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    else:
+        return x
+
+
+@jit
+def early(x):
+    """Return numbers (C, B) that were loaded. Products of few rows, and all before capability 9.0, take factors from
+    registers, each in a layout of its own: from a load for several of them at once, which then does not start early."""
+    if _INTERPRETED or (x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9)):
+        return x
+    else:
+        return again(x)
+
+
+@jit
 def wide(x):
     """Float32 numbers of x, by two instructions for two numbers."""
     if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
@@ -70,6 +90,11 @@ def beside(x, y):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;", "=r,=r,r,r,r", [x, y], tl.float32, True, 2
         )
+    elif not _INTERPRETED and x.dtype == tl.float16 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "{.reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
+            "=r,=r,r,r,r", [x, y], tl.float32, True, 2,
+        )  # fmt: skip
     else:
         return x.to(tl.float32)
 

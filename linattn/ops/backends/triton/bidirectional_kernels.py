@@ -6,6 +6,8 @@ A program has some tokens of one row and some channels, and reads its part of th
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
+# nor that `tl.range` is iterated over
+# pyright: reportGeneralTypeIssues=false
 
 import triton.language as tl
 
@@ -21,7 +23,7 @@ def read(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     (state,) = dev.states_in(states, walk.states, row, 0, K)
     S, z = dev.load_state(state, features, values, True, K)
     S = num.rounded(S, K.PRECISION)
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         q_i = dev.mapped(dev.load(q, chunk, features), dev.both(chunk[1], features[1]), phi)
         q_i = num.rounded(q_i, K.PRECISION, ONCE=True)
@@ -48,7 +50,7 @@ def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         mean = num.mean_value(S, z)
         S -= z[:, None] * mean[None, :]
     S = num.rounded(S, K.PRECISION)
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         dy_i, x = dev.load(dy, chunk, values), dev.load(q, chunk, features).to(tl.float32)
         dq_i = num.product(num.rounded(dy_i, K.PRECISION), tl.trans(S), K.PRECISION)
@@ -81,7 +83,7 @@ def key_sums_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constex
     key_mask, _ = dev.in_row(scalars, walk.scalars, row, 1)
     (dstate,) = dev.states_in(states, walk.states, row, 0, K)
     dS, dz = dev.load_state(dstate, features, values, True, K)
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         x = dev.load(k, chunk, features).to(tl.float32)

@@ -10,6 +10,7 @@ from linattn.ops.backends.triton.launch import (
     Call,
     Rows,
     gradient_shape,
+    in_words,
     launch_query_gradient,
     sum_splits,
     summed,
@@ -33,7 +34,7 @@ def _keys(given: SumCall) -> Call:
     (k, v, key_mask, feature_map), lead = given, _keys_lead(given)
     tokens = {"k": _align(k, len(lead) + 2), "v": _align(v, len(lead) + 2)}
     key_mask = None if key_mask is None else _align(key_mask, len(lead) + 1)
-    return Call(lead, tokens, v.shape[-1], feature_map, key_mask=key_mask)
+    return Call(lead, tokens, v.shape[-1], feature_map, key_mask=in_words(key_mask))
 
 
 def sum_keys(given: SumCall, save: bool) -> tuple[Tensor, ...]:

@@ -7,6 +7,8 @@ those of tokens by tokens are computed twice."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
+# nor that `tl.range` is iterated over
+# pyright: reportGeneralTypeIssues=false
 # constants decide which branches are compiled, and so which names are bound
 # pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false, reportAssignmentType=false
 
@@ -32,8 +34,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
     places = tl.arange(0, K.C)
     features, values = dev.channels(dev.part(walk), K.F, K.BF), dev.channels(0, K.DV, K.BV)
     q, k, v, dy, dq = dev.in_row(tokens, walk.tokens, row, K.UNIT)
-    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
-    decay = dev.fields_of(log_decay, walk)
+    key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     inverse, delta, crossing = numbers
     inverse, delta = dev.per_token(inverse, walk, K.SUMS), dev.per_token(delta, walk, K.SUMS)
     crossing = dev.per_token(crossing, walk, True)
@@ -41,7 +42,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
     S_i, z_i = dev.load_state(state, features, values, True, K)
     # without TURNED transposed, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
     S_i, z_i = num.turned(S_i, not TURNED), tl.broadcast_to(z_i[:, None], (K.BF, num.COLUMNS))
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         since = tl.full((K.C,), 1, tl.float32)
@@ -119,13 +120,12 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
     the call too."""
     row, split, begin, stop = dev.span(walk)
-    TURNED: tl.constexpr = (K.BF > K.C) & (K.BV > K.C)
+    TURNED: tl.constexpr = (K.BF > K.C) & (K.BV >= K.C)
     places = tl.arange(0, K.C)
     features = dev.channels(0 if K.VALUES else dev.part(walk), K.F, K.BF)
     values = dev.channels(0 if K.KEYS else dev.part(walk), K.DV, K.BV)
     q, k, v, dy, dk, dv = dev.in_row(tokens, walk.tokens, row, K.UNIT)
-    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
-    decay = dev.fields_of(log_decay, walk)
+    key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     inverse, delta, crossing = numbers
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
     crossing = dev.per_token(crossing, walk, True)
@@ -137,7 +137,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     dS_j = num.turned(dS_j, not TURNED)
     minus = num.rounded(tl.full((K.C, num.COLUMNS), -1, tl.float32), K.PRECISION)
     chunks = tl.cdiv(stop - begin, K.C)
-    for i in range(0, chunks):
+    for i in tl.range(0, chunks, num_stages=K.STAGES):
         chunk = dev.chunk(begin + (chunks - 1 - i) * K.C, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         if K.DECAYED:
@@ -151,17 +151,15 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
             x = num.turned(dev.load(k, chunk, features).to(tl.float32), TURNED)
         y = dev.along_features(features[1], TURNED)
         y = num.rounded(dev.mapped(x, mine & y if K.MASKED else y, phi), K.PRECISION, ONCE=True)
-        k_j = num.turned(y, TURNED)
-        k_end, y_end = k_j, y
+        y_end = y
         # row j, column i; what a key is not seen by may be infinite
         visible = ~dev.later(places, places)
         if K.DECAYED:
             y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), K.PRECISION)
-            k_end = num.turned(y_end, TURNED)
         if K.VALUES:
             # before the queries are there, as all of them together would exceed shared memory
             dS = num.rounded(num.turned(dS_j, not TURNED), K.PRECISION)
-            dv_j = num.turned_product(k_end, dS, TURNED, K.PRECISION)
+            dv_j = num.turned_product(num.turned(y_end, TURNED), dS, TURNED, K.PRECISION)
         q_i = dev.load_queries(q, chunk, features, present, phi, K)
         dy_i = num.rounded(dev.load(dy, chunk, values), K.PRECISION)
         scale = tl.full((K.C,), 1, tl.float32)
@@ -178,6 +176,8 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
             q_i = num.rounded(q_i * scale[:, None], K.PRECISION, ONCE=True)
             q_end = q_i
         if K.VALUES or K.DECAYED:
+            # not before the product with dS, as shared memory has no room for both
+            k_j = num.turned(y, TURNED)
             A = num.product(k_j, tl.trans(q_i), K.PRECISION)
         if K.VALUES:
             weighted = num.rounded(tl.where(visible, A * weight if K.DECAYED else A, 0.0), K.PRECISION)

@@ -5,6 +5,8 @@ walks from chunk to chunk with the state in registers. With D, r, w and a as in 
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
+# nor that `tl.range` is iterated over
+# pyright: reportGeneralTypeIssues=false
 
 import triton.language as tl
 
@@ -18,13 +20,12 @@ def forward(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     row, split, begin, stop = dev.span(walk)
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     q, k, v, y = dev.in_row(tokens, walk.tokens, row, K.UNIT)
-    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
-    decay = dev.fields_of(log_decay, walk)
+    key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     state, end = dev.states_in(states, walk.states, row, split, K)
     S_i, z_i = dev.load_state(state, features, values, True, K)
     places = tl.arange(0, K.C)
     z_i = tl.broadcast_to(z_i[:, None], (K.BF, num.COLUMNS))
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         if K.DECAYED:

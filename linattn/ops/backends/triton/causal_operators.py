@@ -12,6 +12,7 @@ from linattn.ops.backends.triton.launch import (
     Rows,
     States,
     gradient_shape,
+    in_words,
     launch_query_gradient,
     sum_splits,
     summed,
@@ -33,12 +34,9 @@ def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 
 def _weighed(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
     """Return the call and its state. Of a decay, kernels read what `weigh` makes of it."""
-    call, S, z = readable_call(given)
-    if call.key_mask is not None:
-        # loads of bytes cannot start early
-        call.key_mask = call.key_mask.to(torch.int32)
+    call, S, z = readable_call(given._replace(key_mask=in_words(given.key_mask)))
     if call.log_decay is not None:
-        call.log_decay = weigh(call.log_decay, rule(*call.shape).C)[..., 0, :]
+        call.log_decay = weigh(call.log_decay, rule(*call.shape).C)
     return call, S, z
 
 

@@ -16,8 +16,6 @@ from linattn.ops.backends.triton.layout import on_device_of, opaque
 _LOG2_E = tl.constexpr(1 / math.log(2))
 # e to the power of it is zero
 _NOTHING = tl.constexpr(-104.0)
-# numbers for each token, in the order of `device.Decay`
-FIELDS = len(dev.Decay._fields)
 
 
 @dev.jit
@@ -26,8 +24,8 @@ def _larger(a, b):
 
 
 @dev.jit
-def _weigh(log_decay, weights, n, C: tl.constexpr, FIELDS: tl.constexpr):
-    """Write (rows, FIELDS, n) from (rows, n). A program has a chunk."""
+def _weigh(log_decay, weights, n, C: tl.constexpr):
+    """Write (rows, chunks, FIELDS, C) from (rows, n). A program has a chunk."""
     length, places = dev.plain(n), tl.arange(0, C)
     chunks = tl.cdiv(length, C)
     row, start = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks * C
@@ -47,17 +45,18 @@ def _weigh(log_decay, weights, n, C: tl.constexpr, FIELDS: tl.constexpr):
         (total - high.to(tl.float64)).to(tl.float32),
         (first - C).to(tl.float32),
     )
-    for field in tl.static_range(FIELDS):
-        tl.store(weights + (row * FIELDS + field) * length + tokens, written[field], mask=tokens < length)
+    for field in tl.static_range(dev.FIELDS):
+        numbers = tl.where(tokens < length, written[field], 0.0)
+        tl.store(weights + (tl.program_id(0).to(tl.int64) * dev.FIELDS + field) * C + places, numbers)
 
 
 def weigh(log_decay: Tensor, C: int) -> Tensor:
-    """Return the fields of `device.Decay` (…, FIELDS, n) of a decay (…, n) in chunks of C tokens."""
+    """Return the fields (…, chunks · FIELDS · C) of a decay (…, n) in chunks of C tokens."""
     *lead, n = log_decay.shape
-    weights = log_decay.new_empty(*lead, FIELDS, n, dtype=torch.float32)
-    programs = weights.numel() // max(1, FIELDS * n) * triton.cdiv(n, C)
-    if programs:
+    fields = C * dev.FIELDS.value
+    weights = log_decay.new_empty(*lead, triton.cdiv(n, C) * fields, dtype=torch.float32)
+    if weights.numel():
         (length,) = opaque(n)
         with on_device_of(log_decay):
-            _weigh[(programs,)](log_decay.contiguous(), weights, length, C=C, FIELDS=FIELDS)
+            _weigh[(weights.numel() // fields,)](log_decay.contiguous(), weights, length, C=C)
     return weights

@@ -10,28 +10,20 @@ inside, the last), and columns are (channels, which of them are inside)."""
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton.language as tl
 
-from linattn.ops.backends.triton.arithmetic import cast, hidden, jit, rounded, turned
+from linattn.ops.backends.triton.arithmetic import cast, early, hidden, jit, rounded, turned
 
 # how tiles lie as a rule
 _STRAIGHT = tl.constexpr(False)
 
-
-class Decay(NamedTuple):
-    """Fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the
-    base-2 logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less
-    C.
-
-    Tokens that are not inside get zeros, and so see no key."""
-
-    since: Any
-    until: Any
-    high: Any
-    low: Any
-    first: Any
+# fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the base-2
+# logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C;
+# zeros for tokens that are not inside, which so see no key
+SINCE, UNTIL, HIGH, LOW, FIRST = (tl.constexpr(i) for i in range(5))
+FIELDS: Any = tl.constexpr(5)
 
 
 @jit
@@ -104,16 +96,6 @@ def per_token(x, walk, SHARES: tl.constexpr):
 
 
 @jit
-def fields_of(decay, walk):
-    """Return the fields of `Decay` of a row, each as (pointer, step)."""
-    pointer, step = decay
-    n = plain(walk.n).to(tl.int64)
-    return Decay(
-        (pointer, step), (pointer + n, step), (pointer + 2 * n, step), (pointer + 3 * n, step), (pointer + 4 * n, step)
-    )
-
-
-@jit
 def chunk(start, stop, C: tl.constexpr):
     start = hidden(start)
     return start, start + tl.arange(0, C) < stop, tl.minimum(start + C, stop) - 1
@@ -175,7 +157,7 @@ def _tile(x, tokens, columns):
 def load(x, tokens, columns):
     """(C, B): zeros for tokens and columns that are not inside."""
     places, inside = _tile(x, tokens, columns)
-    return tl.load(places, mask=inside, other=0)
+    return early(tl.load(places, mask=inside, other=0))
 
 
 @jit
@@ -274,21 +256,27 @@ def later(rows, columns):
 
 
 @jit
+def _field(decay, tokens, FIELD: tl.constexpr):
+    """Return pointers to a field of a chunk. All of them begin by constants apart from each other."""
+    start, inside, _ = tokens
+    return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
+
+
+@jit
 def load_decay(decay, tokens):
     """Weights of a chunk: (C,) since it began and until it ends, and (1,) that of it all."""
-    pointer, step = decay.since
     # a tensor, as loads of tensors start early
-    whole = tl.load(pointer + tl.cast(tokens[2], tl.int64) * step + tl.arange(0, 1))
-    return load_numbers(decay.since, tokens), load_numbers(decay.until, tokens), whole
+    whole = decay[0] + tl.cast(tokens[0], tl.int64) * FIELDS + (tokens[2] - tokens[0] + tl.arange(0, 1))
+    return tl.load(_field(decay, tokens, SINCE)), tl.load(_field(decay, tokens, UNTIL)), tl.load(whole)
 
 
 @jit
 def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
     """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
-    high, first = load_numbers(decay.high, tokens), load_numbers(decay.first, tokens)
+    high, first = tl.load(_field(decay, tokens, HIGH)), tl.load(_field(decay, tokens, FIRST))
     exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
     if K.PRECISION == "tf32x3":
-        low = load_numbers(decay.low, tokens)
+        low = tl.load(_field(decay, tokens, LOW))
         exponent += low[:, None] - low[None, :]
     first = first.to(tl.int32) + tokens[1].shape[0]
     if KEYS_FIRST:

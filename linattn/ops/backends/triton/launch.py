@@ -69,6 +69,11 @@ def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> T
     return TokenStrides(outer, middle, inner, tl.constexpr(step))
 
 
+def in_words(key_mask: Tensor | None) -> Tensor | None:
+    """Make a mask of 4 bytes per token: loads of one byte cannot start early."""
+    return None if key_mask is None else key_mask.to(torch.int32)
+
+
 def as_pointers(q: Tensor, key_mask: Tensor | None, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the mask and the decay as kernels take them: a mask of bools as bytes, and q for what is absent, of which
     nothing is read."""
@@ -126,9 +131,8 @@ class Rows:
         return (self.number * programs * tiles.parts,), {
             "walk": Walk._make((*integers, *self.strides, tuple(strides))),
             "phi": MAPS[self.call.feature_map],
-            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, **asked),
+            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, STAGES=tiles.num_stages, **asked),
             "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
         }
 
     def launch(

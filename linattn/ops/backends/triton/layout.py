@@ -77,6 +77,7 @@ class Constants(NamedTuple):
     BF: int = 0
     BV: int = 0
     C: int = 0
+    STAGES: int = 1
     SUMS: bool = False
     GRADIENT: bool = False
     KEYS: bool = False

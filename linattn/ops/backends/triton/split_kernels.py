@@ -2,6 +2,8 @@
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
+# nor that `tl.range` is iterated over
+# pyright: reportGeneralTypeIssues=false
 # constants decide which branches are compiled, and so which names are bound
 # pyright: reportPossiblyUnboundVariable=false
 
@@ -17,11 +19,10 @@ def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     row, split, begin, stop = dev.span(walk)
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     k, v = dev.in_row(tokens, walk.tokens, row, K.UNIT)
-    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
-    decay = dev.fields_of(log_decay, walk)
+    key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     # transposed, as in `query_gradient`; and no operand of a product stays in registers from chunk to chunk
     S_i, z_i, left = tl.full((K.BV, K.BF), 0, tl.float32), tl.full((K.BF,), 0, tl.float32), tl.full((1,), 1, tl.float32)
-    for start in range(begin, stop, K.C):
+    for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         if K.DECAYED:
@@ -45,8 +46,7 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     row, split, begin, stop = dev.span(walk)
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     q, dy = dev.in_row(tokens, walk.tokens, row, K.UNIT)
-    key_mask, log_decay = dev.in_row(scalars, walk.scalars, row, 1)
-    decay = dev.fields_of(log_decay, walk)
+    key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     inverse, delta, kept = numbers
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
     dS_j, dz_j, left = (
@@ -55,7 +55,7 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         tl.full((1,), 1, tl.float32),
     )
     chunks = tl.cdiv(stop - begin, K.C)
-    for i in range(0, chunks):
+    for i in tl.range(0, chunks, num_stages=K.STAGES):
         chunk = dev.chunk(begin + (chunks - 1 - i) * K.C, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
         if K.DECAYED:

@@ -45,7 +45,7 @@ def test_the_benchmark_runs_and_all_kernels_compile() -> None:
     text = run_script("gpu.py", "--smallest", "--section", *sections, TRITON_INTERPRET="1")
     assert all(f"\n{section} " in text for section in sections) and "wrong" not in text
     text = run_script(
-        "gpu_compile.py", "--widths", "16", "--dtypes", "bfloat16", "--extras", "both", TRITON_INTERPRET="0"
+        "gpu_compile.py", "--widths", "128", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
     )
     for kernel in ("forward", "query_gradient", "key_gradients", "key_sums", "query_sums", "enter", "step", "read"):
         assert f"kernel {kernel} " in text

@@ -13,7 +13,9 @@ def test_weights_are_those_of_the_definition(n: int, device: torch.device) -> No
     log_decay = -10 * torch.rand(3, n, device=device)
     log_decay[1, n // 3 :: 7] = -torch.inf
     log_decay[2, n // 2 :: 5] = -1e3
-    since, until, high, low, first = weigh(log_decay, C).double().unbind(-2)
+    fields = weigh(log_decay, C).double().view(3, -1, 5, C).transpose(1, 2).flatten(2)
+    assert fields.shape[-1] == -(-n // C) * C and not fields[..., n:].any()
+    since, until, high, low, first = fields[..., :n].unbind(1)
     for start in range(0, n, C):
         logs = log_decay[:, start : start + C].double()
         at, places = slice(start, start + C), torch.arange(logs.shape[1], device=device)
