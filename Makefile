@@ -60,9 +60,9 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'linattn needs Python 3.11 or newer; say which: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 ifdef TORCH
-	# another torch wants another triton and other setuptools
-	grep -vE '^(torch|triton|setuptools)==' requirements.lock > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
+	# another torch wants another triton and other setuptools; the interpreter of triton 3.6, torch 2.11's, an older numpy
+	grep -vE '^(torch|triton|setuptools|numpy)==' requirements.lock > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt 'numpy<2.4' torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 else
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
 endif

@@ -4,7 +4,8 @@
 
 Every operator is called as always, on tensors of the CPU, and its kernels are compiled but not launched; so this also
 shows that they compile. It fails where shared memory does not suffice, a pipelined loop starts a load `late`, when it
-needs it, an operand of a product is overwritten (`gpu_hazards.py`), or another length or batch compiles `anew`.
+needs it, an operand of a product is overwritten (`gpu_hazards.py`), another length or batch compiles `anew`, or a
+kernel is `empty`.
 `--newest` assembles with the newest ptxas that Triton brings, as TRITON_PTXAS_PATH would."""
 
 import argparse
@@ -24,6 +25,7 @@ import torch
 import triton
 from gpu_hazards import TOOLS, disassembled, overwritten
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.jit import JITFunction
 
 from linattn.ops.backends import CausalCall, ReadCall, SumCall
@@ -31,6 +33,8 @@ from linattn.ops.backends.triton import bidirectional_operators, causal_operator
 
 # of a program, in KiB; 99 elsewhere
 MEMORY = {80: 163, 90: 227, 100: 227}
+# a kernel that does anything needs more registers
+FEWEST = 16
 # those of Mamba-2 and of favor's features too
 WIDTHS = ("64", "128", "256", "128x64", "256x64", "64x128")
 # "gated": a decay, but neither φ nor a denominator, as in retention and Mamba-2
@@ -78,15 +82,8 @@ def describe(made: Any, capability: int, newest: bool = False) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(made.asm["ptx"])
-        architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
-        command = [
-            TOOLS / ("ptxas-blackwell" if newest else "ptxas"),
-            "-v",
-            f"-arch={architecture}",
-            source,
-            "-o",
-            cubin,
-        ]
+        ptxas = TOOLS / "ptxas-blackwell" if newest else get_ptxas(capability).path
+        command = [ptxas, "-v", f"-arch={sm_arch_from_capability(capability)}", source, "-o", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         hazards = overwritten(disassembled(cubin)) if capability == 90 else []
     registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
@@ -150,6 +147,7 @@ def compile_all(options: argparse.Namespace, widths: str, dtype: str, extras: st
         call_all(f, dv, DTYPES[dtype], extras)
         for entry in found:
             wrong = [name for name in ("late", "hazards") if entry[name]] + ["shared"] * (entry["shared"] > memory)
+            wrong += ["empty"] * (entry["registers"] < FEWEST)
             rows.append({"widths": widths, "dtype": dtype, "extras": extras, **entry, "wrong": wrong})
         found.clear()
         call_all(f, dv, DTYPES[dtype], extras, batch=3, n=1203)

@@ -117,6 +117,12 @@ def both(rows, columns):
 
 
 @jit
+def where(wanted, inside):
+    """Return inside if wanted, and else nothing: of one bool & many, the interpreter makes integers."""
+    return tl.where(wanted, inside, False)
+
+
+@jit
 def _numbers(x, tokens):
     """Return pointers to one number per token."""
     pointer, step = x
@@ -188,14 +194,14 @@ def load_state(state, features, values, given, K: tl.constexpr):
     """Return (BF, BV) of S and (BF,) of z: zeros unless given."""
     S, z = _tile_of(state, features, values, K)
     mask = both(features[1], values[1])
-    return tl.load(S, mask=mask & given, other=0), tl.load(z, mask=features[1] & given, other=0)
+    return tl.load(S, mask=where(given, mask), other=0), tl.load(z, mask=where(given, features[1]), other=0)
 
 
 @jit
 def store_state(state, features, values, S_i, z_i, wanted, z_wanted, K: tl.constexpr):
     S, z = _tile_of(state, features, values, K)
-    tl.store(S, S_i, mask=both(features[1], values[1]) & wanted)
-    tl.store(z, z_i, mask=features[1] & wanted & z_wanted)
+    tl.store(S, S_i, mask=where(wanted, both(features[1], values[1])))
+    tl.store(z, z_i, mask=where(wanted & z_wanted, features[1]))
 
 
 @jit

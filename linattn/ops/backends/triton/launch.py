@@ -49,7 +49,9 @@ class Call:
         # what tiles are chosen by
         self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
         masked, decayed = self.key_mask is not None, self.log_decay is not None
-        self.constants = Constants(self.normalized, masked, decayed, PRECISION[first.dtype], self.f, self.dv)
+        self.constants = Constants(
+            self.normalized, masked, decayed, tl.constexpr(PRECISION[first.dtype]), self.f, self.dv
+        )
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

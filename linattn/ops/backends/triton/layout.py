@@ -70,7 +70,7 @@ class Constants(NamedTuple):
     NORMALIZED: bool
     MASKED: bool
     DECAYED: bool
-    PRECISION: str
+    PRECISION: Any
     F: int
     DV: int
     UNIT: int = 1

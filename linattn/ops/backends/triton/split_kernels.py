@@ -37,7 +37,7 @@ def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     first, kept = dev.part(walk) == 0, numbers[0]
     (sums,) = dev.states_in(states, walk.states, row, split, K)
     dev.store_state(sums, features, values, tl.trans(S_i), z_i, True, first, K)
-    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
+    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=dev.where(first, tl.full((1,), True, tl.int1)))
 
 
 @dev.jit
@@ -75,7 +75,7 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     first = dev.part(walk) == 0
     (sums,) = dev.states_in(states, walk.states, row, split, K)
     dev.store_state(sums, features, values, tl.trans(dS_j), dz_j, True, first, K)
-    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=first)
+    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=dev.where(first, tl.full((1,), True, tl.int1)))
 
 
 @dev.jit
@@ -99,7 +99,7 @@ def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 def _enter(state, sums, kept, walk, given, WIDTH: tl.constexpr, K: tl.constexpr):
     splits = dev.plain(walk.splits)
     numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, K.C), WIDTH, K.C)
-    x = tl.load(state + numbers, mask=inside & given, other=0)
+    x = tl.load(state + numbers, mask=dev.where(given, inside), other=0)
     # loads of later splits do not wait for stores of earlier ones: the stages of this loop are known to be apart
     for i in tl.range(0, splits, num_stages=4):
         split = i

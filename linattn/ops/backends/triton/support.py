@@ -12,6 +12,8 @@ from linattn.ops.backends.operator import in_transform
 from linattn.ops.backends.triton.layout import shared_in_turns
 
 LARGEST = 256
+# for 10 and 11, Triton 3.7.1 fails to compile some kernels, or compiles nothing without a word
+CAPABILITIES = (8, 9, 12)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INSTALLED = importlib.util.find_spec("triton") is not None
 # Triton's own switch, which it reads once too: kernels are then run by Python, on tensors of the CPU
@@ -67,8 +69,11 @@ def untried(call: CausalCall | SumCall | ReadCall) -> str | None:
 def _device_cannot(x: Tensor) -> str | None:
     if not x.is_cuda or torch.version.hip is not None:
         return None
-    capability = _capability(x.device)
-    return None if capability >= (8, 0) else f"needs compute capability 8.0 or more, but the device has {capability}"
+    major, minor = _capability(x.device)
+    if major in CAPABILITIES:
+        return None
+    wanted = ", ".join(map(str, CAPABILITIES))
+    return f"is made for the compute capabilities {wanted}, but the device has {major}.{minor}"
 
 
 @cache

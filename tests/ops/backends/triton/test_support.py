@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from linattn.ops.backends import CausalCall
-from linattn.ops.backends.triton import CAUSAL
+from linattn.ops.backends.triton import CAUSAL, support
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 
@@ -30,9 +30,16 @@ def test_what_was_not_tried_runs_when_named(device: str, hip: str | None, monkey
         assert CAUSAL.refusal(given, named=True) is None
 
 
-def test_an_old_gpu_is_refused_when_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 6), True), ((10, 0), False), ((12, 0), True)])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_gpu_that_kernels_are_not_compiled_for_is_refused_when_named_too(
+    capability: tuple[int, int], taken: bool, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support._capability.cache_clear()
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
-        for named in (False, True):
-            assert "needs compute capability 8.0" in str(CAUSAL.refusal(call("cuda"), named=named))
+        reason = CAUSAL.refusal(call("cuda"), named=named)
+    support._capability.cache_clear()
+    assert (reason is None) == taken
+    assert taken or "made for the compute capabilities 8, 9, 12, but the device has" in str(reason)
