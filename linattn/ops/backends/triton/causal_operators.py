@@ -20,7 +20,7 @@ from linattn.ops.backends.triton.launch import (
 from linattn.ops.backends.triton.layout import empty_outputs, readable
 from linattn.ops.backends.triton.one_token import readable_call
 from linattn.ops.backends.triton.split_kernels import key_sums, query_sums
-from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values, rule
+from linattn.ops.backends.triton.tiling import Split, over_both, over_queries, over_values
 
 
 def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
@@ -36,7 +36,7 @@ def _weighed(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
     """Return the call and its state. Of a decay, kernels read what `weigh` makes of it."""
     call, S, z = readable_call(given._replace(key_mask=in_words(given.key_mask)))
     if call.log_decay is not None:
-        call.log_decay = weigh(call.log_decay, rule(*call.shape).C)
+        call.log_decay = weigh(call.log_decay, over_values(*call.shape).C)
     return call, S, z
 
 
