@@ -51,23 +51,17 @@ def hidden(x):
 
 
 @jit
-def again(x):
-    """Return what tensor cores multiply, of which the compiler then makes no copy in shared memory before it comes to
-    this line."""
-    if not _INTERPRETED and x.dtype.primitive_bitwidth == 16 and tl.target_info.is_cuda():
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
-    else:
-        return x
-
-
-@jit
 def early(x):
-    """Return numbers (C, B) that were loaded. Products of few rows, and all before capability 9.0, take factors from
-    registers, each in a layout of its own: from a load for several of them at once, which then does not start early."""
-    if _INTERPRETED or (x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9)):
+    """Return numbers (C, B) that were loaded, so that the load starts early. But for 64 rows and capability 9, products
+    take factors from registers, each in a layout of its own: one load for several of them would not. Instructions that
+    the compiler may not repeat keep the load apart from them."""
+    from_shared = (
+        x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9) and not tl.target_info.cuda_capability_geq(10)
+    )
+    if _INTERPRETED or from_shared or x.dtype.primitive_bitwidth != 16 or not tl.target_info.is_cuda():
         return x
     else:
-        return again(x)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
 
 
 @jit
