@@ -54,7 +54,6 @@ class Setup:
     threads: int = 1
 
 
-@with_config(extra="forbid")
 @dataclass(frozen=True)
 class Case:
     """One method doing one workload at one length. It is rebuilt from its names in any process."""
