@@ -4,7 +4,7 @@
 
 Every operator is called as always, on tensors of the CPU, and its kernels are compiled but not launched; so this also
 shows that they compile. It fails where shared memory does not suffice, a pipelined loop starts a load `late`, when it
-needs it, an operand of a product is overwritten (`gpu_hazards.py`), another length or batch compiles `anew`, or a
+needs it, an operand of a product is overwritten (`gpu_hazards.py`), another length or batch is `recompiled`, or a
 kernel is `empty`.
 `--newest` assembles with the newest ptxas that Triton brings, as TRITON_PTXAS_PATH would."""
 
@@ -151,7 +151,7 @@ def compile_all(options: argparse.Namespace, widths: str, dtype: str, extras: st
             rows.append({"widths": widths, "dtype": dtype, "extras": extras, **entry, "wrong": wrong})
         found.clear()
         call_all(f, dv, DTYPES[dtype], extras, batch=3, n=1203)
-        rows += [{"widths": widths, "dtype": dtype, "extras": extras, **e, "wrong": ["anew"]} for e in found]
+        rows += [{"widths": widths, "dtype": dtype, "extras": extras, **e, "wrong": ["recompiled"]} for e in found]
     return rows
 
 
