@@ -65,7 +65,8 @@ class Walk(NamedTuple):
 
 class Constants(NamedTuple):
     """Constants that are compiled into a kernel, beside φ: a call's options, its widths, and the kind of product; the
-    unit of strides; tiles of BF features, BV values and C tokens; and what some kernels are asked for."""
+    unit of strides; tiles of BF features, BV values and C tokens, loaded in STAGES; and what some kernels are asked
+    for."""
 
     NORMALIZED: bool
     MASKED: bool
