@@ -28,8 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.jit import JITFunction
 
-from linattn.ops.backends import CausalCall, ReadCall, SumCall
-from linattn.ops.backends.triton import bidirectional_operators, causal_operators, tiling
+from linattn.ops.calls import CausalCall, ReadCall, SumCall
+from linattn.ops.triton import bidirectional_operators, causal_operators, tiling
 
 # of a program, in KiB; 99 elsewhere
 MEMORY = {80: 163, 90: 227, 100: 227}

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linattn.ops import LinearState, causal_linear_attention, linear_attention
-from linattn.ops.backends.triton import tiling
-from linattn.ops.flex import flex_window
-from linattn.ops.local import in_blocks
-from linattn.ops.window import Window
+from linattn.ops.softmax.flex import flex_window
+from linattn.ops.softmax.local import in_blocks
+from linattn.ops.softmax.window import Window
+from linattn.ops.triton import tiling
 
 ELU: dict[str, Any] = {"feature_map": "elu_plus_one"}
 TRITON: dict[str, Any] = {"backend": "triton"}

@@ -30,8 +30,8 @@ from linattn.cli.bench.workloads import Call
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
-from linattn.ops.local import local_attention
-from linattn.ops.window import Window
+from linattn.ops.softmax.local import local_attention
+from linattn.ops.softmax.window import Window
 
 Row = tuple[str, float, str]
 elu = ATTENTIONS[ELU]

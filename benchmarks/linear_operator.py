@@ -21,7 +21,7 @@ from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, 
 from linattn.cli.bench.report import printed
 from linattn.cli.bench.workloads import Call, batched_products, operator_flop
 from linattn.ops import causal_linear_attention
-from linattn.ops.softmax import softmax_attention
+from linattn.ops.softmax.kernel import softmax_attention
 
 HEADS, CHANNELS, LONG = 8, 64, 65_536
 SOFTMAX, GIVEN, ELU = "softmax", "linear, features given", "linear, elu + 1 inside"

@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.attention.checks import checked_heads
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.ops.backends.base import accumulator, divide
+from linattn.ops.numerics import accumulator, divide
 from linattn.types import KeyMask, Keys, Queries, Values
 
 # number of weights, of all heads together, in memory at a time

@@ -14,7 +14,7 @@ BESIDE = {("compat", "models"), ("integrations", "models"), ("feature_maps", "op
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
     "jinja2": ("linattn/cli/",),
-    "triton": ("linattn/ops/backends/triton",),
+    "triton": ("linattn/ops/triton",),
     "transformers": ("linattn/integrations/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),
     "peft": ("linattn/integrations/",),
@@ -68,6 +68,37 @@ def test_guests_are_imported_at_home(path):
     for name in imports(ast.parse(path.read_text("utf-8"))):
         homes = GUESTS.get(name.partition(".")[0])
         assert homes is None or place.startswith(homes), f"{place} imports {name}, which belongs in {homes}"
+
+
+# inside `ops`: definitions (what is computed) ← plain (the idea in chunks) ← fast (what runs anywhere) ← triton (what
+# runs on GPUs). Each room may know those on its left and the ground floor, and nobody outside of `ops` knows any
+ROOMS = ["definitions", "plain", "fast", "triton"]
+GROUND = {"calls", "numerics", "operator", "library", "elementwise", "names", "tokens"}
+# who else knows them: the table of operators, and operators whose forms stand beside their public function
+TABLES = {"operators.py", "convolution.py"}
+PRIVATE = {*ROOMS, "operators", "operator", "library", "calls"}
+
+
+def ops_imports(path: Path) -> Iterator[str]:
+    """Yield the files and folders of `linattn.ops` that a file imports."""
+    for name in imports(ast.parse(path.read_text("utf-8"))):
+        package, _, rest = name.partition("linattn.ops.")
+        part = PACKAGE / "ops" / rest.partition(".")[0]
+        if not package and rest and (part.is_dir() or part.with_suffix(".py").exists()):
+            yield part.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_the_rooms_of_ops_have_an_order(path):
+    layer, *rest = path.relative_to(PACKAGE).parts
+    for part in ops_imports(path):
+        if layer != "ops":
+            assert part not in PRIVATE, f"{relative(path)} imports linattn.ops.{part}, which only linattn.ops knows"
+        elif rest[0] in ROOMS:
+            earlier = ROOMS[: ROOMS.index(rest[0]) + 1]
+            assert part in {*earlier, *GROUND}, f"{relative(path)} imports linattn.ops.{part}"
+        elif rest[0] not in TABLES:
+            assert part not in ROOMS, f"{relative(path)} imports linattn.ops.{part}"
 
 
 def test_a_wrong_import_is_seen():

@@ -6,7 +6,7 @@ from typing import final
 import torch
 
 from linattn import FeatureMap, InnerAttention, LinearAttention, SequenceProjection
-from linattn.ops.backends.base import divide
+from linattn.ops.numerics import divide
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

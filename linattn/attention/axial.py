@@ -8,9 +8,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner, checked_ungated
-from linattn.ops.backends.loopless import check_exported_length
-from linattn.ops.compaction import pack_heads
+from linattn.ops.numerics import check_exported_length
 from linattn.ops.state import map_state
+from linattn.ops.tokens.compaction import pack_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import unit
-from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import present_heads
 from linattn.ops.delta import causal_delta_attention
+from linattn.ops.numerics import accumulator
 from linattn.ops.state import check_part
+from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

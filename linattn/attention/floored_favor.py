@@ -10,12 +10,11 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
-from linattn.ops.backends.base import accumulator, divide
-from linattn.ops.backends.reference import present
-from linattn.ops.compaction import present_heads
 from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.numerics import accumulator, divide, present
 from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState, check_part, checked_kind
+from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
-from linattn.ops.backends.base import accumulator
-from linattn.ops.compaction import compact, pack
-from linattn.ops.softmax import softmax_attention
+from linattn.ops.numerics import accumulator
+from linattn.ops.softmax.kernel import softmax_attention
 from linattn.ops.state import checked_kind
+from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 _Projected = Float[Tensor, "b hk r d"]

@@ -4,7 +4,7 @@ Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://
 from typing import final
 
 from linattn.attention.base import InnerAttention
-from linattn.ops.local import LocalState, Window, extend_local, local_attention
+from linattn.ops.softmax.local import LocalState, Window, extend_local, local_attention
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import AnyGates
-from linattn.ops.compaction import per_query_head
-from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part
+from linattn.ops.tokens.compaction import per_query_head
+from linattn.ops.tokens.rotary import turn, turns
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

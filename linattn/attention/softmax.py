@@ -5,10 +5,10 @@ from typing import final
 import torch
 
 from linattn.attention.base import InnerAttention, KeysAndValues
-from linattn.ops.backends.reference import present
-from linattn.ops.compaction import join_masks, per_query_head
-from linattn.ops.softmax import among_present, fused_softmax, softmax_attention
+from linattn.ops.numerics import present
+from linattn.ops.softmax.kernel import among_present, fused_softmax, softmax_attention
 from linattn.ops.state import check_tokens
+from linattn.ops.tokens.compaction import join_masks, per_query_head
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

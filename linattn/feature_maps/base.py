@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.ops.backends.base import accumulator
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.numerics import accumulator
 
 
 def value_dtype(dtype: torch.dtype) -> torch.dtype:

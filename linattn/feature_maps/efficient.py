@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap, Features
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 
 
 @final

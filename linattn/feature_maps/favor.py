@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap, Features, value_dtype
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 
 
 class _RandomFeatureMap(FeatureMap):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap, Features, value_dtype
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 
 
 @final

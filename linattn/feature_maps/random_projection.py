@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 
 
 @final

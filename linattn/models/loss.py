@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.ops.compaction import compact, pack
+from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import TokenIds, TokenMask
 
 

@@ -18,8 +18,8 @@ from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.names import unknown_name
-from linattn.ops.rotary import turn, turns
 from linattn.ops.state import check_part, checked_kind, for_batch
+from linattn.ops.tokens.rotary import turn, turns
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 CONVOLUTIONS_ON = ("inputs", "projections")

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.gates import AnyNeeds, GateNeeds, Gates, SplitNeeds
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 from linattn.types import Tokens
 
 PerHead = Float[Tensor, "b hk n"]

@@ -4,8 +4,8 @@ from linattn.ops.delta import causal_delta_attention
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.explain import explain_backend
 from linattn.ops.linear import causal_linear_attention, linear_attention, read, summarize
-from linattn.ops.packing import packed_log_decay
 from linattn.ops.state import LinearState
+from linattn.ops.tokens.packing import packed_log_decay
 
 __all__ = [
     "ELEMENTWISE",

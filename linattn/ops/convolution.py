@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.backends.base import summed
-from linattn.ops.backends.blocks import empty_like
-from linattn.ops.backends.operator import Backend, Operator, Tensors
+from linattn.ops.fast.blocks import empty_like
+from linattn.ops.numerics import summed
+from linattn.ops.operator import Backend, Operator, Tensors
 
 # numbers of a block
 BLOCK = 2**18

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.backends.base import accumulator, align
-from linattn.ops.backends.delta import DELTA, DeltaCall
-from linattn.ops.backends.reference import of_present_tokens
+from linattn.ops.calls import DeltaCall
 from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, per_channel, shape
+from linattn.ops.numerics import accumulator, align, of_present_tokens
+from linattn.ops.operators import DELTA
 
 
 def causal_delta_attention(

@@ -3,10 +3,10 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linattn.ops.backends import SUM_KEYS, SumCall
-from linattn.ops.backends.delta import DELTA
+from linattn.ops.calls import SumCall
 from linattn.ops.delta import delta_call
 from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.operators import DELTA, SUM_KEYS
 from linattn.ops.state import LinearState, checked_kind
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from linattn.ops.backends import CAUSAL, GATED, READ, SHARED, SUM_KEYS, CausalCall, ReadCall, SumCall
-from linattn.ops.backends.base import accumulator, align
-from linattn.ops.backends.operator import Operator
+from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
+from linattn.ops.numerics import accumulator, align
+from linattn.ops.operator import Operator
+from linattn.ops.operators import CAUSAL, GATED, READ, SHARED, SUM_KEYS
 from linattn.ops.state import LinearState, checked_kind
 
 NORMALIZATIONS = ("output", "keys", None)

@@ -6,8 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from linattn.ops.backends import dense, loopless
-from linattn.ops.backends.base import is_exporting
+from linattn.ops.calls import SHORT
+from linattn.ops.numerics import is_exporting
+from linattn.ops.tokens.cutting import running_max
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
@@ -26,8 +27,8 @@ def running_scale(
 
     With m_i = max(m_{i-1} + log_decay_i, log_scale_i), sums are relative to m, and the last m is the next start.
     Without a log_decay, sums are relative to a multiple of 24 instead, at most 14 above m, so that a decay is rare: it
-    comes where m passes such a multiple. A decay of None is known to be zero everywhere. Short sequences always have
-    one: the backend depends on it, and no later key may choose that.
+    comes where m passes such a multiple. A decay of None is known to be zero everywhere. Short sequences always
+    return a decay: whether there is one decides the backend, and that must not depend on later tokens.
 
     Before the first key (log_scale −inf), scale and decay are zero. No gradient passes through m: any would give the
     same outputs."""
@@ -53,7 +54,7 @@ def running_scale(
     decay = decay.masked_fill(none[..., :-1], 0)
     # a copy, because a view would keep the whole sequence alive in a state of constant size
     # the length is asked for last, because it would be a condition of a graph
-    needless = log_decay is None and _all_zero(decay) and not 1 < decay.shape[-1] <= dense.LONGEST
+    needless = log_decay is None and _all_zero(decay) and not 1 < decay.shape[-1] <= SHORT
     return shown[..., 1:], None if needless else decay, m[..., -1:].clone()
 
 
@@ -61,7 +62,7 @@ def _running_max(x: Tensor) -> Tensor:
     if not is_exporting():
         return x.cummax(-1).values
     start = x[..., :1]
-    return torch.cat([start, torch.maximum(start, loopless.running_max(x[..., 1:]))], -1)
+    return torch.cat([start, torch.maximum(start, running_max(x[..., 1:]))], -1)
 
 
 def _all_zero(decay: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linattn.attention import ATTENTIONS, Gates, InnerAttention, named_attention
 from linattn.attention.gates import AnyGates, AnyNeeds, SplitNeeds
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 
 HEADS, KEY_HEADS, CHANNELS, WINDOW, LONGEST = 4, 2, 6, 17, 256
 SPECS = (*ATTENTIONS, "local+elu", "softmax:2+local_bucketed:2", "local:2+gated_delta:2")

@@ -21,7 +21,7 @@ from linattn.attention import (
     SplitHeads,
     StridedConvolution,
 )
-from linattn.ops.rotary import rotate
+from linattn.ops.tokens.rotary import rotate
 from tests.attention.cases import GatesFromKeys
 
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from linattn.attention import Decay, LinearAttention, RotaryLinearAttention
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap, Features
-from linattn.ops.rotary import rotate
+from linattn.ops.tokens.rotary import rotate
 from tests import laws
 
 HEADS, KEY_HEADS, CHANNELS = 4, 2, 6

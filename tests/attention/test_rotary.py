@@ -14,7 +14,7 @@ from linattn.attention import (
 from linattn.attention.rotary import RotaryAttention
 from linattn.feature_maps import ElementwiseFeatureMap
 from linattn.ops import LinearState
-from linattn.ops.rotary import rotate
+from linattn.ops.tokens.rotary import rotate
 from tests import laws
 
 INNER = {

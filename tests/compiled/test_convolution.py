@@ -3,8 +3,8 @@
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.backends.library import NAMESPACE
 from linattn.ops.convolution import short_convolution
+from linattn.ops.library import NAMESPACE
 
 
 def inputs(n: int) -> tuple[torch.Tensor, torch.Tensor]:

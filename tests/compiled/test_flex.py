@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.flex import flex_window, unsupported
-from linattn.ops.local import local_attention
-from linattn.ops.window import Window
+from linattn.ops.softmax.flex import flex_window, unsupported
+from linattn.ops.softmax.local import local_attention
+from linattn.ops.softmax.window import Window
 
 WINDOWS = [Window(*options) for options in itertools.product((1, 7, 128, 300), (False, True), (False, True))]
 

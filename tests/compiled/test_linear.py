@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
-from linattn.ops.backends.library import NAMESPACE
+from linattn.ops.library import NAMESPACE
 from tests import operators
 from tests.laws import masks, tokens
 

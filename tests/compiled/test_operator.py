@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.ops.backends.library import NAMESPACE
-from tests.ops.backends.test_operator import inputs, toy, toy_definition
+from linattn.ops.library import NAMESPACE
+from tests.ops.test_operator import inputs, toy, toy_definition
 
 OPERATORS = getattr(torch.ops, NAMESPACE)
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import ELEMENTWISE, LinearState, causal_linear_attention
-from linattn.ops.backends import CAUSAL
+from linattn.ops.operators import CAUSAL
 from tests import laws
 from tests.laws import LENGTHS, tokens
 
 NORMALIZATIONS = ("output", "keys", None)
 
-# the kernels are tested by tests/ops/backends/triton, as they need a GPU or an interpreter, and have no float64
-every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name not in ("triton", "dense")])
+# the kernels are tested by tests/ops/triton, as they need a GPU or an interpreter, and have no float64
+every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name not in ("triton", "parallel")])
 every_normalization = pytest.mark.parametrize("normalize", NORMALIZATIONS)
 
 
@@ -430,7 +430,7 @@ def test_shapes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: 
     [
         ({"normalize": "rows"}, ValueError, "normalize must be"),
         ({"feature_map": "elu"}, ValueError, "one of identity, elu_plus_one"),
-        ({"backend": "cuda"}, ValueError, "one of triton, recurrent, dense, chunked, loopless, ref"),
+        ({"backend": "cuda"}, ValueError, "one of triton, recurrent, parallel, chunked, plain, ref"),
         ({"backend": "recurrent"}, NotImplementedError, "recurrent: takes one token at a time"),
         ({"key_mask": torch.ones(2, 1, 10)}, ValueError, "boolean"),
         ({"key_mask": torch.ones(2, 1, 9, dtype=torch.bool)}, ValueError, r"key_mask must be \(..., 10\)"),

@@ -11,14 +11,14 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
-from linattn.ops.backends.delta import chunked
+from linattn.ops.fast import delta as fast_delta
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
 
 D, DV = 5, 3
 
-every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "loopless"])
+every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "plain"])
 every_decay = pytest.mark.parametrize("decay", [None, "head", "channel"])
 
 
@@ -111,7 +111,7 @@ def test_agrees_with_the_formula(backend: str, decay: str | None) -> None:
     assert_close(last, S)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "recurrent", "loopless"])
+@pytest.mark.parametrize("backend", ["chunked", "recurrent", "plain"])
 @every_decay
 @pytest.mark.parametrize("n", LENGTHS)
 def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, decay: str | None, n: int) -> None:
@@ -126,7 +126,7 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, de
 @every_decay
 def test_segments_make_the_whole(decay: str | None) -> None:
     """Several segments and a rest: one holds 256 tokens here."""
-    given = inputs(600, decay, lead=(4,), d=chunked.BLOCK // 1024, dv=4)
+    given = inputs(600, decay, lead=(4,), d=fast_delta.BLOCK // 1024, dv=4)
     upstream = upstream_of(given)
     expected = everything(given, upstream, backend="reference")
     assert_same(everything(given, upstream, backend="chunked"), expected, rtol=1e-9, atol=1e-9)
@@ -136,7 +136,7 @@ def test_segments_make_the_whole(decay: str | None) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_rows_make_the_batch(monkeypatch: pytest.MonkeyPatch, decay: str | None, shared: bool) -> None:
     """Where the states of all rows do not fit the cache, rows follow one another, each in segments of 64 tokens."""
-    monkeypatch.setattr(chunked, "BLOCK", 1)
+    monkeypatch.setattr(fast_delta, "BLOCK", 1)
     given = inputs(150, decay, lead=(3, 2))
     if shared:
         given |= {name: x[:, :1] for name, x in given.items() if name != "q"}
@@ -466,7 +466,7 @@ def test_a_backend_is_chosen_and_explained() -> None:
     assert explain(many) == (
         kernels + "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
         "chunked: runs this call\n"
-        "loopless: can run it, when named\n"
+        "plain: can run it, when named\n"
         "reference: can run it, when named"
     )
     with pytest.raises(NotImplementedError, match="recurrent: takes one token"):

@@ -27,7 +27,7 @@ def leaf(*shape: int) -> Tensor:
 
 @every_case
 @every_normalization
-@pytest.mark.parametrize("backend", [None, "recurrent", "chunked", "loopless"])
+@pytest.mark.parametrize("backend", [None, "recurrent", "chunked", "plain"])
 @pytest.mark.parametrize("decayed", [False, True])
 def test_causal(sizes: tuple[int, ...], normalize: str | None, backend: str | None, decayed: bool) -> None:
     of_q, of_k, n, d, dv = sizes

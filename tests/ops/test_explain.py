@@ -16,7 +16,7 @@ def choice(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("n", "options", "expected"),
-    [(5, {}, "dense"), (200, {}, "chunked"), (1, {}, "recurrent"), (5, {"normalize": "keys"}, "chunked")],
+    [(5, {}, "parallel"), (200, {}, "chunked"), (1, {}, "recurrent"), (5, {"normalize": "keys"}, "chunked")],
 )
 def test_it_names_the_backend_that_runs(n: int, options: dict[str, str], expected: str) -> None:
     text = explain_backend(*tokens(n), **options)
@@ -28,7 +28,7 @@ def test_it_names_the_backend_that_runs(n: int, options: dict[str, str], expecte
 def test_a_state_is_part_of_the_call() -> None:
     q, k, v = tokens(5)
     _, state = causal_linear_attention(q, k, v)
-    assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "dense"
+    assert choice(explain_backend(q, k, v, LinearState(state.S, state.z))) == "parallel"
 
 
 def test_arguments_of_another_operator_are_refused() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, explain_backend, packed_log_decay
-from linattn.ops.backends import GATED
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.operators import GATED
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -19,7 +19,7 @@ from tests.recurrence import relative
 D, DV = 5, 3
 Inputs = dict[str, Tensor]
 
-BACKENDS = [name for name in GATED.run if name not in ("triton", "dense")]
+BACKENDS = [name for name in GATED.run if name not in ("triton", "parallel")]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_normalization = pytest.mark.parametrize("normalize", ["output", "keys", None])
 
@@ -246,7 +246,7 @@ def test_fewer_heads_are_shared(backend: str, fewer: str, normalize: str | None)
     assert_same(everything(given, upstream, backend, normalize=normalize), expected)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "loopless", "reference"])
+@pytest.mark.parametrize("backend", ["chunked", "plain", "reference"])
 def test_leading_dimensions_broadcast(backend: str) -> None:
     """None at all, few and many."""
     given = inputs(70, lead=(4, 3, 2)) | {"k": inputs(70, lead=(3, 1))["k"], "v": inputs(70, lead=())["v"]}
@@ -374,7 +374,7 @@ def test_vmap_of_gradients_is_a_loop(n: int) -> None:
 def test_autocast_does_not_round_the_states() -> None:
     given = {name: x.float() for name, x in inputs(70).items()}
     upstream = upstream_of(given)
-    for backend in ("chunked", "loopless", "reference"):
+    for backend in ("chunked", "plain", "reference"):
         plain = everything(given, upstream, backend)
         leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -394,7 +394,7 @@ def test_no_rows(backend: str, lead: tuple[int, ...]) -> None:
 def test_inputs_are_not_modified() -> None:
     given = inputs(70) | {"key_mask": laws.masks(70)["holes"]}
     copies, upstream = {name: x.clone() for name, x in given.items()}, upstream_of(given)
-    for backend in ("chunked", "loopless", "reference"):
+    for backend in ("chunked", "plain", "reference"):
         everything(given, upstream, backend, feature_map="elu_plus_one")
         assert all(torch.equal(x, copies[name]) for name, x in given.items())
 
@@ -421,9 +421,9 @@ def test_a_backend_is_chosen_and_explained() -> None:
     assert texts[1] == (
         "triton: has no kernels for a decay per channel\n"
         "recurrent: takes one token at a time, but q is (2, 3, 9, 5)\n"
-        'dense: has no decay and no normalize="keys"\n'
+        'parallel: has no decay and no normalize="keys"\n'
         "chunked: runs this call\n"
-        "loopless: can run it, when named\n"
+        "plain: can run it, when named\n"
         "reference: can run it, when named"
     )
     with pytest.raises(NotImplementedError, match="triton: has no kernels for a decay per channel"):

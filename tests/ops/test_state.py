@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.ops import LinearState, causal_linear_attention, read
-from linattn.ops.backends import CAUSAL
+from linattn.ops.operators import CAUSAL
 from tests.laws import tokens
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name not in ("triton", "dense")])
+every_backend = pytest.mark.parametrize("backend", [name for name in CAUSAL.run if name not in ("triton", "parallel")])
 
 
 def a_state(*lead: int, f: int = 5, dv: int = 3, dtype: torch.dtype = torch.float64) -> LinearState:

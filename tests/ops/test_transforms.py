@@ -89,7 +89,7 @@ def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor]) -> N
         torch.func.jvp(operator, (q, k, v), (q, k, v))
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize("backend", ["parallel", "reference"])
 def test_forward_mode_of_what_torch_differentiates(backend: str) -> None:
     def operator(*x: Tensor) -> Tensor:
         return causal_linear_attention(*x, backend=backend, **OPTIONS)[0]

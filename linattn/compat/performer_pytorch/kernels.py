@@ -9,7 +9,7 @@ from torch import Tensor
 from linattn.feature_maps import RandomProjection
 from linattn.feature_maps.favor import half_squared_norm
 from linattn.ops import linear
-from linattn.ops.backends.base import accumulator
+from linattn.ops.numerics import accumulator
 from linattn.ops.state import LinearState
 
 Device = torch.device | str | None

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.ops.rotary import rotate
+from linattn.ops.tokens.rotary import rotate
 
 
 class Change(NamedTuple):

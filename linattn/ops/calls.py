@@ -1,0 +1,80 @@
+"""The calls: checked arguments, as every form of an operator takes them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# the most tokens for which a form may build the whole matrix of similarities
+SHORT = 128
+
+
+class CausalCall(NamedTuple):
+    """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
+    the full size or 1, and q has the full ones, except where heads share queries; `key_mask` and `log_decay` are
+    (*b, n), decays per channel (*b, n, f); S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if
+    `fresh`. What is masked does not decay."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    S: Tensor
+    z: Tensor
+    log_decay: Tensor | None
+    key_mask: Tensor | None
+    normalize: str | None
+    feature_map: str
+    fresh: bool
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the outputs."""
+        of_queries, of_states = self.q.shape[:-2], self.S.shape[:-2]
+        # asking torch takes as long as preparing a launch
+        return of_queries if of_queries == of_states else torch.broadcast_shapes(of_queries, of_states)
+
+
+class SumCall(NamedTuple):
+    """Checked arguments of `summarize`; leading dimensions broadcast. It returns S and z."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    feature_map: str
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the sums."""
+        mask = () if self.key_mask is None else self.key_mask.shape[:-1]
+        return torch.broadcast_shapes(self.k.shape[:-2], self.v.shape[:-2], mask)
+
+
+class ReadCall(NamedTuple):
+    """Checked arguments of `read`; leading dimensions broadcast. It returns y in `dtype`."""
+
+    q: Tensor
+    S: Tensor
+    z: Tensor
+    normalize: str | None
+    feature_map: str
+    dtype: torch.dtype
+
+    @property
+    def lead(self) -> torch.Size:
+        """The leading dimensions of the outputs."""
+        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2], self.z.shape[:-1])
+
+
+class DeltaCall(NamedTuple):
+    """Checked arguments of `causal_delta_attention`. All tensors have the same number of leading dimensions, each of
+    the full size or 1; q has the full ones and S (*b, d, dv) those of the states. `beta` is (*b, n, 1), `log_decay`
+    (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: a masked token is one of zeros, which
+    neither writes nor decays."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    S: Tensor
+    log_decay: Tensor | None
+    scale: float

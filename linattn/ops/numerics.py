@@ -1,0 +1,104 @@
+"""The rules that all forms of an operator share: dtypes of sums, denominators, masked tokens, gradients, autocast."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Sums are kept in float32, or in float64 for float64 inputs: a half-precision sum stops growing early."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_NONE = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Zero where the denominator is nothing: a query that resembles no key gets zeros, and adding a constant instead
+    would bias every output."""
+    return numerator / infinite_if_none(denominator)
+
+
+def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
+    """Dividing by it gives zeros where the denominator is zero, or so near the end of its dtype's range that rounding
+    has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
+    least = _NONE[denominator.dtype]
+    if nonnegative:
+        # the same in one operation instead of three, which a single token notices
+        return torch.threshold(denominator, least, torch.inf)
+    return denominator.masked_fill(denominator.abs() < least, torch.inf)
+
+
+def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros for masked keys, whatever stands there, also in the gradient."""
+    return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
+
+
+def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros for masked keys and values, and for masked queries that are not finite: these would spoil the gradients of
+    the keys before them. A finite query still asks. Needed before φ, whose derivative may not be finite there."""
+    if key_mask is None:
+        return q, k, v
+    q = torch.where(key_mask.unsqueeze(-1) | q.isfinite(), q, 0)
+    return q, present(k, key_mask), present(v, key_mask)
+
+
+def align(x: Tensor, ndim: int) -> Tensor:
+    """Put dimensions of size 1 in front, up to `ndim` of them in all."""
+    return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
+
+
+def summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x from that of x where it is broadcast."""
+    return gradient.sum_to_size(x.shape).to(x.dtype)
+
+
+def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
+    """Likewise of decays, in place: one of −inf has none, as it begins a new sequence."""
+    gradient = gradient.sum_to_size(log_decay.shape)
+    # on a CPU, to look for one takes a twentieth of the time of a mask; a NaN is not above anything
+    if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
+        gradient.masked_fill_(log_decay == -torch.inf, 0)
+    return gradient.to(log_decay.dtype)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` is True in torch.compile
+    too, but not its flag."""
+    return torch.compiler._is_exporting_flag
+
+
+def check_exported_length(n: int, what: str) -> None:
+    """Raise NotImplementedError while exporting for any length what has a loop of as many blocks as the length asks."""
+    if is_exporting() and isinstance(n, torch.SymInt):
+        raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast would turn products of float32 sums into half-precision ones."""
+    compiling = torch.compiler.is_compiling()
+    if not (compiling or torch._C._is_any_autocast_enabled()):
+        return _AS_IT_IS
+    device = x.device.type
+    # torch 2.11 cannot trace the last question: what is compiled is for a device that has it
+    if device == "meta" or not (compiling or torch.amp.is_autocast_available(device)):
+        return _AS_IT_IS
+    # an exported graph may be called where autocast is on
+    wanted = torch.is_autocast_enabled(device) or (compiling and is_exporting())
+    return torch.autocast(device, enabled=False) if wanted else _AS_IT_IS
+
+
+def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
+    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
+
+    def run(call: Any, save: bool) -> tuple[Tensor, ...]:
+        with without_autocast(call[0]):
+            return forward(call, save)
+
+    return run

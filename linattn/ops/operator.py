@@ -1,0 +1,243 @@
+"""Operators from their records: dispatch to backends, gradients of any order, vmap, one node per graph, and exports.
+
+A call is a NamedTuple of tensors, then options. Its operator names the backends in order of preference, the definition
+last: torch differentiates that one, twice if need be, and so it serves the second derivatives of all others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import Function, forward_ad
+
+from linattn.ops import library
+from linattn.ops.library import differentiable
+from linattn.ops.names import unknown_name
+from linattn.ops.numerics import is_exporting, without_autocast
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Backend(NamedTuple):
+    """One form of an operator.
+
+    It runs calls on its `devices` (none: on any), of one token if that is `one_token`, and not in graphs that would
+    unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone;
+    `untried(call)`, a reason why it is not chosen unless it is named.
+
+    `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
+    call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
+    computes again what was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are
+    results without numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
+
+    name: str
+    unsupported: Callable[[Any], str | None] | None
+    forward: Callable[[Any, bool], tuple[Tensor, ...]]
+    gradient: Callable[[Any, Tensors, Tensors], Tensors] | None = None
+    empty: Callable[[Any, bool], tuple[Tensor, ...]] | None = None
+    empty_gradient: Callable[[Any], Tensors] | None = None
+    saved: int = 0
+    devices: tuple[str, ...] = ()
+    one_token: bool = False
+    loops: bool = False
+    untried: Callable[[Any], str | None] | None = None
+
+    def refusal(self, call: Any, named: bool = False) -> str | None:
+        """Say why it cannot run the call, or is not chosen unless it is named; or return None."""
+        x = call[0]
+        if self.devices and x.device.type not in self.devices:
+            return f"needs {' or '.join(map(str.upper, self.devices))} tensors, but they are on {x.device.type}"
+        if self.one_token and x.shape[-2] != 1:
+            return f"takes one token at a time, but q is {tuple(x.shape)}"
+        # graphs for export or of transforms; others hold the form as one operation
+        if self.loops and torch.compiler.is_compiling() and (is_exporting() or in_transform()):
+            return "has loops, which this graph would unroll"
+        reason = self.unsupported(call) if self.unsupported else None
+        return self.untried(call) if reason is None and self.untried and not named else reason
+
+    def run(self, call: Any) -> tuple[Tensor, ...]:
+        return self.forward(call, False)
+
+
+class Operator:
+    """Runs calls of one kind, each of which returns `outputs` tensors."""
+
+    def __init__(self, name: str, call: type[Any], outputs: int, backends: Sequence[Backend]):
+        self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
+        self.run = {b.name: Form(self, b) if b.gradient else b.run for b in self.backends}
+
+    def choose(self, call: Any, backend: str | None = None) -> Callable[[Any], tuple[Tensor, ...]]:
+        """Return what runs the call: the named backend, or the first that can."""
+        if backend is not None and backend not in self.run:
+            raise unknown_name("backend", backend, self.run)
+        reasons = []
+        for candidate in self.backends:
+            if backend in (None, candidate.name):
+                reason = candidate.refusal(call, named=backend is not None)
+                if reason is None:
+                    return self.run[candidate.name]
+                reasons.append(f"  {candidate.name}: {reason}")
+        raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
+
+    def explain(self, call: Any) -> str:
+        """Say in a line per backend whether it runs the call, could if it were named, or why it cannot."""
+        reasons = {b.name: b.refusal(call) for b in self.backends}
+        chosen = next(name for name, reason in reasons.items() if reason is None)
+        can = {name: "runs this call" if name == chosen else "can run it, when named" for name in reasons}
+        return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
+
+
+def in_transform() -> bool:
+    """True under a function transform or in forward mode, which would pass an operation of a graph by, with tangents of
+    zero."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+class Form:
+    """A backend with a gradient of its own as one operation: of autograd, and of torch.library for graphs, where a
+    compiler would unroll its loops."""
+
+    def __init__(self, operator: Operator, backend: Backend):
+        self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
+        self.make, fields = operator.call, get_type_hints(operator.call)
+        schema = [f"{library.SCHEMA[kind]} {name}" for name, kind in fields.items()]
+        self.tensors = sum(field.startswith("Tensor") for field in schema)
+        self.traced = library.define(self, f"{operator.name}_{backend.name}", schema)
+
+    def __call__(self, call: Any) -> tuple[Tensor, ...]:
+        save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call[: self.tensors])
+        if torch.compiler.is_compiling():
+            return self.traced(*call, save)[: self.outputs]
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(call[: self.tensors])
+        if save or torch._C._are_functorch_transforms_active():
+            options = (*call[self.tensors :], save)
+            return _Differentiable.apply(self, options, *call[: self.tensors])[: self.outputs]
+        with without_autocast(call[0]):
+            return self.backend.forward(call, False)[: self.outputs]
+
+    def gradient(self, *arguments: Any) -> Tensors:
+        """Return the gradient, given upstream gradients, what was saved, and the call."""
+        assert self.backend.gradient is not None
+        first = self.outputs + self.backend.saved
+        grads, saved, call = arguments[: self.outputs], arguments[self.outputs : first], self.make(*arguments[first:])
+        with without_autocast(call[0]):
+            found = self.backend.gradient(call, saved, grads)
+        # neither autograd nor torch.library lets a function return what it was given
+        return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in found)
+
+    def filled(self, call: Any, grads: Tensors) -> Tensors:
+        """Zeros for the upstream gradients that autograd leaves out (None)."""
+        if all(g is not None for g in grads):
+            return grads
+        assert self.backend.empty is not None
+        results = self.backend.empty(call, False)
+        return tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, results, strict=False))
+
+
+class _Differentiable(Function):
+    """One call: forward, and the backend's gradient."""
+
+    @staticmethod
+    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        call = form.make(*tensors, *options[:-1])
+        with without_autocast(call[0]):
+            results = form.backend.forward(call, options[-1])
+        # what is saved may be an input itself, of which autograd wants a view
+        return tuple(x.view_as(x) if any(x is given for given in tensors) else x for x in results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.form, ctx.options, *tensors = inputs
+        saved = output[ctx.form.outputs :]
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, options, kept, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
+        _refuse_old_vmap(grads)
+        grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
+        return None, None, *_Gradient.apply(form, options, *grads, *kept)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return _vmap(_Differentiable, info.batch_size, in_dims, args)
+
+
+class _Gradient(Function):
+    """The gradient of a call, differentiable by the definition."""
+
+    @staticmethod
+    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
+        return form.gradient(*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.form, ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors[-ctx.form.tensors :], *tensors[: ctx.form.outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
+        count, tensors = ctx.form.tensors, ctx.saved_tensors
+        with without_autocast(tensors[0]):
+            second = _second_derivative(ctx.form, ctx.options, tensors, grads)
+        return None, None, *second[count:], *[None] * ctx.form.backend.saved, *second[:count]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        # what was saved was laid out for another number of dimensions
+        saved = slice(2 + args[0].outputs, len(args) - args[0].tensors)
+        args = *args[: saved.start], *[None] * args[0].backend.saved, *args[saved.stop :]
+        return _vmap(_Gradient, info.batch_size, in_dims, args)
+
+
+def _second_derivative(form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors) -> list[Tensor | None]:
+    """Derivatives of the definition's gradient, with respect to the call's tensors and to the outputs' gradients. As it
+    is made of torch's own operations, further derivatives follow."""
+    wanted = [differentiable(x) for x in tensors]
+    inputs, among_inputs = tensors[: form.tensors], wanted[: form.tensors]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found = iter(given)
+        filled = [next(found) if w else x for x, w in zip(inputs, among_inputs, strict=True)]
+        return form.definition(form.make(*filled, *options), False)
+
+    def gradient(*given: Tensor) -> tuple[Tensor, ...]:
+        pull_back = torch.func.vjp(run, *given[: -form.outputs])[1]
+        return pull_back(given[-form.outputs :])
+
+    pull_back = torch.func.vjp(gradient, *(x for x, w in zip(tensors, wanted, strict=True) if w))[1]
+    second = iter(pull_back(tuple(g for g, w in zip(grads, among_inputs, strict=True) if w)))
+    return [next(second) if w else None for w in wanted]
+
+
+def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One more leading dimension, which is all that vmap asks of an operator that takes any number of them."""
+
+    def front(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    # the form and the options stand first and are no tensors
+    results = function.apply(*args[:2], *map(front, args[2:], in_dims[2:]))
+    return results, tuple(None if x is None else 0 for x in results)
+
+
+def _refuse_old_vmap(grads: Tensors) -> None:
+    if any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+        raise NotImplementedError(
+            "is_grads_batched and jacobian(vectorize=True) use a vmap that knows no custom operators: take "
+            'torch.func.jacrev, torch.func.vmap of a function of torch.func.vjp, or backend="reference"'
+        )
+
+
+def _refuse_forward_mode(tensors: Tensors) -> None:
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "linear attention has no forward-mode derivative: take a reverse-mode one (torch.func.grad, vjp or jacrev) "
+            'or backend="reference"'
+        )

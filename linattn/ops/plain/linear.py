@@ -1,0 +1,73 @@
+"""The chunked form without loops: all chunks at once, in torch's own operators. Exported graphs hold this form, because
+whoever loads them may have no other operators. It serves every length, and torch differentiates it.
+
+Inside a chunk it is the definition. Between chunks, each chunk's sums are one token of a shorter sequence that fades by
+the chunk's whole decay. It keeps a state for every chunk in memory, which the loops of chunked.py do not."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linattn.ops.calls import CausalCall
+from linattn.ops.definitions.linear import decay_between
+from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.numerics import accumulator, divide, exactly, of_present_tokens, present
+from linattn.ops.operator import Backend
+from linattn.ops.tokens.cutting import cut, earlier, join
+
+# with a decay per channel, a chunk has a number per pair of tokens and channel
+CHUNK, GATED_CHUNK = 64, 32
+
+
+def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.causal` and `reference.gated`, from chunk to chunk."""
+    dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
+    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k = phi(q), present(phi(k), call.key_mask)
+    # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
+    v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
+    per_channel = call.log_decay is not None and call.log_decay.ndim == call.q.ndim
+    chunk = GATED_CHUNK if per_channel else CHUNK
+    q, k, v = (cut(x, chunk) for x in (q, k, v))
+    seen, since, until, whole = earlier(chunk, q.device), None, None, None
+    inside = seen.to(dtype).unsqueeze(0)
+    if call.log_decay is not None:
+        log_decay = call.log_decay.to(dtype)
+        log_decay = cut(log_decay if per_channel else log_decay.unsqueeze(-1), chunk)
+        # (… c 1 C C), or (… c f C C) with a decay per channel
+        inside = decay_between(log_decay.mT)
+        until = inside[..., -1, :].mT
+        since, whole = log_decay.cumsum(-2).exp(), log_decay.sum(-2)
+    states = _states(start, _times(k, until).mT @ v, whole)
+    before = states[..., :-1, :, :]
+    if call.normalize == "keys":
+        z = before[..., dv].unsqueeze(-2)
+        q = divide(q, (inside @ k.mT.unsqueeze(-1)).squeeze(-1).mT + _times(z, since))
+    y = _similarities(q, k, inside, seen) @ v + _times(q, since) @ before
+    y = divide(y[..., :dv], y[..., dv:]) if call.normalize == "output" else y[..., :dv]
+    return join(y, call.q.shape[-2]).to(call.v.dtype), states[..., -1, :, :dv], states[..., -1, :, dv]
+
+
+def _similarities(q: Tensor, k: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
+    """Σ_e q_ie k_je D_ije. What a query must not see is overwritten, not multiplied by zero: it may be infinite."""
+    if inside.shape[-3] == 1:
+        return (q @ k.mT).masked_fill(~seen, 0) * inside.squeeze(-3)
+    return (q.mT.unsqueeze(-1) * k.mT.unsqueeze(-2) * inside).sum(-3).masked_fill(~seen, 0)
+
+
+def _times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight
+
+
+def _states(start: Tensor, sums: Tensor, log_decay: Tensor | None) -> Tensor:
+    """The states before each chunk and after the last, (… c+1 f dv+1), from the first and from each chunk's sums."""
+    sums = torch.cat([start.unsqueeze(-3), sums.expand(*start.shape[:-2], *sums.shape[-3:])], -3)
+    if log_decay is None:
+        return sums.cumsum(-3)
+    weights = decay_between(F.pad(log_decay.mT, (1, 0)))
+    if weights.shape[-3] == 1:
+        return (weights.squeeze(-3) @ sums.flatten(-2)).unflatten(-1, sums.shape[-2:])
+    return (weights @ sums.movedim(-3, -2)).movedim(-2, -3)
+
+
+BACKEND = Backend("plain", None, exactly(forward))

@@ -1,0 +1,1 @@
+"""Operations on tokens before and after attention: chunks, missing tokens, packed sequences, rotary positions."""

@@ -1,0 +1,122 @@
+"""Compaction: present tokens move to the left, keep their order, and move back, so that a masked token is a missing
+one.
+
+Operations that count tokens (windows, convolutions, projections of the sequence) run on the left-packed tokens, of
+which the first `total` are present and the others zeros: they cannot tell padded sequences from unpadded ones."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from linattn.ops.numerics import present
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
+
+
+class Compaction(NamedTuple):
+    """The places of the present tokens per row: `order` lists their positions, then those of the masked tokens; `rank`
+    is the number of present tokens up to each position, less one; `total` is the number of present tokens."""
+
+    order: Int[Tensor, "*b n"]
+    rank: Int[Tensor, "*b n"]
+    total: Int[Tensor, "*b"]
+
+
+def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
+    """Find the places without reading values on the host, which would wait for a device and break graphs."""
+    seen, total = key_mask.cumsum(-1), key_mask.sum(-1)
+    place = torch.arange(key_mask.shape[-1], device=key_mask.device).expand_as(seen)
+    # a scatter of the target places; a sort would take longer, and ONNX has no stable one
+    target = torch.where(key_mask, seen - 1, total.unsqueeze(-1) + place - seen)
+    return Compaction(torch.zeros_like(seen).scatter(-1, target, place), seen - 1, total)
+
+
+def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
+    """Move present tokens to the left and fill up with zeros, whatever the masked tokens held."""
+    # not take_along_dim, which exports for one length only
+    x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
+    return x.masked_fill(~real(where).unsqueeze(-1), 0)
+
+
+def unpack(
+    y: Shaped[Tensor, "*b n d"], where: Compaction, key_mask: Bool[Tensor, "*#b n"], /
+) -> Shaped[Tensor, "*b n d"]:
+    """Move packed tokens back to their places, with zeros at masked tokens."""
+    y = y.gather(-2, where.rank.clamp(min=0).unsqueeze(-1).expand_as(y))
+    return y.masked_fill(~key_mask.unsqueeze(-1), 0)
+
+
+def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
+    """Return the mask of the packed tokens, True for the first `total`."""
+    return torch.arange(where.order.shape[-1], device=where.order.device) < where.total.unsqueeze(-1)
+
+
+def last_tokens(
+    past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], total: Int[Tensor, "*#b"] | None = None, /
+) -> Float[Tensor, "*b s d"]:
+    """Return the last s tokens of past ⊕ new, where the first `total` of the packed new tokens are present (None: all).
+
+    The result is a copy: a view would keep the whole sequence alive in a state of constant size."""
+    size, n = past.shape[-2], new.shape[-2]
+    if total is None and torch.compiler.is_exporting():
+        # comparing n with s would exclude the lengths below s
+        return torch.cat([past, new], -2)[..., n:, :].clone()
+    if total is None:
+        return torch.cat([past[..., n:, :], new[..., max(n - size, 0) :, :]], -2)
+    index = total.unsqueeze(-1) + torch.arange(size, device=new.device)
+    return torch.take_along_dim(torch.cat([past, new], -2), index.unsqueeze(-1), dim=-2)
+
+
+def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple[Queries, Keys, Values]:
+    """Put zeros in the place of masked keys and values, and of what is not finite in masked queries: a product with
+    zero is not enough. Finite queries may still be asked."""
+    if key_mask is None:
+        return q, k, v
+    asked = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
+    return torch.where(asked, q, 0), present(k, key_mask), present(v, key_mask)
+
+
+class PackedHeads(NamedTuple):
+    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row.
+
+    Where all tokens are present they stay as they are, and the other fields are None."""
+
+    q: Queries
+    k: Keys
+    v: Values
+    real: Bool[Tensor, " b #hk n"] | None = None
+    total: Int[Tensor, " b #hk"] | None = None
+    queries: tuple[Compaction, Bool[Tensor, " b #h n"]] | None = None
+
+    def unpack(self, y: Outputs) -> Outputs:
+        """Move outputs back to the places of their queries."""
+        return y if self.queries is None else unpack(y, *self.queries)
+
+
+def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHeads:
+    """Pack the tokens of self-attention, where a masked key's token is masked as a query too."""
+    if key_mask is None:
+        return PackedHeads(q, k, v)
+    key_mask = key_mask.expand(k.shape[0], -1, -1)
+    query_mask = per_query_head(key_mask, q.shape[1])
+    where, queries = compact(key_mask), compact(query_mask)
+    q, k, v = pack(q, queries), pack(k, where), pack(v, where)
+    return PackedHeads(q, k, v, real(where), where.total, (queries, query_mask))
+
+
+def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
+    """Repeat each key head's entry for the query heads that share it. A single entry for all heads stays single."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def join_masks(
+    past: Float[Tensor, "b hk s d"], past_mask: Bool[Tensor, "#b #hk s"] | None, new: Keys, new_mask: KeyMask, /
+) -> Bool[Tensor, " b #hk past"] | None:
+    """Return the mask of past ⊕ new keys, None if all are present."""
+    if past_mask is None and new_mask is None:
+        return None
+    pairs = ((past, past_mask), (new, new_mask))
+    masks = [x.new_ones(1, 1, x.shape[-2], dtype=torch.bool) if mask is None else mask for x, mask in pairs]
+    heads = max(mask.shape[1] for mask in masks)
+    return torch.cat([mask.expand(new.shape[0], heads, -1) for mask in masks], -1)

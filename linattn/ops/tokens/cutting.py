@@ -1,0 +1,38 @@
+"""Cut a sequence into chunks and join them again; a running maximum. All of it exports for any length."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# tokens whose maxima are compared with one another at once
+CHUNK = 64
+
+
+def earlier(n: int, device: torch.device) -> Tensor:
+    """(n, n): whether j ≤ i."""
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
+
+
+def cut(x: Tensor, length: int) -> Tensor:
+    """(… n d) as chunks (… c length d), filled up with zeros."""
+    n = x.shape[-2]
+    # two at least: torch would export another graph for one
+    count = (n + 2 * length - 1) // length
+    return F.pad(x, (0, 0, 0, count * length - n)).unflatten(-2, (count, length))
+
+
+def join(chunks: Tensor, n: int) -> Tensor:
+    """The first n tokens of (… c length d), as (… n d)."""
+    # a slice would be contiguous for some lengths only, which are then another graph
+    return chunks.flatten(-3, -2).index_select(-2, torch.arange(n, device=chunks.device))
+
+
+def running_max(x: Tensor) -> Tensor:
+    """max(x_1 … x_i) of x (… n): neither ONNX nor torch's core operators have a cumulative maximum."""
+
+    def maxima(x: Tensor) -> Tensor:
+        return x.unsqueeze(-2).masked_fill(~earlier(x.shape[-1], x.device), -torch.inf).amax(-1)
+
+    inside = maxima(cut(x.unsqueeze(-1), CHUNK).squeeze(-1))
+    before = F.pad(maxima(inside[..., -1]), (1, -1), value=-torch.inf)
+    return join(torch.maximum(inside, before.unsqueeze(-1)).unsqueeze(-1), x.shape[-1]).squeeze(-1)

@@ -1,0 +1,293 @@
+"""Parts of all kernels: where a row begins, tiles of tokens, the weights of a decay.
+
+A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. Every kernel is
+given tuples of pointers: to tensors of tokens and channels, to the mask and the decay, to states (S, z), and to other
+numbers; then the `Walk` and the `Constants` K of `layout.py`, and the `Map` φ of `maps.py`.
+
+Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first, which of them are
+inside, the last), and columns are (channels, which of them are inside)."""
+
+# type checkers do not see that the constant K is a record
+# pyright: reportAttributeAccessIssue=false
+
+from typing import Any
+
+import triton.language as tl
+
+from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, turned
+
+# how tiles lie as a rule
+_STRAIGHT = tl.constexpr(False)
+
+# fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the base-2
+# logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C;
+# zeros for tokens that are not inside, which so see no key
+SINCE, UNTIL, HIGH, LOW, FIRST = (tl.constexpr(i) for i in range(5))
+FIELDS: Any = tl.constexpr(5)
+
+
+@jit
+def plain(x):
+    """Read an integer that `layout.opaque` made."""
+    return x >> 4
+
+
+@jit
+def row_of(number, walk):
+    """Return the indices of a row in the three leading dimensions."""
+    size1, size2 = plain(walk.size1), plain(walk.size2)
+    return number // (size1 * size2), number // size2 % size1, number % size2
+
+
+@jit
+def part(walk):
+    """Return which part of the channels is this program's."""
+    return tl.program_id(0) % plain(walk.parts)
+
+
+@jit
+def place(walk):
+    """Count the splits of all rows up to this program's."""
+    return tl.program_id(0) // plain(walk.parts)
+
+
+@jit
+def span(walk):
+    """Return the row and the split of this program, and the tokens from which and up to which it walks."""
+    splits, length = plain(walk.splits), plain(walk.length)
+    number, split = place(walk) // splits, place(walk) % splits
+    begin = split * length
+    return row_of(number, walk), split, begin, tl.minimum(begin + length, plain(walk.n))
+
+
+@jit
+def offset(strides, row, UNIT: tl.constexpr):
+    """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
+    outer, middle, inner = row
+    found = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
+    # in units, so that the compiler sees what divides it
+    return (found + inner.to(tl.int64) * plain(strides.inner)) * UNIT
+
+
+@jit
+def owns(strides, row):
+    """Return whether the row is the first of those that share a place in a tensor with these strides."""
+    outer, middle, inner = row
+    first = ((strides.outer != 0) | (outer == 0)) & ((strides.middle != 0) | (middle == 0))
+    return first & ((strides.inner != 0) | (inner == 0))
+
+
+@jit
+def in_row(pointers, strides, row, UNIT: tl.constexpr):
+    """Return (pointer, step) of each tensor in this row."""
+    found = ()
+    for i in tl.static_range(len(pointers)):  # pyright: ignore
+        found += ((pointers[i] + offset(strides[i], row, UNIT), strides[i].step),)
+    return found
+
+
+@jit
+def per_token(x, walk, SHARES: tl.constexpr):
+    """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
+    number = place(walk) // plain(walk.splits)
+    if SHARES:
+        number = number * plain(walk.parts) + part(walk)
+    return x + number.to(tl.int64) * plain(walk.n), 1
+
+
+@jit
+def chunk(start, stop, C: tl.constexpr):
+    start = hidden(start)
+    return start, start + tl.arange(0, C) < stop, tl.minimum(start + C, stop) - 1
+
+
+@jit
+def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
+    """Return B of WIDTH columns."""
+    columns = tl.arange(0, B) + (block * B if WIDTH > B else 0)
+    if WIDTH % B == 0:
+        return columns, tl.full((B,), True, tl.int1)
+    else:
+        return columns, columns < WIDTH
+
+
+@jit
+def both(rows, columns):
+    return rows[:, None] & columns[None, :]
+
+
+@jit
+def where(wanted, inside):
+    """Return inside if wanted, and else nothing: of one bool & many, the interpreter makes integers."""
+    return tl.where(wanted, inside, False)
+
+
+@jit
+def _numbers(x, tokens):
+    """Return pointers to one number per token."""
+    pointer, step = x
+    start, inside, _ = tokens
+    return pointer + tl.cast(start, tl.int64) * step + tl.arange(0, inside.shape[0]) * step
+
+
+@jit
+def load_numbers(x, tokens):
+    """(C,): zeros for tokens that are not inside."""
+    return tl.load(_numbers(x, tokens), mask=tokens[1], other=0)
+
+
+@jit
+def store_numbers(x, tokens, numbers):
+    tl.store(_numbers(x, tokens), numbers, mask=tokens[1])
+
+
+@jit
+def load_present(key_mask, tokens, K: tl.constexpr):
+    """(C,): which tokens are keys."""
+    return load_numbers(key_mask, tokens) != 0 if K.MASKED else tokens[1]
+
+
+@jit
+def _tile(x, tokens, columns):
+    """Return pointers to a chunk's tokens, and which of them are inside."""
+    pointer, step = x
+    start, inside, last = tokens
+    rows = tl.arange(0, inside.shape[0]) * step
+    if step > 0:
+        # compared in the numbers that addresses are made of, which then differ by constants, as the compiler sees
+        inside = rows < (last + 1 - start) * step
+    return pointer + tl.cast(start, tl.int64) * step + (rows[:, None] + columns[0][None, :]), both(inside, columns[1])
+
+
+@jit
+def load(x, tokens, columns):
+    """(C, B): zeros for tokens and columns that are not inside."""
+    places, inside = _tile(x, tokens, columns)
+    return early(tl.load(places, mask=inside, other=0))
+
+
+@jit
+def store(x, tokens, columns, tile, TURNED: tl.constexpr = _STRAIGHT):
+    places, inside = _tile(x, tokens, columns)
+    tl.store(places, turned(cast(tile, x[0].dtype.element_ty), TURNED), mask=inside)
+
+
+@jit
+def states_in(states, strides, row, split, K: tl.constexpr):
+    """Return pointers to S (f, dv) and z (f,) of each state in this row and split."""
+    found = ()
+    for i in tl.static_range(len(states)):  # pyright: ignore
+        place = offset(strides[i], row, 1) + split * plain(strides[i].split)
+        found += ((states[i][0] + place * K.F * K.DV, states[i][1] + place * K.F),)
+    return found
+
+
+@jit
+def _tile_of(state, features, values, K: tl.constexpr):
+    """Return pointers to (BF, BV) of S and to (BF,) of z."""
+    S, z = state
+    return S + (features[0][:, None] * K.DV + values[0][None, :]), z + features[0]
+
+
+@jit
+def load_state(state, features, values, given, K: tl.constexpr):
+    """Return (BF, BV) of S and (BF,) of z: zeros unless given."""
+    S, z = _tile_of(state, features, values, K)
+    mask = both(features[1], values[1])
+    return tl.load(S, mask=where(given, mask), other=0), tl.load(z, mask=where(given, features[1]), other=0)
+
+
+@jit
+def store_state(state, features, values, S_i, z_i, wanted, z_wanted, K: tl.constexpr):
+    S, z = _tile_of(state, features, values, K)
+    tl.store(S, S_i, mask=where(wanted, both(features[1], values[1])))
+    tl.store(z, z_i, mask=where(wanted & z_wanted, features[1]))
+
+
+@jit
+def mapped(x, inside, phi):
+    """φ of a tile; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
+    return tl.where(inside, phi.function(x.to(tl.float32)), 0.0)
+
+
+@jit
+def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
+    """φ of a chunk. Keep what is finite of a masked token: its query takes part in other tokens' gradients. Tokens that
+    are not inside give finite features: their outputs are not stored, and their weights are zero."""
+    return map_queries(load(q, tokens, features), features, present, _STRAIGHT, phi, K)
+
+
+@jit
+def map_queries(x, features, present, TURNED: tl.constexpr, phi, K: tl.constexpr):
+    inside = along_features(features[1], TURNED)
+    if K.MASKED:
+        inside = inside & (along_tokens(present, TURNED) | (tl.abs(phi.function(x.to(tl.float32))) < float("inf")))
+    return mapped(x, inside, phi)
+
+
+@jit
+def along_tokens(x, TURNED: tl.constexpr):
+    """Stretch one number per token over a tile (C, B), or if TURNED (B, C)."""
+    return x[None, :] if TURNED else x[:, None]
+
+
+@jit
+def along_features(x, TURNED: tl.constexpr):
+    return x[:, None] if TURNED else x[None, :]
+
+
+@jit
+def load_keys(k, tokens, features, present, phi, K: tl.constexpr):
+    """φ(k) of a chunk, rounded; zeros for masked tokens, but not for those that are not inside."""
+    inside = features[1][None, :]
+    if K.MASKED:
+        inside = both(present, features[1])
+    return rounded(mapped(load(k, tokens, features), inside, phi), K.PRECISION, ONCE=True)
+
+
+@jit
+def load_values(v, tokens, values, present, K: tl.constexpr):
+    """(C, BV), rounded; zeros for tokens that are masked or not inside."""
+    v_j = load(v, tokens, values)
+    if K.MASKED:
+        v_j = tl.where(present[:, None], v_j, 0.0)
+    return rounded(v_j, K.PRECISION)
+
+
+@jit
+def later(rows, columns):
+    """Return whether row > column for each pair of places. Of columns, a thread has the same ones of each eight, so the
+    eights that it compares are constants, which take no registers."""
+    return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
+
+
+@jit
+def _field(decay, tokens, FIELD: tl.constexpr):
+    """Return pointers to a field of a chunk. All of them begin by constants apart from each other."""
+    start, inside, _ = tokens
+    return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
+
+
+@jit
+def load_decay(decay, tokens):
+    """Weights of a chunk: (C,) since it began and until it ends, and (1,) that of it all."""
+    # a tensor, as loads of tensors start early
+    whole = decay[0] + tl.cast(tokens[0], tl.int64) * FIELDS + (tokens[2] - tokens[0] + tl.arange(0, 1))
+    return tl.load(_field(decay, tokens, SINCE)), tl.load(_field(decay, tokens, UNTIL)), tl.load(whole)
+
+
+@jit
+def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
+    """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
+    high, first = tl.load(_field(decay, tokens, HIGH)), tl.load(_field(decay, tokens, FIRST))
+    exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
+    if K.PRECISION == "tf32x3":
+        low = tl.load(_field(decay, tokens, LOW))
+        exponent += low[:, None] - low[None, :]
+    first = first.to(tl.int32) + tokens[1].shape[0]
+    if KEYS_FIRST:
+        exponent = -exponent
+        seen = ~later(places, places) & (places[:, None] >= first[None, :])
+    else:
+        seen = later(places + 1, places) & (places[None, :] >= first[:, None])
+    return seen, tl.exp2(exponent)

@@ -1,0 +1,209 @@
+"""Calls made readable for kernels, and launches: what every operator here does before and after its kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from linattn.ops.numerics import infinite_if_none
+from linattn.ops.triton.layout import (
+    Constants,
+    StateStrides,
+    Strides,
+    TokenStrides,
+    Walk,
+    empty_like_tokens,
+    on_device_of,
+    opaque,
+    readable,
+    readable_scalars,
+    unfold,
+    unit,
+)
+from linattn.ops.triton.maps import MAPS
+from linattn.ops.triton.split_kernels import enter
+from linattn.ops.triton.tiling import PRECISION, Split, Tiles, enter_tiles, over_values, split
+
+
+@dataclass
+class Call:
+    """Tensors (…, n, d) by their names in kernels, the mask and the decay of a call in the rows of `lead`."""
+
+    lead: torch.Size
+    tokens: dict[str, Tensor]
+    dv: int
+    feature_map: str
+    normalized: bool = False
+    key_mask: Tensor | None = None
+    log_decay: Tensor | None = None
+    constants: Constants = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
+        self.key_mask, self.log_decay = (readable_scalars(x, self.lead) for x in (self.key_mask, self.log_decay))
+        first = next(iter(self.tokens.values()))
+        self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
+        # what tiles are chosen by
+        self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
+        masked, decayed = self.key_mask is not None, self.log_decay is not None
+        self.constants = Constants(
+            self.normalized, masked, decayed, tl.constexpr(PRECISION[first.dtype]), self.f, self.dv
+        )
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def empty_gradient(self, name: str) -> Tensor:
+        """For a gradient in every row. Gradients of what serves several rows are summed in float32."""
+        x = self.given[name]
+        if x.shape[:-2] == self.lead:
+            return empty_like_tokens(self.tokens[name], x.shape[-1])
+        return self.empty(*self.lead, *x.shape[-2:])
+
+
+def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> TokenStrides:
+    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units."""
+    step = x.stride(tokens) if x.shape[tokens] > 1 else 0
+    outer, middle, inner = opaque(*(s // unit for s in strides))
+    return TokenStrides(outer, middle, inner, tl.constexpr(step))
+
+
+def in_words(key_mask: Tensor | None) -> Tensor | None:
+    """Make a mask of 4 bytes per token: loads of one byte cannot start early."""
+    return None if key_mask is None else key_mask.to(torch.int32)
+
+
+def as_pointers(q: Tensor, key_mask: Tensor | None, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mask and the decay as kernels take them: a mask of bools as bytes, and q for what is absent, of which
+    nothing is read."""
+    if key_mask is not None and key_mask.dtype == torch.bool:
+        key_mask = key_mask.view(torch.uint8)
+    return q if key_mask is None else key_mask, q if log_decay is None else log_decay
+
+
+def _scalar_strides(x: Tensor | None, strides: Strides) -> TokenStrides:
+    return TokenStrides(0, 0, 0, tl.constexpr(0)) if x is None else _token_strides(x, strides, -1)
+
+
+class States(NamedTuple):
+    """S (…, f, dv) and z (…, f) for a kernel, and how they lie."""
+
+    S: Tensor
+    z: Tensor
+    strides: StateStrides
+
+
+class Rows:
+    """The tensors of tokens that a kernel is given, in its order, and how to launch it; z (…, f) is contiguous."""
+
+    def __init__(self, call: Call, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
+        scalars = call.key_mask, call.log_decay
+        rows = unfold(call.lead, [*tokens, *scalars, z])
+        *strides, of_mask, of_decay, of_state = rows.strides
+        self.call, self.tokens, (self.number, self.size1, self.size2, _) = call, tuple(tokens), rows
+        self.constants = call.constants._replace(UNIT=unit(tokens, rows))
+        self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
+        self.scalars = as_pointers(tokens[0], *scalars)
+        self.strides = (
+            tuple(_token_strides(x, s, -2, self.constants.UNIT) for x, s in zip(tokens, strides, strict=True)),
+            tuple(_scalar_strides(x, s) for x, s in zip(scalars, (of_mask, of_decay), strict=True)),
+        )
+
+    def split(self, tiles: Tiles) -> Split:
+        return split(self.call.n, self.number * tiles.parts, tiles.C, self.call.device)
+
+    def shared(self, S: Tensor, z: Tensor) -> States:
+        """States that lie as the z that the rows were made with, so that several rows may share one."""
+        return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
+
+    def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
+        """States of each row and split, one after another."""
+        strides = self.size1 * self.size2 * splits, self.size2 * splits, splits, int(splits > 1)
+        return States(S, z, StateStrides(*opaque(*strides)))
+
+    def prepared(
+        self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **asked: bool
+    ) -> tuple[tuple[int], dict[str, Any]]:
+        """Return a grid of so many programs per row, times its parts, and what a kernel is given beside tensors; those
+        `asked` are flags of `Constants`. The parts of a row start side by side, as they read the same tokens."""
+        integers = opaque(self.call.n, *splits, tiles.parts, self.size1, self.size2)
+        return (self.number * programs * tiles.parts,), {
+            "walk": Walk._make((*integers, *self.strides, tuple(strides))),
+            "phi": MAPS[self.call.feature_map],
+            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, STAGES=tiles.num_stages, **asked),
+            "num_warps": tiles.num_warps,
+        }
+
+    def launch(
+        self,
+        kernel: Any,
+        tiles: Tiles,
+        splits: Split,
+        *states: States,
+        numbers: Sequence[Tensor] = (),
+        programs: int | None = None,
+        **asked: bool,
+    ) -> None:
+        """Launch as many programs per row as it has splits. Without rows, nothing is launched."""
+        programs = splits.number if programs is None else programs
+        grid, options = self.prepared(tiles, splits, [s.strides for s in states], programs, **asked)
+        if self.number:
+            with on_device_of(self.tokens[0]):
+                kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
+
+    def enter(self, state: States, sums: "Sums", splits: Split, **asked: bool) -> States:
+        """Turn each split's own sums into the states that enter it, in place."""
+        entering, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
+        tiles = enter_tiles(f, dv)
+        self.launch(enter, tiles, splits, state, entering, numbers=[sums.kept], programs=1, **asked)
+        return entering
+
+
+class Sums(NamedTuple):
+    """Sums of each split by itself, S (…, splits, f, dv) and z (…, splits, f), and its whole decay (…, splits)."""
+
+    S: Tensor
+    z: Tensor
+    kept: Tensor
+
+
+def sum_splits(
+    call: Call, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
+) -> Sums:
+    """Sum the keys or the queries of each split; it chooses the splits if none are given."""
+    rows, tiles = Rows(call, tokens), over_values(*call.shape)
+    splits = rows.split(tiles) if splits is None else splits
+    shapes = (call.f, call.dv), (call.f,), ()
+    sums = Sums(*(call.empty(*call.lead, splits.number, *shape) for shape in shapes))
+    states = rows.separate(sums.S, sums.z, splits.number)
+    rows.launch(kernel, tiles, splits, states, numbers=[*numbers, sums.kept])
+    return sums
+
+
+def launch_query_gradient(
+    rows: Rows, kernel: Any, tiles: Tiles, splits: Split, state: States, numbers: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel of the queries' gradient and return the denominators, for the kernels of the other gradients.
+    Where several programs share the features of a row, it runs twice."""
+    call, shape = rows.call, (rows.number, tiles.parts, rows.call.n) if rows.call.normalized else (0,)
+    inverse, delta, whole = call.empty(*shape), call.empty(*shape), tiles.parts == 1
+    if call.normalized and not whole:
+        rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=True)
+        inverse = infinite_if_none(inverse.sum(1)).reciprocal()
+        delta = delta.sum(1) * inverse
+    sums = call.normalized and whole
+    rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=sums, GRADIENT=True)
+    return inverse, delta
+
+
+def summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """Sum a gradient in every row over the rows that x serves."""
+    return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
+
+
+def gradient_shape(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """An empty tensor that lies as what `summed` returns."""
+    return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)

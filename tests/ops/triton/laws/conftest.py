@@ -1,0 +1,37 @@
+"""Collected where kernels can run: see ../test_kernels.py."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CUDA = torch.cuda.is_available() and not INTERPRETED
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    rewritten = config.getoption("jaxtyping_packages", default=None)
+    return True if rewritten or not (INTERPRETED or CUDA) else None
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if CUDA else "cpu")
+
+
+@pytest.fixture
+def in_splits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Cut sequences into splits of so many tokens, or of a chunk, as on a device with many processors and few rows."""
+    from linattn.ops.triton import launch
+    from linattn.ops.triton.tiling import Split
+
+    def cut(length: int) -> None:
+        def split(n: int, programs: int, chunk: int, device: torch.device) -> Split:
+            whole = -(-length // chunk) * chunk
+            return Split(whole, max(1, -(-n // whole)))
+
+        monkeypatch.setattr(launch, "split", split)
+
+    return cut
