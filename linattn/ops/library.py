@@ -1,5 +1,5 @@
-"""Forms of operators as operations of torch.library, which graphs hold as one node each: with results without numbers
-for tracing, and a gradient."""
+"""Backends as operations of torch.library, each with a gradient and, for tracing, uninitialized results. A graph holds
+an operation as one node."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from linattn.ops.numerics import without_autocast
 from linattn.version import __version__
 
-# torch keeps compiled graphs on the disk and knows operators by their names: those of another version are others
+# torch reuses compiled graphs on disk by their operators' names: with the version in the name, not those of another one
 NAMESPACE = f"linattn_{__version__.replace('.', '_')}"
 
 SCHEMA = {
@@ -21,7 +21,7 @@ SCHEMA = {
 
 def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
     """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, in whose results an empty tensor stands for none."""
-    backend, count, outputs, results = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
+    backend, count, outputs, total = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         with without_autocast(arguments[0]):
@@ -32,30 +32,30 @@ def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tenso
         return backend.empty(form.make(*arguments[:-1]), arguments[-1])
 
     def gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        found = form.gradient(*arguments)
-        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
+        results = form.gradient(*arguments)
+        return tuple(arguments[0].new_empty(0) if g is None else g for g in results)
 
     def empty_gradient(*arguments: Any) -> tuple[Tensor, ...]:
-        call = form.make(*arguments[results:])
-        found = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in call[:count])
-        found = found if backend.empty_gradient is None else backend.empty_gradient(call)
-        return tuple(arguments[0].new_empty(0) if g is None else g for g in found)
+        call = form.make(*arguments[total:])
+        shapes = tuple(x.new_empty(x.shape) if differentiable(x) else None for x in call[:count])
+        shapes = shapes if backend.empty_gradient is None else backend.empty_gradient(call)
+        return tuple(arguments[0].new_empty(0) if g is None else g for g in shapes)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.options = inputs[count:-1]
         ctx.save_for_backward(*(output[outputs:] if isinstance(output, tuple) else ()), *inputs[:count])
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        found = of_gradient(*grads[:outputs], *kept, *ctx.options)
-        found = [g if differentiable(x) else None for g, x in zip(found, kept[backend.saved :], strict=True)]
-        return *found, *[None] * (len(ctx.options) + 1)
+        tensors = ctx.saved_tensors
+        results = gradient_operation(*grads[:outputs], *tensors, *ctx.options)
+        results = [g if differentiable(x) else None for g, x in zip(results, tensors[backend.saved :], strict=True)]
+        return *results, *[None] * (len(ctx.options) + 1)
 
-    given = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
-    traced = _library(name, [*schema, "bool save"], results, forward, empty)
-    of_gradient = _library(f"{name}_gradient", [*given, *schema], count, gradient, empty_gradient)
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=keep)
-    return traced
+    others = [f"Tensor upstream{i}" for i in range(outputs)] + [f"Tensor saved{i}" for i in range(backend.saved)]
+    operation = _library(name, [*schema, "bool save"], total, forward, empty)
+    gradient_operation = _library(f"{name}_gradient", [*others, *schema], count, gradient, empty_gradient)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=save)
+    return operation
 
 
 def _library(
@@ -64,7 +64,7 @@ def _library(
     """Define `torch.ops.<NAMESPACE>.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
     full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
-    # a single one torch wants by itself
+    # torch expects a single result by itself, not in a tuple
     torch.library.impl(full, "default", run if count > 1 else lambda *arguments: run(*arguments)[0])
     torch.library.register_fake(full, empty if count > 1 else lambda *arguments: empty(*arguments)[0])
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -17,14 +17,14 @@ _NONE = {dtype: torch.finfo(dtype).tiny / torch.finfo(dtype).eps for dtype in (t
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where the denominator is nothing: a query that resembles no key gets zeros, and adding a constant instead
-    would bias every output."""
+    """Divide, with zeros where the denominator is zero: a query that resembles no key gets zeros. Adding a constant to
+    the denominator instead would bias every output."""
     return numerator / infinite_if_none(denominator)
 
 
 def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
-    """Dividing by it gives zeros where the denominator is zero, or so near the end of its dtype's range that rounding
-    has eaten its terms (in float32 below 1e-31), and gradients would overflow."""
+    """Return the denominator with infinity in the place of zeros, so that a quotient is zero there. Denominators below
+    1e-31 (in float32) count as zeros: rounding has lost their terms, and gradients would overflow."""
     least = _NONE[denominator.dtype]
     if nonnegative:
         # the same in one operation instead of three, which a single token notices
@@ -33,13 +33,13 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
 
 
 def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zeros for masked keys, whatever stands there, also in the gradient."""
+    """Return x with zeros at masked keys, whatever they hold; their gradients are zeros, too."""
     return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
 def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros for masked keys and values, and for masked queries that are not finite: these would spoil the gradients of
-    the keys before them. A finite query still asks. Needed before φ, whose derivative may not be finite there."""
+    """Return q, k and v with zeros at masked keys and values, and at masked queries that are not finite: NaN there
+    would reach the gradients of earlier keys. Needed before φ, whose derivative may not be finite there."""
     if key_mask is None:
         return q, k, v
     q = torch.where(key_mask.unsqueeze(-1) | q.isfinite(), q, 0)
@@ -52,14 +52,14 @@ def align(x: Tensor, ndim: int) -> Tensor:
 
 
 def summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x from that of x where it is broadcast."""
+    """Return the gradient of x, the sum of `gradient` over the dimensions in which x is broadcast."""
     return gradient.sum_to_size(x.shape).to(x.dtype)
 
 
 def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
-    """Likewise of decays, in place: one of −inf has none, as it begins a new sequence."""
+    """Return the gradient of the decays, in place. A decay of −inf begins a new sequence: its gradient is zero."""
     gradient = gradient.sum_to_size(log_decay.shape)
-    # on a CPU, to look for one takes a twentieth of the time of a mask; a NaN is not above anything
+    # on a CPU, a search for −inf takes a twentieth of the time of a mask; a NaN compares false
     if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
         gradient.masked_fill_(log_decay == -torch.inf, 0)
     return gradient.to(log_decay.dtype)
@@ -72,7 +72,7 @@ def is_exporting() -> bool:
 
 
 def check_exported_length(n: int, what: str) -> None:
-    """Raise NotImplementedError while exporting for any length what has a loop of as many blocks as the length asks."""
+    """Raise NotImplementedError if a graph is exported for any length: the number of steps of a loop depends on it."""
     if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
 
@@ -90,12 +90,12 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     if device == "meta" or not (compiling or torch.amp.is_autocast_available(device)):
         return _AS_IT_IS
     # an exported graph may be called where autocast is on
-    wanted = torch.is_autocast_enabled(device) or (compiling and is_exporting())
-    return torch.autocast(device, enabled=False) if wanted else _AS_IT_IS
+    enabled = torch.is_autocast_enabled(device) or (compiling and is_exporting())
+    return torch.autocast(device, enabled=False) if enabled else _AS_IT_IS
 
 
 def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Run a forward that has matrix products, and no gradient of its own, without autocast."""
+    """Return a forward without autocast. For backends that torch differentiates: the others are run without it."""
 
     def run(call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):

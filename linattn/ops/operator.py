@@ -24,7 +24,7 @@ class Backend(NamedTuple):
 
     It runs calls on its `devices` (none: on any), of one token if that is `one_token`, and not in graphs that would
     unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone;
-    `untried(call)`, a reason why it is not chosen unless it is named.
+    `experimental(call)`, a reason to run only calls that name the backend.
 
     `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
     call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
@@ -41,10 +41,10 @@ class Backend(NamedTuple):
     devices: tuple[str, ...] = ()
     one_token: bool = False
     loops: bool = False
-    untried: Callable[[Any], str | None] | None = None
+    experimental: Callable[[Any], str | None] | None = None
 
     def refusal(self, call: Any, named: bool = False) -> str | None:
-        """Say why it cannot run the call, or is not chosen unless it is named; or return None."""
+        """Return the reason why the backend cannot run the call, or runs it only when `named`. None: it runs it."""
         x = call[0]
         if self.devices and x.device.type not in self.devices:
             return f"needs {' or '.join(map(str.upper, self.devices))} tensors, but they are on {x.device.type}"
@@ -54,7 +54,7 @@ class Backend(NamedTuple):
         if self.loops and torch.compiler.is_compiling() and (is_exporting() or in_transform()):
             return "has loops, which this graph would unroll"
         reason = self.unsupported(call) if self.unsupported else None
-        return self.untried(call) if reason is None and self.untried and not named else reason
+        return self.experimental(call) if reason is None and self.experimental and not named else reason
 
     def run(self, call: Any) -> tuple[Tensor, ...]:
         return self.forward(call, False)
@@ -65,10 +65,10 @@ class Operator:
 
     def __init__(self, name: str, call: type[Any], outputs: int, backends: Sequence[Backend]):
         self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
-        self.run = {b.name: Form(self, b) if b.gradient else b.run for b in self.backends}
+        self.run = {b.name: DifferentiableBackend(self, b) if b.gradient else b.run for b in self.backends}
 
     def choose(self, call: Any, backend: str | None = None) -> Callable[[Any], tuple[Tensor, ...]]:
-        """Return what runs the call: the named backend, or the first that can."""
+        """Return the function of the named backend, or of the first backend that can run the call."""
         if backend is not None and backend not in self.run:
             raise unknown_name("backend", backend, self.run)
         reasons = []
@@ -81,22 +81,22 @@ class Operator:
         raise NotImplementedError("\n".join(["no backend can run this call:", *reasons]))
 
     def explain(self, call: Any) -> str:
-        """Say in a line per backend whether it runs the call, could if it were named, or why it cannot."""
+        """Return one line per backend: it runs the call, it can run it when named, or the reason why it cannot."""
         reasons = {b.name: b.refusal(call) for b in self.backends}
-        chosen = next(name for name, reason in reasons.items() if reason is None)
-        can = {name: "runs this call" if name == chosen else "can run it, when named" for name in reasons}
+        choice = next(name for name, reason in reasons.items() if reason is None)
+        can = {name: "runs this call" if name == choice else "can run it, when named" for name in reasons}
         return "\n".join(f"{name}: {can[name] if reason is None else reason}" for name, reason in reasons.items())
 
 
 def in_transform() -> bool:
-    """True under a function transform or in forward mode, which would pass an operation of a graph by, with tangents of
-    zero."""
+    """Return whether vmap, jvp or another function transform is active. Transforms do not see into a custom operation
+    and would take its tangents as zero."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-class Form:
-    """A backend with a gradient of its own as one operation: of autograd, and of torch.library for graphs, where a
-    compiler would unroll its loops."""
+class DifferentiableBackend:
+    """A backend with its own gradient, as one operation of autograd and, for graphs, one of torch.library: a compiler
+    would unroll its loops."""
 
     def __init__(self, operator: Operator, backend: Backend):
         self.backend, self.outputs, self.definition = backend, operator.outputs, operator.backends[-1].forward
@@ -118,17 +118,17 @@ class Form:
             return self.backend.forward(call, False)[: self.outputs]
 
     def gradient(self, *arguments: Any) -> Tensors:
-        """Return the gradient, given upstream gradients, what was saved, and the call."""
+        """Return the gradient. The arguments are the upstream gradients, the saved tensors, and the call's fields."""
         assert self.backend.gradient is not None
         first = self.outputs + self.backend.saved
         grads, saved, call = arguments[: self.outputs], arguments[self.outputs : first], self.make(*arguments[first:])
         with without_autocast(call[0]):
-            found = self.backend.gradient(call, saved, grads)
-        # neither autograd nor torch.library lets a function return what it was given
-        return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in found)
+            results = self.backend.gradient(call, saved, grads)
+        # neither autograd nor torch.library lets a function return one of its arguments
+        return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in results)
 
-    def filled(self, call: Any, grads: Tensors) -> Tensors:
-        """Zeros for the upstream gradients that autograd leaves out (None)."""
+    def with_zeros(self, call: Any, grads: Tensors) -> Tensors:
+        """Return upstream gradients with zeros for those that autograd leaves out (None)."""
         if all(g is not None for g in grads):
             return grads
         assert self.backend.empty is not None
@@ -140,12 +140,12 @@ class _Differentiable(Function):
     """One call: forward, and the backend's gradient."""
 
     @staticmethod
-    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(form: DifferentiableBackend, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         call = form.make(*tensors, *options[:-1])
         with without_autocast(call[0]):
             results = form.backend.forward(call, options[-1])
-        # what is saved may be an input itself, of which autograd wants a view
-        return tuple(x.view_as(x) if any(x is given for given in tensors) else x for x in results)
+        # a saved tensor may be an input itself; autograd requires a view of it
+        return tuple(x.view_as(x) if any(x is tensor for tensor in tensors) else x for x in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -157,10 +157,10 @@ class _Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        form, options, kept, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
+        form, options, tensors, grads = ctx.form, ctx.options[:-1], ctx.saved_tensors, grads[: ctx.form.outputs]
         _refuse_old_vmap(grads)
-        grads = form.filled(form.make(*kept[form.backend.saved :], *options), grads)
-        return None, None, *_Gradient.apply(form, options, *grads, *kept)
+        grads = form.with_zeros(form.make(*tensors[form.backend.saved :], *options), grads)
+        return None, None, *_Gradient.apply(form, options, *grads, *tensors)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -171,7 +171,7 @@ class _Gradient(Function):
     """The gradient of a call, differentiable by the definition."""
 
     @staticmethod
-    def forward(form: Form, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
+    def forward(form: DifferentiableBackend, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
         return form.gradient(*tensors, *options)
 
     @staticmethod
@@ -188,34 +188,36 @@ class _Gradient(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        # what was saved was laid out for another number of dimensions
+        # saved tensors were laid out for another number of dimensions
         saved = slice(2 + args[0].outputs, len(args) - args[0].tensors)
         args = *args[: saved.start], *[None] * args[0].backend.saved, *args[saved.stop :]
         return _vmap(_Gradient, info.batch_size, in_dims, args)
 
 
-def _second_derivative(form: Form, options: tuple[Any, ...], tensors: Tensors, grads: Tensors) -> list[Tensor | None]:
-    """Derivatives of the definition's gradient, with respect to the call's tensors and to the outputs' gradients. As it
-    is made of torch's own operations, further derivatives follow."""
-    wanted = [differentiable(x) for x in tensors]
-    inputs, among_inputs = tensors[: form.tensors], wanted[: form.tensors]
+def _second_derivative(
+    form: DifferentiableBackend, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
+) -> list[Tensor | None]:
+    """Return the derivatives of the definition's gradient with respect to the call's tensors and to the outputs'
+    gradients. They consist of torch's own operations, so torch can differentiate them further."""
+    mask = [differentiable(x) for x in tensors]
+    inputs, input_mask = tensors[: form.tensors], mask[: form.tensors]
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        found = iter(given)
-        filled = [next(found) if w else x for x, w in zip(inputs, among_inputs, strict=True)]
-        return form.definition(form.make(*filled, *options), False)
+    def run(*variables: Tensor) -> tuple[Tensor, ...]:
+        remaining = iter(variables)
+        arguments = [next(remaining) if m else x for x, m in zip(inputs, input_mask, strict=True)]
+        return form.definition(form.make(*arguments, *options), False)
 
-    def gradient(*given: Tensor) -> tuple[Tensor, ...]:
-        pull_back = torch.func.vjp(run, *given[: -form.outputs])[1]
-        return pull_back(given[-form.outputs :])
+    def gradient(*variables: Tensor) -> tuple[Tensor, ...]:
+        pullback = torch.func.vjp(run, *variables[: -form.outputs])[1]
+        return pullback(variables[-form.outputs :])
 
-    pull_back = torch.func.vjp(gradient, *(x for x, w in zip(tensors, wanted, strict=True) if w))[1]
-    second = iter(pull_back(tuple(g for g, w in zip(grads, among_inputs, strict=True) if w)))
-    return [next(second) if w else None for w in wanted]
+    pullback = torch.func.vjp(gradient, *(x for x, m in zip(tensors, mask, strict=True) if m))[1]
+    second = iter(pullback(tuple(g for g, m in zip(grads, input_mask, strict=True) if m)))
+    return [next(second) if m else None for m in mask]
 
 
 def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One more leading dimension, which is all that vmap asks of an operator that takes any number of them."""
+    """Apply a function under vmap: the mapped dimension becomes one more leading dimension."""
 
     def front(x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor):

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from linattn.ops.operator import Backend
-from linattn.ops.triton.support import DEVICES, read_unsupported, sums_unsupported, unsupported, untried
+from linattn.ops.triton.support import DEVICES, experimental, read_unsupported, sums_unsupported, unsupported
 
 
 @cache
@@ -24,7 +24,9 @@ def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) 
         return lambda *arguments: _found(module, function)(*arguments)
 
     forward, gradient, empty, empty_gradient = map(later, functions)
-    return Backend("triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES, untried=untried)
+    return Backend(
+        "triton", reason, forward, gradient, empty, empty_gradient, devices=DEVICES, experimental=experimental
+    )
 
 
 CAUSAL = _backend(unsupported, "causal_operators", "forward", "gradient", "empty", "empty_gradient")

@@ -58,7 +58,7 @@ def cannot(x: Tensor, f: int, dv: int) -> str | None:
     return None if x.is_cpu else _device_cannot(x)
 
 
-def untried(call: CausalCall | SumCall | ReadCall) -> str | None:
+def experimental(call: CausalCall | SumCall | ReadCall) -> str | None:
     """Triton compiles for AMD's and Intel's GPUs too, but nobody has run these kernels there."""
     x = call[0]
     if x.is_xpu or (x.is_cuda and torch.version.hip is not None):
