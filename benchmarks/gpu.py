@@ -28,7 +28,7 @@ import torch
 from gpu_rows import SECTIONS, Row
 from torch import Tensor
 
-LAWS = Path(__file__).parents[1] / "tests" / "ops" / "backends" / "triton" / "laws"
+LAWS = Path(__file__).parents[1] / "tests" / "ops" / "triton" / "laws"
 # seconds for each section, in the order of their worth
 LIMITS = {
     "values": 150, "forward": 60, "training": 90, "tiles": 100, "long": 40, "step": 30, "ablations": 60,

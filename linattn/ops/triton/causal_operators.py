@@ -1,4 +1,4 @@
-"""The causal operator with the kernels, its gradient, and one token at a time with the kernel of its own."""
+"""The causal operator with the kernels: forward, gradient, and a kernel for a single token."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from linattn.ops.operator import Tensors
 from linattn.ops.triton import causal_gradient_kernels, causal_kernels, one_token
 from linattn.ops.triton.decay_kernel import weigh
 from linattn.ops.triton.launch import (
-    Call,
+    Inputs,
     Rows,
     States,
     gradient_shape,
@@ -23,31 +23,35 @@ from linattn.ops.triton.split_kernels import key_sums, query_sums
 from linattn.ops.triton.tiling import Split, over_both, over_queries, over_values
 
 
-def _entering(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
+def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
     """Return the states before each split."""
-    call, state = rows.call, rows.shared(S, z)
+    inputs, state = rows.inputs, rows.shared(S, z)
     if splits.number == 1:
         return state
-    sums = sum_splits(call, key_sums, [call.tokens[name] for name in "kv"], splits)
+    sums = sum_splits(inputs, key_sums, [inputs.tokens[name] for name in "kv"], splits)
     return rows.enter(state, sums, splits, REVERSE=False, SHARED=True)
 
 
-def _weighed(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
-    """Return the call and its state. Of a decay, kernels read what `weigh` makes of it."""
-    call, S, z = readable_call(given._replace(key_mask=in_words(given.key_mask)))
-    if call.log_decay is not None:
-        call.log_decay = weigh(call.log_decay, over_values(*call.shape).C)
-    return call, S, z
+def _with_weights(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
+    """Return the kernels' view of a call, with the fields of `weigh` in the place of its decay, and its state."""
+    inputs, S, z = readable_call(call._replace(key_mask=in_words(call.key_mask)))
+    if inputs.log_decay is not None:
+        inputs.log_decay = weigh(inputs.log_decay, over_values(*inputs.shape).C)
+    return inputs, S, z
 
 
-def forward(given: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    if given.q.shape[-2] == 1:
-        return one_token.forward(given)
-    call, S, z = _weighed(given)
-    y, S_end, z_end = empty_outputs(call.tokens["q"], call.lead, call.dv), torch.empty_like(S), torch.empty_like(z)
-    rows, tiles = Rows(call, [*call.tokens.values(), y], z), over_values(*call.shape)
+def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
+    if call.q.shape[-2] == 1:
+        return one_token.forward(call)
+    inputs, S, z = _with_weights(call)
+    y, S_end, z_end = (
+        empty_outputs(inputs.tokens["q"], inputs.lead, inputs.dv),
+        torch.empty_like(S),
+        torch.empty_like(z),
+    )
+    rows, tiles = Rows(inputs, [*inputs.tokens.values(), y], z), over_values(*inputs.shape)
     splits = rows.split(tiles)
-    rows.launch(causal_kernels.forward, tiles, splits, _entering(rows, S, z, splits), rows.shared(S_end, z_end))
+    rows.launch(causal_kernels.forward, tiles, splits, _initial_states(rows, S, z, splits), rows.shared(S_end, z_end))
     return y, S_end, z_end
 
 
@@ -56,20 +60,20 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     return y, torch.empty_like(call.S.contiguous()), torch.empty_like(call.z.contiguous())
 
 
-def gradient(given: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    (call, S, z), log_decay, (dy, dS_end, dz_end) = _weighed(given), given.log_decay, grads
+def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
+    (inputs, S, z), log_decay, (dy, dS_end, dz_end) = _with_weights(call), call.log_decay, grads
     assert dy is not None and dS_end is not None and dz_end is not None
-    dy = readable(dy, call.lead)
-    dq, denominators, earlier = _query_gradient(call, S, z, dy)
+    dy = readable(dy, inputs.lead)
+    dq, denominators, earlier = _query_gradient(inputs, S, z, dy)
     end = dS_end.contiguous(), dz_end.contiguous()
-    *found, later = _key_gradients(call, dy, end, denominators)
+    *gradients, later = _key_gradients(inputs, dy, end, denominators)
     dlog_decay = None
     if log_decay is not None:
-        dS, dz = found[2:]
+        dS, dz = gradients[2:]
         change = later.sum(1, dtype=torch.float64) - earlier.sum(1, dtype=torch.float64)
         start = (S * dS).sum((-1, -2), dtype=torch.float64) + (z * dz).sum(-1, dtype=torch.float64)
-        dlog_decay = _decay_gradient(log_decay, change.view(*call.lead, call.n), start)
-    return *(summed(g, x) for g, x in zip((dq, *found), given[:5], strict=True)), dlog_decay, None
+        dlog_decay = _decay_gradient(log_decay, change.view(*inputs.lead, inputs.n), start)
+    return *(summed(g, x) for g, x in zip((dq, *gradients), call[:5], strict=True)), dlog_decay, None
 
 
 def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
@@ -83,39 +87,39 @@ def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
     return total.masked_fill(log_decay == -torch.inf, 0).to(log_decay.dtype)
 
 
-def _crossing(rows: Rows, programs: int) -> Tensor:
-    """For the shares of a row's programs in the sums over pairs that a decay weighs."""
-    call = rows.call
-    return call.empty(0) if call.log_decay is None else call.empty(rows.number, programs, call.n)
+def _pair_sums(rows: Rows, programs: int) -> Tensor:
+    """Return a buffer for the sums over pairs that a decay weighs, one number per program of a row and token."""
+    inputs = rows.inputs
+    return inputs.empty(0) if inputs.log_decay is None else inputs.empty(rows.number, programs, inputs.n)
 
 
-def _query_gradient(call: Call, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Return dq, the denominators, and the sums over pairs with earlier keys."""
-    dq, tiles = call.empty_gradient("q"), over_queries(*call.shape)
-    rows = Rows(call, [*call.tokens.values(), dy, dq], z)
-    splits, crossing = rows.split(tiles), _crossing(rows, tiles.parts)
-    state = _entering(rows, S, z, splits)
+    dq, tiles = inputs.empty_gradient("q"), over_queries(*inputs.shape)
+    rows = Rows(inputs, [*inputs.tokens.values(), dy, dq], z)
+    splits, pair_sums = rows.split(tiles), _pair_sums(rows, tiles.parts)
+    state = _initial_states(rows, S, z, splits)
     kernel = causal_gradient_kernels.query_gradient
-    return dq, launch_query_gradient(rows, kernel, tiles, splits, state, [crossing]), crossing
+    return dq, launch_query_gradient(rows, kernel, tiles, splits, state, [pair_sums]), pair_sums
 
 
 def _key_gradients(
-    call: Call, dy: Tensor, end: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
+    inputs: Inputs, dy: Tensor, end: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
     """Return dk, dv, dS and dz in every row, and the sums over pairs with later queries."""
-    dk, dv = call.empty_gradient("k"), call.empty_gradient("v")
-    dS, dz = call.empty(*call.lead, call.f, call.dv), call.empty(*call.lead, call.f)
-    rows, launches = Rows(call, [*call.tokens.values(), dy, dk, dv], end[1]), over_both(*call.shape)
+    dk, dv = inputs.empty_gradient("k"), inputs.empty_gradient("v")
+    dS, dz = inputs.empty(*inputs.lead, inputs.f, inputs.dv), inputs.empty(*inputs.lead, inputs.f)
+    rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], end[1]), over_both(*inputs.shape)
     tiles, *_ = launches[0]
-    splits, dstate, crossing = rows.split(tiles), rows.shared(*end), _crossing(rows, tiles.parts)
+    splits, dstate, pair_sums = rows.split(tiles), rows.shared(*end), _pair_sums(rows, tiles.parts)
     if splits.number > 1:
-        sums = sum_splits(call, query_sums, [call.tokens["q"], dy], splits, denominators)
+        sums = sum_splits(inputs, query_sums, [inputs.tokens["q"], dy], splits, denominators)
         dstate = rows.enter(dstate, sums, splits, REVERSE=True, SHARED=False)
-    dstart, numbers = rows.separate(dS, dz), [*denominators, crossing]
+    dstart, numbers = rows.separate(dS, dz), [*denominators, pair_sums]
     for tiles, keys, values in launches:
         kernel = causal_gradient_kernels.key_gradients
         rows.launch(kernel, tiles, splits, dstate, dstart, numbers=numbers, KEYS=keys, VALUES=values)
-    return dk, dv, dS, dz, crossing
+    return dk, dv, dS, dz, pair_sums
 
 
 def empty_gradient(call: CausalCall) -> Tensors:

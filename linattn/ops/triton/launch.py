@@ -1,4 +1,4 @@
-"""Calls made readable for kernels, and launches: what every operator here does before and after its kernels."""
+"""Inputs in the layout that kernels read, and launches: the steps of every operator here around its kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +29,9 @@ from linattn.ops.triton.tiling import PRECISION, Split, Tiles, enter_tiles, over
 
 
 @dataclass
-class Call:
-    """Tensors (…, n, d) by their names in kernels, the mask and the decay of a call in the rows of `lead`."""
+class Inputs:
+    """The kernels' view of a call: `tokens` (…, n, d) by their names in kernels, the mask and the decay. Leading
+    dimensions broadcast to `lead`, which are the rows."""
 
     lead: torch.Size
     tokens: dict[str, Tensor]
@@ -42,11 +43,11 @@ class Call:
     constants: Constants = field(init=False)
 
     def __post_init__(self) -> None:
-        self.given, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
+        self.originals, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
         self.key_mask, self.log_decay = (readable_scalars(x, self.lead) for x in (self.key_mask, self.log_decay))
         first = next(iter(self.tokens.values()))
         self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
-        # what tiles are chosen by
+        # the arguments of the rules in tiling.py
         self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
         masked, decayed = self.key_mask is not None, self.log_decay is not None
         self.constants = Constants(
@@ -57,8 +58,8 @@ class Call:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def empty_gradient(self, name: str) -> Tensor:
-        """For a gradient in every row. Gradients of what serves several rows are summed in float32."""
-        x = self.given[name]
+        """Return a tensor for a gradient per row, in float32 if an input serves several rows: theirs are summed."""
+        x = self.originals[name]
         if x.shape[:-2] == self.lead:
             return empty_like_tokens(self.tokens[name], x.shape[-1])
         return self.empty(*self.lead, *x.shape[-2:])
@@ -72,13 +73,12 @@ def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> T
 
 
 def in_words(key_mask: Tensor | None) -> Tensor | None:
-    """Make a mask of 4 bytes per token: loads of one byte cannot start early."""
+    """Return a mask of 4 bytes per token: loads of one byte cannot start early."""
     return None if key_mask is None else key_mask.to(torch.int32)
 
 
 def as_pointers(q: Tensor, key_mask: Tensor | None, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mask and the decay as kernels take them: a mask of bools as bytes, and q for what is absent, of which
-    nothing is read."""
+    """Return the mask, as bytes, and the decay. If one is None, q stands in its place, and kernels do not read it."""
     if key_mask is not None and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
     return q if key_mask is None else key_mask, q if log_decay is None else log_decay
@@ -89,7 +89,7 @@ def _scalar_strides(x: Tensor | None, strides: Strides) -> TokenStrides:
 
 
 class States(NamedTuple):
-    """S (…, f, dv) and z (…, f) for a kernel, and how they lie."""
+    """S (…, f, dv) and z (…, f) for a kernel, and their strides."""
 
     S: Tensor
     z: Tensor
@@ -97,14 +97,15 @@ class States(NamedTuple):
 
 
 class Rows:
-    """The tensors of tokens that a kernel is given, in its order, and how to launch it; z (…, f) is contiguous."""
+    """A kernel's tensors of tokens, in its order, with their strides over the rows, and launches on them. z (…, f) is
+    contiguous."""
 
-    def __init__(self, call: Call, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
-        scalars = call.key_mask, call.log_decay
-        rows = unfold(call.lead, [*tokens, *scalars, z])
+    def __init__(self, inputs: Inputs, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
+        scalars = inputs.key_mask, inputs.log_decay
+        rows = unfold(inputs.lead, [*tokens, *scalars, z])
         *strides, of_mask, of_decay, of_state = rows.strides
-        self.call, self.tokens, (self.number, self.size1, self.size2, _) = call, tuple(tokens), rows
-        self.constants = call.constants._replace(UNIT=unit(tokens, rows))
+        self.inputs, self.tokens, (self.number, self.size1, self.size2, _) = inputs, tuple(tokens), rows
+        self.constants = inputs.constants._replace(UNIT=unit(tokens, rows))
         self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
         self.scalars = as_pointers(tokens[0], *scalars)
         self.strides = (
@@ -113,27 +114,27 @@ class Rows:
         )
 
     def split(self, tiles: Tiles) -> Split:
-        return split(self.call.n, self.number * tiles.parts, tiles.C, self.call.device)
+        return split(self.inputs.n, self.number * tiles.parts, tiles.C, self.inputs.device)
 
     def shared(self, S: Tensor, z: Tensor) -> States:
-        """States that lie as the z that the rows were made with, so that several rows may share one."""
+        """Return states with the strides of the rows' z, so that several rows may share a state."""
         return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
 
     def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
-        """States of each row and split, one after another."""
+        """Return states of which each row and split has its own, one after another."""
         strides = self.size1 * self.size2 * splits, self.size2 * splits, splits, int(splits > 1)
         return States(S, z, StateStrides(*opaque(*strides)))
 
-    def prepared(
-        self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **asked: bool
+    def arguments(
+        self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **flags: bool
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """Return a grid of so many programs per row, times its parts, and what a kernel is given beside tensors; those
-        `asked` are flags of `Constants`. The parts of a row start side by side, as they read the same tokens."""
-        integers = opaque(self.call.n, *splits, tiles.parts, self.size1, self.size2)
+        """Return the grid, with `programs` per row and part, and a kernel's arguments beside tensors. `flags` are
+        fields of `Constants`. The parts of a row have neighbouring programs, as they read the same tokens."""
+        integers = opaque(self.inputs.n, *splits, tiles.parts, self.size1, self.size2)
         return (self.number * programs * tiles.parts,), {
             "walk": Walk._make((*integers, *self.strides, tuple(strides))),
-            "phi": MAPS[self.call.feature_map],
-            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, STAGES=tiles.num_stages, **asked),
+            "phi": MAPS[self.inputs.feature_map],
+            "K": self.constants._replace(BF=tiles.BF, BV=tiles.BV, C=tiles.C, STAGES=tiles.num_stages, **flags),
             "num_warps": tiles.num_warps,
         }
 
@@ -145,41 +146,41 @@ class Rows:
         *states: States,
         numbers: Sequence[Tensor] = (),
         programs: int | None = None,
-        **asked: bool,
+        **flags: bool,
     ) -> None:
-        """Launch as many programs per row as it has splits. Without rows, nothing is launched."""
+        """Launch one program per row and split, or `programs` per row. Without rows, nothing is launched."""
         programs = splits.number if programs is None else programs
-        grid, options = self.prepared(tiles, splits, [s.strides for s in states], programs, **asked)
+        grid, options = self.arguments(tiles, splits, [s.strides for s in states], programs, **flags)
         if self.number:
             with on_device_of(self.tokens[0]):
                 kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
 
-    def enter(self, state: States, sums: "Sums", splits: Split, **asked: bool) -> States:
-        """Turn each split's own sums into the states that enter it, in place."""
-        entering, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
+    def enter(self, state: States, sums: "Sums", splits: Split, **flags: bool) -> States:
+        """Scan over the splits, in place: their sums become the states before them."""
+        states, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
         tiles = enter_tiles(f, dv)
-        self.launch(enter, tiles, splits, state, entering, numbers=[sums.kept], programs=1, **asked)
-        return entering
+        self.launch(enter, tiles, splits, state, states, numbers=[sums.decay], programs=1, **flags)
+        return states
 
 
 class Sums(NamedTuple):
-    """Sums of each split by itself, S (…, splits, f, dv) and z (…, splits, f), and its whole decay (…, splits)."""
+    """The sums of each split, S (…, splits, f, dv) and z (…, splits, f), and the decay over it (…, splits)."""
 
     S: Tensor
     z: Tensor
-    kept: Tensor
+    decay: Tensor
 
 
 def sum_splits(
-    call: Call, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
+    inputs: Inputs, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
 ) -> Sums:
-    """Sum the keys or the queries of each split; it chooses the splits if none are given."""
-    rows, tiles = Rows(call, tokens), over_values(*call.shape)
+    """Sum the keys or the queries of each split. None: the splits follow from the shapes."""
+    rows, tiles = Rows(inputs, tokens), over_values(*inputs.shape)
     splits = rows.split(tiles) if splits is None else splits
-    shapes = (call.f, call.dv), (call.f,), ()
-    sums = Sums(*(call.empty(*call.lead, splits.number, *shape) for shape in shapes))
+    shapes = (inputs.f, inputs.dv), (inputs.f,), ()
+    sums = Sums(*(inputs.empty(*inputs.lead, splits.number, *shape) for shape in shapes))
     states = rows.separate(sums.S, sums.z, splits.number)
-    rows.launch(kernel, tiles, splits, states, numbers=[*numbers, sums.kept])
+    rows.launch(kernel, tiles, splits, states, numbers=[*numbers, sums.decay])
     return sums
 
 
@@ -188,22 +189,22 @@ def launch_query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel of the queries' gradient and return the denominators, for the kernels of the other gradients.
     Where several programs share the features of a row, it runs twice."""
-    call, shape = rows.call, (rows.number, tiles.parts, rows.call.n) if rows.call.normalized else (0,)
-    inverse, delta, whole = call.empty(*shape), call.empty(*shape), tiles.parts == 1
-    if call.normalized and not whole:
+    inputs, shape = rows.inputs, (rows.number, tiles.parts, rows.inputs.n) if rows.inputs.normalized else (0,)
+    inverse, delta, whole = inputs.empty(*shape), inputs.empty(*shape), tiles.parts == 1
+    if inputs.normalized and not whole:
         rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=True)
         inverse = infinite_if_none(inverse.sum(1)).reciprocal()
         delta = delta.sum(1) * inverse
-    sums = call.normalized and whole
+    sums = inputs.normalized and whole
     rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=sums, GRADIENT=True)
     return inverse, delta
 
 
 def summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """Sum a gradient in every row over the rows that x serves."""
+    """Return the gradient of x, summed over the rows that share x."""
     return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
 
 
 def gradient_shape(x: Tensor, lead: Sequence[int]) -> Tensor:
-    """An empty tensor that lies as what `summed` returns."""
+    """Return an uninitialized tensor with the shape and strides of the result of `summed`."""
     return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)

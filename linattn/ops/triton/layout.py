@@ -1,4 +1,4 @@
-"""The memory layout that kernels take: three leading dimensions, strides in units, channels side by side.
+"""The memory layout that kernels read: three leading dimensions, strides in units, contiguous channels.
 
 The rows of a call are all its leading dimensions together. A tensor that is broadcast over some of them has strides of
 zero there, so grouped queries and heads that were transposed are read in place."""
@@ -28,10 +28,10 @@ class Rows(NamedTuple):
 
 
 class TokenStrides(NamedTuple):
-    """The strides of a tensor (…, n, d) or (…, n): over the rows, opaque, and from token to token.
+    """The strides of a tensor (…, n, d) or (…, n): over the rows (`opaque`), and from token to token.
 
-    As the last one is compiled into kernels, addresses of a tile differ by constants and take few registers; other
-    lengths and batches do not change it."""
+    The last one is compiled into kernels: addresses of a tile then differ by constants and take few registers. It does
+    not depend on the length or the batch."""
 
     outer: int
     middle: int
@@ -40,7 +40,8 @@ class TokenStrides(NamedTuple):
 
 
 class StateStrides(NamedTuple):
-    """The strides of S (…, f, dv) and z (…, f) over the rows and their splits, in states; opaque."""
+    """The strides of S (…, f, dv) and z (…, f) over the rows and their splits, counted in whole states. Kernels do not
+    specialize on them (`opaque`)."""
 
     outer: int
     middle: int
@@ -49,8 +50,8 @@ class StateStrides(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The integers by which programs find their tokens: n in a row, `length` in each of its splits; and `parts`, the
-    number of programs that share the channels of a row. Opaque. Then the strides of a kernel's tensors in its order."""
+    """The integers that locate a program's tokens: n per row, `length` per split, and `parts`, the number of programs
+    that share the channels of a row (all `opaque`). Then the strides of a kernel's tensors, in its order."""
 
     n: int
     length: int
@@ -64,9 +65,9 @@ class Walk(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Constants that are compiled into a kernel, beside φ: a call's options, its widths, and the kind of product; the
-    unit of strides; tiles of BF features, BV values and C tokens, loaded in STAGES; and what some kernels are asked
-    for."""
+    """Constants that are compiled into a kernel, beside φ: a call's options, its widths, and the precision of products;
+    the unit of strides; tiles of BF features, BV values and C tokens, loaded in STAGES; and flags that choose the
+    results of some kernels."""
 
     NORMALIZED: bool
     MASKED: bool
@@ -88,8 +89,8 @@ class Constants(NamedTuple):
 
 
 def opaque(*integers: int) -> tuple[int, ...]:
-    """Make all integers multiples of 16. For one in a tuple that becomes such a multiple, or 1, Triton would compile
-    another kernel, but a new length or a new batch is no new kernel. `device.plain` reads them."""
+    """Multiply all integers by 16; `device.plain` divides them again. Triton would compile separate kernels for those
+    that become 1 or a multiple of 16, but a new length or batch needs no new kernel."""
     return tuple([16 * x for x in integers])
 
 
@@ -99,7 +100,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
-    """Merges leading dimensions wherever all the tensors allow it."""
+    """Merge leading dimensions wherever the strides of all tensors allow it."""
     table = [[0 if x is None or x.shape[i] == 1 else x.stride(i) for x in tensors] for i in range(len(lead))]
     sizes: list[int] = []
     columns: list[list[int]] = []
@@ -112,53 +113,52 @@ def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
             sizes.append(size)
             columns.append(column)
     missing = _DIMENSIONS - len(sizes)
-    assert missing >= 0, "more than three leading dimensions are made to lie one after another before"
+    assert missing >= 0, "more than three leading dimensions are made contiguous before"
     sizes = [1] * missing + sizes
     columns = [[0] * len(tensors)] * missing + columns
     return Rows(math.prod(sizes), sizes[1], sizes[2], list(zip(*columns, strict=True)))  # type: ignore[arg-type]
 
 
-def many(lead: Sequence[int]) -> bool:
-    """Return whether there are more leading dimensions than kernels take, so that inputs are copied to lie in one."""
+def too_many_dimensions(lead: Sequence[int]) -> bool:
+    """Return whether kernels take fewer leading dimensions, so that inputs must be copied into contiguous ones."""
     return sum(size != 1 for size in lead) > _DIMENSIONS
 
 
-def shared_in_turns(lead: Sequence[int], sums: Sequence[int]) -> int:
-    """Dimensions that are left of these if they lie one after another and the sums serve several rows along some."""
+def shared_groups(lead: Sequence[int], sums: Sequence[int]) -> int:
+    """Return the number of groups of neighbouring dimensions, along each of which the sums are shared or are not."""
     sharing = [here != size for size, here in zip(lead, sums, strict=True) if size != 1]
     return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
 
 
 def readable(x: Tensor, lead: Sequence[int]) -> Tensor:
-    """Itself, or a copy if its channels do not lie side by side, or tokens too far apart."""
-    if many(lead):
+    """Return x, or a contiguous copy if its last stride is not 1 or its token stride exceeds `_LARGEST_STEP`."""
+    if too_many_dimensions(lead):
         return x.expand(*lead, *x.shape[-2:]).contiguous()
     near = x.shape[-2] == 1 or x.stride(-2) < _LARGEST_STEP
     return x if (x.shape[-1] == 1 or x.stride(-1) == 1) and near else x.contiguous()
 
 
 def readable_scalars(x: Tensor | None, lead: Sequence[int]) -> Tensor | None:
-    """Make kernel arguments of a mask or a decay (…, n)."""
-    return x if x is None or not many(lead) else x.expand(*lead, x.shape[-1]).contiguous()
+    """Return a mask or a decay (…, n), or a contiguous copy if it has too many leading dimensions."""
+    return x if x is None or not too_many_dimensions(lead) else x.expand(*lead, x.shape[-1]).contiguous()
 
 
 def empty_like_tokens(x: Tensor, channels: int) -> Tensor:
-    """Room for so many channels of each token of x, in the order in which those of x lie if there are as many."""
-    if channels == x.shape[-1] and x.stride(-1) == 1 and not many(x.shape[:-2]):
+    """Return an uninitialized tensor (…, n, channels), with the strides of x if it has as many channels."""
+    if channels == x.shape[-1] and x.stride(-1) == 1 and not too_many_dimensions(x.shape[:-2]):
         return torch.empty_like(x)
     return x.new_empty(*x.shape[:-1], channels)
 
 
 def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
-    """Return outputs without numbers, one for each row, also of those that share queries. They lie as q does if it has
-    all rows."""
+    """Return uninitialized outputs (*lead n channels), with the strides of q if it has all leading dimensions."""
     if q.shape[:-2] == torch.Size(lead):
         return empty_like_tokens(q, channels)
     return q.new_empty(*lead, q.shape[-2], channels)
 
 
 def unit(wide: Sequence[Tensor], rows: Rows) -> int:
-    """The largest power of two, up to 16 numbers, that divides every stride: kernels read so many at a time. Channels
-    decide it, hardly ever the length, so that a new length is no new kernel."""
+    """Return the largest power of two, up to 16, that divides every stride: kernels read so many numbers at a time. It
+    follows from the channels and hardly ever from the length, so a new length needs no new kernel."""
     steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in wide)
     return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)

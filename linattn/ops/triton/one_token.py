@@ -1,7 +1,7 @@
-"""One token with the kernel of its own, prepared once for all calls that lie alike.
+"""A single token: one kernel, whose launch is planned once for all calls with the same shapes and strides.
 
-In generation each call lies as the one before it. What follows from shapes, strides and the dtype alone is kept, as
-working it out takes longer than the kernel."""
+In generation all calls are alike. A plan follows from shapes, strides and the dtype alone, and is cached: computing it
+takes longer than the kernel."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from linattn.ops.calls import CausalCall
-from linattn.ops.triton.launch import Call, Rows, as_pointers
+from linattn.ops.triton.launch import Inputs, Rows, as_pointers
 from linattn.ops.triton.layout import empty_outputs, on_device_of
 from linattn.ops.triton.step_kernel import step
 from linattn.ops.triton.tiling import Split, step_tiles
 
 # shape and strides
-Lies = tuple[torch.Size, tuple[int, ...]]
+Layout = tuple[torch.Size, tuple[int, ...]]
 
 
 class Plan(NamedTuple):
@@ -27,14 +27,19 @@ class Plan(NamedTuple):
     options: dict[str, Any]
 
 
-def forward(given: CausalCall) -> tuple[Tensor, ...]:
-    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = given
+def forward(call: CausalCall) -> tuple[Tensor, ...]:
+    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, _ = call
     tensors = q, k, v, S, z, log_decay, key_mask
-    lies = tuple([x if x is None else (x.shape, x.stride()) for x in tensors])
-    plan = _kept(lies, q.dtype, normalize, feature_map)
+    layouts = tuple([x if x is None else (x.shape, x.stride()) for x in tensors])
+    plan = _cached_plan(layouts, q.dtype, normalize, feature_map)
     if plan is None:
-        call, S, z = readable_call(given)
-        plan, (q, k, v), log_decay, key_mask = _plan(call, z), call.tokens.values(), call.log_decay, call.key_mask
+        inputs, S, z = readable_call(call)
+        plan, (q, k, v), log_decay, key_mask = (
+            _plan(inputs, z),
+            inputs.tokens.values(),
+            inputs.log_decay,
+            inputs.key_mask,
+        )
     y = q.new_empty_strided(*plan.y)
     S_end, z_end = torch.empty_like(S), torch.empty_like(z)
     if plan.grid[0]:
@@ -44,25 +49,27 @@ def forward(given: CausalCall) -> tuple[Tensor, ...]:
     return y, S_end, z_end
 
 
-def readable_call(given: CausalCall) -> tuple[Call, Tensor, Tensor]:
-    """Return the call, whose rows are those of the queries, and its state."""
-    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = given
+def readable_call(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
+    """Return the kernels' view of a call, with a row per leading index of the queries, and its state."""
+    q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = call
     tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
-    call = Call(given.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
-    return call, S.contiguous(), z.contiguous()
+    inputs = Inputs(call.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
+    return inputs, S.contiguous(), z.contiguous()
 
 
-def _plan(call: Call, z: Tensor) -> Plan:
-    y, tiles = empty_outputs(call.tokens["q"], call.lead, call.dv), step_tiles(call.f, call.dv)
-    rows = Rows(call, [*call.tokens.values(), y], z)
-    return Plan((y.shape, y.stride()), *rows.prepared(tiles, Split(1, 1), [rows.shared(z, z).strides] * 2, 1))
+def _plan(inputs: Inputs, z: Tensor) -> Plan:
+    y, tiles = empty_outputs(inputs.tokens["q"], inputs.lead, inputs.dv), step_tiles(inputs.f, inputs.dv)
+    rows = Rows(inputs, [*inputs.tokens.values(), y], z)
+    return Plan((y.shape, y.stride()), *rows.arguments(tiles, Split(1, 1), [rows.shared(z, z).strides] * 2, 1))
 
 
 @lru_cache(maxsize=1024)
-def _kept(lies: tuple[Lies | None, ...], dtype: torch.dtype, normalize: str | None, feature_map: str) -> Plan | None:
-    """Return the plan for tensors that lie so, or None if some of them must be copied first. The dtype is that of
-    tokens, and no other one changes a plan."""
-    tensors = [x if x is None else torch.empty_strided(*x, dtype=dtype, device="meta") for x in lies]
-    call, S, z = readable_call(CausalCall(*tensors, normalize, feature_map, False))  # type: ignore[arg-type]
-    found = *call.tokens.values(), S, z, call.log_decay, call.key_mask
-    return _plan(call, z) if all(a is b for a, b in zip(found, tensors, strict=True)) else None
+def _cached_plan(
+    layouts: tuple[Layout | None, ...], dtype: torch.dtype, normalize: str | None, feature_map: str
+) -> Plan | None:
+    """Return the plan for tensors of these layouts, or None if some of them must be copied first. The dtype is that of
+    the tokens; a plan depends on no other."""
+    tensors = [x if x is None else torch.empty_strided(*x, dtype=dtype, device="meta") for x in layouts]
+    inputs, S, z = readable_call(CausalCall(*tensors, normalize, feature_map, False))  # type: ignore[arg-type]
+    views = *inputs.tokens.values(), S, z, inputs.log_decay, inputs.key_mask
+    return _plan(inputs, z) if all(a is b for a, b in zip(views, tensors, strict=True)) else None

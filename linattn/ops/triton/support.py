@@ -1,4 +1,4 @@
-"""Checks of what the kernels can run, told from shapes, dtypes and devices; and why not."""
+"""The reasons why the kernels cannot run a call, from its shapes, dtypes and device."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.operator import in_transform
-from linattn.ops.triton.layout import shared_in_turns
+from linattn.ops.triton.layout import shared_groups
 
 LARGEST = 256
 # for 10 and 11, Triton 3.7.1 fails to compile some kernels, or compiles nothing without a word
@@ -27,7 +27,7 @@ def unsupported(call: CausalCall) -> str | None:
     if call.normalize == "keys":
         return 'has no causal normalize="keys"'
     # three leading dimensions are always few enough
-    return None if call.q.ndim <= 5 else too_many_turns(call.lead, call.S.shape[:-2])
+    return None if call.q.ndim <= 5 else too_many_groups(call.lead, call.S.shape[:-2])
 
 
 def sums_unsupported(call: SumCall) -> str | None:
@@ -42,7 +42,7 @@ def read_unsupported(call: ReadCall) -> str | None:
         return f"takes sums in float32, but they are {call.S.dtype} and {call.z.dtype}"
     sums = torch.broadcast_shapes(call.S.shape[:-2], call.z.shape[:-1])
     lead = torch.broadcast_shapes(call.q.shape[:-2], sums)
-    return too_many_turns(lead, (1,) * (len(lead) - len(sums)) + tuple(sums))
+    return too_many_groups(lead, (1,) * (len(lead) - len(sums)) + tuple(sums))
 
 
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
@@ -52,14 +52,14 @@ def cannot(x: Tensor, f: int, dv: int) -> str | None:
     if not _INSTALLED:
         return "needs the package triton, which is not installed"
     if x.dtype not in _DTYPES:
-        return f"takes bfloat16, float16 and float32, but is given {x.dtype}"
+        return f"takes bfloat16, float16 and float32, but q or k is {x.dtype}"
     if not (1 <= f <= LARGEST and 1 <= dv <= LARGEST):
-        return f"takes 1 to {LARGEST} features and as many values, but is given {f} and {dv}"
+        return f"takes 1 to {LARGEST} features and as many values, but there are {f} and {dv}"
     return None if x.is_cpu else _device_cannot(x)
 
 
 def experimental(call: CausalCall | SumCall | ReadCall) -> str | None:
-    """Triton compiles for AMD's and Intel's GPUs too, but nobody has run these kernels there."""
+    """Return a reason for AMD's and Intel's GPUs: Triton compiles for them, but nobody has run these kernels there."""
     x = call[0]
     if x.is_xpu or (x.is_cuda and torch.version.hip is not None):
         return "has not been tried on this kind of GPU, and runs there when named"
@@ -72,8 +72,8 @@ def _device_cannot(x: Tensor) -> str | None:
     major, minor = _capability(x.device)
     if major in CAPABILITIES:
         return None
-    wanted = ", ".join(map(str, CAPABILITIES))
-    return f"is made for the compute capabilities {wanted}, but the device has {major}.{minor}"
+    supported = ", ".join(map(str, CAPABILITIES))
+    return f"is made for the compute capabilities {supported}, but the device has {major}.{minor}"
 
 
 @cache
@@ -81,7 +81,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def too_many_turns(lead: tuple[int, ...], sums: tuple[int, ...]) -> str | None:
-    if shared_in_turns(lead, sums) <= 3:
+def too_many_groups(lead: tuple[int, ...], sums: tuple[int, ...]) -> str | None:
+    if shared_groups(lead, sums) <= 3:
         return None
     return f"takes keys shared along neighbouring dimensions, but q has {tuple(lead)} and the keys {tuple(sums)}"

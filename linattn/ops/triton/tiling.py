@@ -77,30 +77,30 @@ def _power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _tiles(BF: int, BV: int, parts: int, chosen: Rule) -> Tiles:
-    return Tiles(BF, BV, chosen.C, parts, chosen.num_warps, chosen.num_stages)
+def _tiles(BF: int, BV: int, parts: int, choice: Rule) -> Tiles:
+    return Tiles(BF, BV, choice.C, parts, choice.num_warps, choice.num_stages)
 
 
 def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """All features and some values in each program."""
-    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    BV = min(BV, max(16, chosen.state // BF))
-    return _tiles(BF, BV, -(-dv // BV), chosen)
+    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
+    BV = min(BV, max(16, choice.state // BF))
+    return _tiles(BF, BV, -(-dv // BV), choice)
 
 
 def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """All values and some features in each program."""
-    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    BF = min(BF, max(16, chosen.state // BV))
-    return _tiles(BF, BV, -(-f // BF), chosen)
+    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
+    BF = min(BF, max(16, choice.state // BV))
+    return _tiles(BF, BV, -(-f // BF), choice)
 
 
 def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
     """For the gradient of queries: all values, and all features if they fit, as one launch then does."""
     BF, BV = _power(f), _power(dv)
     if dtype == torch.bfloat16 and BF * BV <= 16384:
-        chosen = rule(f, dv, dtype, device, decayed)
-        return _tiles(BF, BV, 1, chosen._replace(num_warps=chosen.gradient_warps))
+        choice = rule(f, dv, dtype, device, decayed)
+        return _tiles(BF, BV, 1, choice._replace(num_warps=choice.gradient_warps))
     return over_features(f, dv, dtype, device, decayed)
 
 
@@ -108,10 +108,10 @@ def over_both(
     f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
 ) -> list[tuple[Tiles, bool, bool]]:
     """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
-    chosen, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
-    most = 2 * chosen.state if shared_memory(device) > 200 * 1024 else 4096
+    choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
+    most = 2 * choice.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
-        return [(_tiles(BF, BV, 1, chosen._replace(num_warps=chosen.gradient_warps)), True, True)]
+        return [(_tiles(BF, BV, 1, choice._replace(num_warps=choice.gradient_warps)), True, True)]
     return [
         (over_features(f, dv, dtype, device, decayed), True, False),
         (over_values(f, dv, dtype, device, decayed), False, True),

@@ -14,7 +14,7 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
 def hazards() -> ModuleType:
-    path = Path(__file__).parents[4] / "benchmarks" / "gpu_hazards.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "gpu_hazards.py"
     spec = importlib.util.spec_from_file_location("gpu_hazards", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -23,7 +23,7 @@ def run_laws(**environment: str) -> str:
 
 
 def run_script(name: str, *options: str, **environment: str) -> str:
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[3]
     command = [sys.executable, str(root / "benchmarks" / name), *options]
     environment |= {"PYTHONPATH": str(root)}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)

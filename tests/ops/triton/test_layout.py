@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops.triton.layout import empty_like_tokens, many, readable, shared_in_turns, unfold, unit
+from linattn.ops.triton.layout import empty_like_tokens, readable, shared_groups, too_many_dimensions, unfold, unit
 
 
 def places(x: Tensor, lead: tuple[int, ...]) -> list[int]:
@@ -52,7 +52,7 @@ def test_only_what_cannot_be_read_is_copied() -> None:
     assert readable(x.mT, (2, 3)).is_contiguous()
     far = torch.empty(8, 2**25, dtype=torch.bool)[:, :4]
     assert readable(far, ()).is_contiguous()
-    assert many((2, 2, 2, 2)) and not many((2, 1, 2, 1, 2))
+    assert too_many_dimensions((2, 2, 2, 2)) and not too_many_dimensions((2, 1, 2, 1, 2))
     assert readable(torch.randn(2, 2, 2, 1, 3, 4), (2, 2, 2, 2)).shape == (2, 2, 2, 2, 3, 4)
 
 
@@ -67,4 +67,4 @@ def test_outputs_lie_as_queries_do() -> None:
     [((2, 3), (2, 3), 1), ((2, 3, 4), (2, 3, 1), 2), ((2, 3, 4, 5), (2, 1, 4, 1), 4), ((1, 1), (1, 1), 0), ((), (), 0)],
 )
 def test_sharing_is_counted_in_turns(lead: tuple[int, ...], sums: tuple[int, ...], turns: int) -> None:
-    assert shared_in_turns(lead, sums) == turns
+    assert shared_groups(lead, sums) == turns
