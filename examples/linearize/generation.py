@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.linearize import byte_lm
-from linattn.integrations.transformers.linearize import convert, plan
-from linattn.integrations.transformers.linearize.probes import Cost, costs, native
+from linattn.linearize import convert, plan
+from linattn.linearize.probes import Cost, costs, native
 
 LENGTHS = (256, 1_024, 4_096, 8_192)
 

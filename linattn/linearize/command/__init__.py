@@ -1,0 +1,1 @@
+"""The stages of `linattn linearize`, whose options `linattn.cli.linearize` has."""

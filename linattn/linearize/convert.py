@@ -1,0 +1,87 @@
+"""The conversion of a stock model in place, and its undoing."""
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from linattn.linearize.closed_form import project_closest, share_closest
+from linattn.linearize.folder import check_stock, describe
+from linattn.linearize.observe import SOFTMAX, Batch
+from linattn.linearize.parts import (
+    LinearizedAttention,
+    attach,
+    detach,
+    linearized_layers,
+    own_attention,
+)
+from linattn.linearize.plan import Plan, module_sizes
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Holds a `model` that was linearized by the `plan`, and the `teacher`, a frozen copy of it as it was. `attention`
+    is the function that it used then."""
+
+    model: PreTrainedModel
+    teacher: PreTrainedModel
+    plan: Plan
+    attention: str | None
+
+    def undo(self) -> None:
+        """Make the model what it was before, bit by bit, whatever was trained since."""
+        linear = [own_attention(layer).spec.index for layer in linearized_layers(self.model).values()]
+        restore_layers(self.model, self.teacher, linear)
+        self.model.load_state_dict(self.teacher.state_dict())
+        self.model.set_attn_implementation(self.attention or "eager")
+
+
+def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
+    """Replace attention in place as the plan says, and return what undoes it. Weights that the model had stay.
+
+    The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`, and so does the
+    share of the linear part beside a window (an eighth without batches). The model then saves, loads, generates and
+    trains as before; `load_linearized` says how to load it."""
+    if linearized_layers(model):
+        raise ValueError("the model is linearized already: undo that before it is converted again")
+    check_stock(model)
+    names = {name for name, _ in model.named_modules()}
+    if missing := [layer.name for layer in plan.layers if layer.name not in names]:
+        raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
+    for layer in plan.replaced:
+        sizes = module_sizes(model.get_submodule(layer.name))
+        if other := [f"{x}, not {y}" for x, y in zip(sizes, layer.sizes, strict=False) if x != y]:
+            raise ValueError(f"the plan is for another model: {layer.name} has {'; '.join(other)}")
+    attention, teacher = model.config._attn_implementation, make_teacher(model)
+    owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
+    for name, own in owns.items():
+        weight = next(model.get_submodule(name).parameters())
+        own.to(device=weight.device, dtype=weight.dtype)
+    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
+    share_closest(teacher, owns, batches)
+    # nothing in the model changes before all is ready
+    for name, own in owns.items():
+        attach(model.get_submodule(name), own)
+    describe(model)
+    model.set_attn_implementation(SOFTMAX)
+    return Conversion(model, teacher, plan, attention)
+
+
+def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a frozen copy of a stock model, in evaluation. Its softmax attention is ours, to have the same masks."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    teacher.set_attn_implementation(SOFTMAX)
+    return teacher
+
+
+def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
+    """Give the linear layers with these indices their softmax attention back, with the teacher's weights."""
+    linear = {own_attention(module).spec.index: name for name, module in linearized_layers(model).items()}
+    if unknown := sorted(set(layers) - set(linear)):
+        raise ValueError(f"layers has {unknown}, but the linear layers are {sorted(linear)}")
+    for index in set(layers):
+        module = model.get_submodule(linear[index])
+        detach(module)
+        module.load_state_dict(teacher.get_submodule(linear[index]).state_dict())
+    describe(model)
