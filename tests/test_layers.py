@@ -33,6 +33,7 @@ GUESTS = {
 BASE = {"torch", "jaxtyping", "linattn"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+PARTS = sorted(PACKAGE.glob("integrations/*/*/*.py"))
 
 
 def relative(path: Path) -> str:
@@ -68,6 +69,14 @@ def test_imports_point_one_way(path):
             beside = target in ("version", "types") or (layer, target) == ("cli", "diagnostics")
             assert target in DEPTH or beside, f"{layer} imports {name}, which belongs to no layer"
             assert target not in DEPTH or allowed(layer, target), f"{layer} imports {name}"
+
+
+@pytest.mark.parametrize("path", PARTS, ids=relative)
+def test_parts_of_an_integration_do_not_import_each_other(path):
+    own = path.parent.relative_to(PACKAGE.parent).as_posix().replace("/", ".")
+    others = {".".join((own.rpartition(".")[0], part.parent.name)) for part in PARTS} - {own}
+    for name in imports(ast.parse(path.read_text("utf-8"))):
+        assert not name.startswith(tuple(others)), f"{relative(path)} imports {name}: what both need lies beside them"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from linattn.attention import InnerAttention, SoftmaxAttention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
+from linattn.integrations.transformers.documents import DOCUMENTS
+from linattn.integrations.transformers.stock_attention.masks import attend_per_document
 from linattn.linearize.observe import Attended, Batch, observe
 from linattn.linearize.parts import LinearizedAttention
 

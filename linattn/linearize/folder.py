@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from linattn.integrations.transformers.config import NotCopied
+from linattn.integrations.transformers.own_model.config import NotCopied
 from linattn.linearize.observe import SOFTMAX
 from linattn.linearize.parts import (
     LayerSpec,

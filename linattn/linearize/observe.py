@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.attention import is_causal_call
-from linattn.integrations.transformers.cache import CachedKeys
-from linattn.integrations.transformers.hooks import PREFIX, watched
+from linattn.integrations.transformers.stock_attention.attention import is_causal_call
+from linattn.integrations.transformers.stock_attention.cache import CachedKeys
+from linattn.integrations.transformers.stock_attention.hooks import PREFIX, watched
 
 SOFTMAX = PREFIX + "softmax"
 

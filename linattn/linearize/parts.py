@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from linattn.attention import InnerAttention, LocalAttention, SoftmaxAttention
 from linattn.attention.named import untrained_attention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.integrations.transformers.attention import OWN, attention_of
-from linattn.integrations.transformers.cache import AttentionLayer
-from linattn.integrations.transformers.masks import DOCUMENTS, document_rows
+from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
+from linattn.integrations.transformers.stock_attention.attention import OWN, attention_of
+from linattn.integrations.transformers.stock_attention.cache import AttentionLayer
 from linattn.linearize.start import start_remembering, with_decay
 from linattn.nn import ShortConvolution, token_gates
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values

@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from linattn.linearize import convert, layer_errors, linearized_layers, plan
 from linattn.linearize.closed_form import closest_projections
-from tests.integrations.transformers.families import DECODERS, ENCODERS, make
-from tests.integrations.transformers.test_attention import logits, padded, tokens
+from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, make
+from tests.integrations.transformers.stock_attention.test_attention import logits, padded, tokens
 
 
 def second_moments(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,16 @@ from linattn.linearize import (
     load_linearized,
     plan,
 )
-from tests.integrations.transformers.families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, every, make
-from tests.integrations.transformers.test_attention import logits, padded, tokens
+from tests.integrations.transformers.stock_attention.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    GROUPED,
+    IMAGES,
+    every,
+    make,
+)
+from tests.integrations.transformers.stock_attention.test_attention import logits, padded, tokens
 
 SOME = {name: DECODERS[name] for name in ("llama", "gpt2", "gpt_neox")}
 METHODS = {

@@ -15,7 +15,7 @@ from linattn.linearize import (
     plan,
 )
 from linattn.ops.state import map_state
-from tests.integrations.transformers.families import (
+from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
@@ -26,7 +26,7 @@ from tests.integrations.transformers.families import (
     every,
     make,
 )
-from tests.integrations.transformers.test_attention import logits, tokens
+from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
 from .test_convert import batch_of
 

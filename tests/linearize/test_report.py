@@ -26,7 +26,7 @@ from linattn.linearize import (
 )
 from linattn.linearize.probes import NEEDLE, cache_bytes, costs, generated, needles, recalled
 from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW
-from tests.integrations.transformers.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
+from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
 
 SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"]}
 CLASSIFIER = ("BertForSequenceClassification", {**TEXT, "num_labels": 4})

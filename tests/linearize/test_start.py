@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from linattn.linearize import convert, linearized_layers, load_linearized, plan
-from tests.integrations.transformers.families import DECODERS, make
-from tests.integrations.transformers.test_attention import logits, tokens
+from tests.integrations.transformers.stock_attention.families import DECODERS, make
+from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
 
 def decays(method: str) -> list[torch.Tensor]:

@@ -29,8 +29,15 @@ from linattn.linearize import (
 )
 from linattn.linearize.distance import IGNORED, layer_distance, matched_layers, relative_error
 from linattn.linearize.transfer import RATES
-from tests.integrations.transformers.families import DECODERS, ENCODER_DECODERS, ENCODERS, IMAGES, every, make
-from tests.integrations.transformers.test_attention import logits, tokens
+from tests.integrations.transformers.stock_attention.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    IMAGES,
+    every,
+    make,
+)
+from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
 from .test_convert import batch_of
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from linattn.attention import ATTENTIONS
-from linattn.integrations.transformers.attention import attention_forward
-from linattn.integrations.transformers.cache import ATTENTION_LAYER
-from linattn.integrations.transformers.masks import attention_mask
+from linattn.integrations.transformers.stock_attention.attention import attention_forward
+from linattn.integrations.transformers.stock_attention.cache import ATTENTION_LAYER
+from linattn.integrations.transformers.stock_attention.masks import attention_mask
 from linattn.ops.names import did_you_mean
 
 PREFIX = "linattn:"

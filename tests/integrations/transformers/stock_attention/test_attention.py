@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from linattn.attention import ATTENTIONS, named_attention
 from linattn.integrations.transformers import attended_modules, register_attention
-from linattn.integrations.transformers.hooks import GATED, LEARNED, METHODS
+from linattn.integrations.transformers.stock_attention.hooks import GATED, LEARNED, METHODS
 from linattn.ops.state import map_state
 
 from .families import (
@@ -427,7 +427,7 @@ def test_names_are_checked():
 
 
 def test_transformers_without_a_hook_is_named(monkeypatch):
-    from linattn.integrations.transformers import hooks
+    from linattn.integrations.transformers.stock_attention import hooks
 
     monkeypatch.delattr(transformers.cache_utils, "get_layer_types_and_kwargs")
     with pytest.raises(ImportError, match=f"transformers {transformers.__version__} has no .*get_layer_types"):

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from linattn.integrations.transformers.cache import LinattnCache
-from linattn.integrations.transformers.config import LinattnConfig, NotCopied
+from linattn.integrations.transformers.own_model.cache import LinattnCache
+from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD, Block
 

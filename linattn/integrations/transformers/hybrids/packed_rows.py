@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-from linattn.integrations.transformers.masks import positions_in
+from linattn.integrations.transformers.documents import positions_in
 
 TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
 LEAKING = {

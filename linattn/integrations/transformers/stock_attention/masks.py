@@ -1,22 +1,20 @@
 """The masks of transformers' models for our attention: present keys, or documents that share a row."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
+from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
 from linattn.ops.state import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
-
-DOCUMENTS = torch.int32
-"""The dtype of masks that number documents, which no mask of transformers has."""
 
 
 def attention_mask(
@@ -58,40 +56,6 @@ def attention_mask(
             "documents or chunks in a row do not go together with padding or a cache in linattn's attention"
         )
     return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))
-
-
-class DocumentRows(NamedTuple):
-    """The documents of packed rows, each in a padded row of its own. Equal numbers that follow each other are one."""
-
-    row: Int[Tensor, " tokens"]
-    column: Int[Tensor, " tokens"]
-    present: Bool[Tensor, "rows columns"]
-    shape: tuple[int, int]
-
-    def split(self, x: Shaped[Tensor, "b n *rest"]) -> Shaped[Tensor, "rows columns *rest"]:
-        """Move each document into its row, and fill up with zeros."""
-        x = x.flatten(0, 1)
-        return x.new_zeros(*self.present.shape, *x.shape[1:]).index_put((self.row, self.column), x)
-
-    def join(self, y: Shaped[Tensor, "rows columns *rest"]) -> Shaped[Tensor, "b n *rest"]:
-        """Move the tokens back to their places."""
-        return y[self.row, self.column].unflatten(0, self.shape)
-
-
-def document_rows(documents: Int[Tensor, "b n"]) -> DocumentRows:
-    column = positions_in(documents).flatten()
-    row = (column == 0).cumsum(0) - 1
-    size = (int(row[-1]) + 1, int(column.max()) + 1)
-    present = torch.zeros(size, dtype=torch.bool, device=row.device).index_put((row, column), row >= 0)
-    b, n = documents.shape
-    return DocumentRows(row, column, present, (b, n))
-
-
-def positions_in(documents: Int[Tensor, "#b n"]) -> Int[Tensor, "#b n"]:
-    """Return the distance of each token from the first of its document."""
-    place = torch.arange(documents.shape[1], device=documents.device)
-    starts = F.pad(documents.diff(dim=-1) != 0, (1, 0), value=True)
-    return place - torch.where(starts, place, 0).cummax(-1).values
 
 
 def attend_per_document(

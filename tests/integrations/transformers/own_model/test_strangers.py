@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 def alone(program: str, *arguments: object, home: Path) -> dict[str, object]:
     """Run a program in a process of its own; it prints one line of JSON last."""
-    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
     run = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from linattn.integrations.transformers import SpeedUp, speed_up
-from linattn.integrations.transformers.places import CONVOLUTION, SCANS, places_in, why_kernels
-from tests.integrations.transformers.hybrids import FAMILIES, VOCABULARY, make
+from linattn.integrations.transformers.hybrids import places as places_module
+from linattn.integrations.transformers.hybrids.places import CONVOLUTION, SCANS, places_in, why_kernels
+from tests.integrations.transformers.hybrids.families import FAMILIES, VOCABULARY, make
 
 LEAKING = ("qwen4_exp", "glm5_next")
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -347,7 +348,7 @@ def test_functions_with_other_arguments_are_refused_and_stay(family, monkeypatch
 
 def test_kernels_of_a_package_come_first(monkeypatch):
     layer = make("qwen3_next").model.layers[0].linear_attn
-    monkeypatch.setattr("linattn.integrations.transformers.places.find_spec", lambda package: package == "fla" or None)
+    monkeypatch.setattr(places_module, "find_spec", lambda package: package == "fla" or None)
     places = places_in(layer)
     assert not why_kernels(layer, places)
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.packed_rows import TOLD_BY, documents_apart, why_not_packed
-from linattn.integrations.transformers.places import (
+from linattn.integrations.transformers.documents import MARK
+from linattn.integrations.transformers.hybrids.packed_rows import TOLD_BY, documents_apart, why_not_packed
+from linattn.integrations.transformers.hybrids.places import (
     CONVOLUTION,
-    MARK,
     SCANS,
     Place,
     names_called,

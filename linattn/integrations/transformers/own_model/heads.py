@@ -12,9 +12,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from linattn.integrations.transformers.cache import LinattnCache
-from linattn.integrations.transformers.config import LinattnConfig
-from linattn.integrations.transformers.model import LinattnPreTrainedModel
+from linattn.integrations.transformers.own_model.cache import LinattnCache
+from linattn.integrations.transformers.own_model.config import LinattnConfig
+from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel
 from linattn.models import LanguageModel
 
 IGNORED = -100

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
-from linattn.integrations.transformers.cache import CachedKeys
-from linattn.integrations.transformers.masks import DOCUMENTS, attend_per_document
-from linattn.integrations.transformers.places import MARK
+from linattn.integrations.transformers.documents import DOCUMENTS, MARK
+from linattn.integrations.transformers.stock_attention.cache import CachedKeys
+from linattn.integrations.transformers.stock_attention.masks import attend_per_document
 
 OWN = "linear_attention"
 """The name of a submodule that attends in place of the method, with weights of its own."""

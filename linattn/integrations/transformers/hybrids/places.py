@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import transformers
 from torch import nn
 
-from linattn.integrations.transformers.scans import convolution, delta_rule, lightning_attention, mamba2_scan
-
-MARK = "linattn_documents"
-"""The keyword argument of marked calls: the number of each token's document, or None for one document per row."""
+from linattn.integrations.transformers.documents import MARK
+from linattn.integrations.transformers.hybrids.scans import convolution, delta_rule, lightning_attention, mamba2_scan
 
 
 class Scan(NamedTuple):
