@@ -29,7 +29,7 @@ from linattn.linearize import (
 )
 from linattn.linearize.controls import CONTROLS, controlled
 from linattn.linearize.scores import scores
-from linattn.linearize.transfer import FIRST_STAGE
+from linattn.linearize.stages import FIRST_STAGE
 
 TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder)}
 Line = Callable[[str], None]

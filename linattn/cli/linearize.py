@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # this takes seconds to import, so mistakes in the options are reported before
-    from linattn.linearize.command import conversion
+    from linattn.linearize.command import run
 
-    return conversion.run(arguments)
+    return run.run(arguments)
 
 
 def kept(text: str) -> Fraction | tuple[int, ...]:

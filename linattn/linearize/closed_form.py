@@ -1,24 +1,21 @@
-"""The values with which a layer's new parts begin, from a few batches and without a gradient: projections of queries
-and keys to fewer channels that keep softmax's logits best, and the share of linear attention beside a window.
+"""Values in closed form, from a few batches and without gradients: projections of queries and keys to fewer channels
+that keep softmax's logits best, and the share of linear attention beside a window.
 
-C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant added to all keys changes
-no softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_q^−½ U √Σ and P_k = C_k^−½ V √Σ give the
-logits of rank r that are nearest to the model's own in the mean over its queries and keys (Eckart and Young, 1936)."""
+C_q are the second moments of a layer's queries and C_k those of its centred keys: a constant that is added to all keys
+does not change softmax. With U Σ Vᵀ = SVD(C_q^½ C_k^½), the first r columns of P_q = C_q^−½ U √Σ and P_k = C_k^−½ V √Σ
+give the logits of rank r with the least mean square error over all queries and keys (Eckart and Young, 1936)."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.attention import InnerAttention, SoftmaxAttention
+from linattn.attention import SoftmaxAttention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.integrations.transformers.documents import DOCUMENTS
-from linattn.integrations.transformers.stock_attention.masks import attend_per_document
-from linattn.linearize.observe import Attended, Batch, observe
-from linattn.linearize.parts import LinearizedAttention
+from linattn.linearize.attention import LinearizedAttention
+from linattn.linearize.calls import AttentionCall, Batch, observe
 
 # directions with a smaller share of the largest moment are rounding errors
 SMALLEST = 1e-10
@@ -26,43 +23,32 @@ SMALLEST = 1e-10
 LEAST_SHARE = 0.02
 
 
-class Moments(NamedTuple):
-    """Sums over tokens: of q qᵀ over the queries of each key head, of k kᵀ and of k, and the number of keys."""
-
-    queries: Float[Tensor, "hk d d"]
-    keys: Float[Tensor, "hk d d"]
-    key_sum: Float[Tensor, "hk d"]
-    num_queries: int
-    num_keys: int
-
-    def plus(self, other: "Moments") -> "Moments":
-        pairs: Any = zip(self, other, strict=True)
-        return Moments(*(own + theirs for own, theirs in pairs))
-
-    def per_token(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return C_q, the moment of centred keys C_k, and the mean key."""
-        mean = self.key_sum / self.num_keys
-        centred = self.keys / self.num_keys - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        return self.queries / self.num_queries, centred, mean
-
-
-def project_closest(
+@torch.no_grad()
+def set_projections(
     teacher: PreTrainedModel, layers: Mapping[str, LinearizedAttention], batches: Iterable[Batch]
 ) -> None:
-    """Set the projections of the layers, by their names, from the teacher's queries and keys on some batches."""
-    sums: dict[str, Moments] = {}
-
-    def note(call: Attended) -> None:
-        if call.name in layers:
-            found = _moments(call)
-            sums[call.name] = sums[call.name].plus(found) if call.name in sums else found
-
-    for batch in batches:
-        observe(teacher, batch, note)
-    if missing := sorted(name for name in layers if name not in sums or not sums[name].num_keys):
+    """Set the projections of the layers that have some, by name, from the teacher's queries and keys on the batches."""
+    layers = {name: own for name, own in layers.items() if own.spec.key_dim is not None}
+    if not layers:
+        return
+    sums = _sums(teacher, batches, lambda call: _moments(call) if call.name in layers else None)
+    if missing := sorted(name for name in layers if name not in sums or not sums[name][-1]):
         raise ValueError(f"key_dim needs batches that run {', '.join(missing)}, but there were none")
     for name, own in layers.items():
-        _set_projections(own, sums[name])
+        query_map, key_map = own.query_map, own.key_map
+        assert isinstance(query_map, PerHeadLinear) and isinstance(key_map, PerHeadLinear)
+        assert query_map.bias is not None and key_map.bias is not None
+        queries, keys, key_sum, num_queries, num_keys = sums[name]
+        mean = key_sum / num_keys
+        centred = keys / num_keys - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        d, r = query_map.weight.shape[1:]
+        # attention divides the products of r channels by √r, where the model divides those of d by √d
+        scale = (r / d) ** 0.25
+        p_q, p_k = (scale * p for p in closest_projections(queries / num_queries, centred, r))
+        query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
+        query_map.bias.zero_()
+        key_map.weight.copy_(p_k)
+        key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)
 
 
 def closest_projections(
@@ -76,75 +62,63 @@ def closest_projections(
 
 
 def _roots(c: Tensor) -> tuple[Tensor, Tensor]:
-    """Return C^½ and C^−½ on the directions that C has."""
-    values, vectors = torch.linalg.eigh(c)
-    seen = values > SMALLEST * values.amax(-1, keepdim=True)
-    root = values.clamp(min=0).sqrt()
-    inverse = torch.where(seen, 1 / root.masked_fill(~seen, 1), 0)
-    root, inverse = ((vectors * x.unsqueeze(-2)) @ vectors.mT for x in (torch.where(seen, root, 0), inverse))
-    return root, inverse
+    """Return C^½ and C^−½, both zero in the directions in which C is zero."""
+    moments, vectors = torch.linalg.eigh(c)
+    positive = moments > SMALLEST * moments.amax(-1, keepdim=True)
+    root = torch.where(positive, moments, 0).sqrt()
+    inverse = torch.where(positive, 1 / root, 0)
+    return (vectors * root.unsqueeze(-2)) @ vectors.mT, (vectors * inverse.unsqueeze(-2)) @ vectors.mT
 
 
-def _moments(call: Attended) -> Moments:
-    q, k = call.present(call.q).double(), call.present(call.k).double()
+def _moments(call: AttentionCall) -> list[Tensor | int]:
+    """Return Σ q qᵀ over the queries of each key head, Σ k kᵀ, Σ k, and the numbers of queries and of keys."""
+    q, k = call.present_tokens(call.q).double(), call.present_tokens(call.k).double()
     q = q.unflatten(0, (k.shape[0], -1)).flatten(1, 2)
-    return Moments(q.mT @ q, k.mT @ k, k.sum(1), q.shape[1], k.shape[1])
+    return [q.mT @ q, k.mT @ k, k.sum(1), q.shape[1], k.shape[1]]
 
 
 @torch.no_grad()
-def _set_projections(own: LinearizedAttention, moments: Moments) -> None:
-    query_map, key_map = own.query_map, own.key_map
-    assert isinstance(query_map, PerHeadLinear) and isinstance(key_map, PerHeadLinear)
-    assert query_map.bias is not None and key_map.bias is not None
-    queries, keys, mean = moments.per_token()
-    d, r = query_map.weight.shape[1:]
-    p_q, p_k = closest_projections(queries, keys, r)
-    # attention divides the products of r channels by √r, where the model divides those of d by √d
-    p_q, p_k = (p * (r / d) ** 0.25 for p in (p_q, p_k))
-    query_map.weight.copy_(p_q.repeat_interleave(own.spec.num_heads // own.spec.num_key_heads, 0))
-    query_map.bias.zero_()
-    key_map.weight.copy_(p_k)
-    key_map.bias.copy_(-mean.unsqueeze(-2) @ p_k)
+def set_shares(teacher: PreTrainedModel, layers: Mapping[str, LinearizedAttention], batches: Iterable[Batch]) -> None:
+    """Set the share of linear attention in each head with a window to the one, from 2 to 98 %, that is nearest to
+    softmax on the batches: argmin_s Σ ‖softmax − local − s (linear − local)‖²."""
 
-
-@torch.no_grad()
-def share_closest(
-    teacher: PreTrainedModel, layers: Mapping[str, LinearizedAttention], batches: Iterable[Batch]
-) -> None:
-    """Let each head with a window begin with the share of linear attention, from 2 to 98 %, that is nearest to softmax
-    on the batches: argmin_s Σ ‖softmax − local − s (linear − local)‖²."""
-    sums: dict[str, Tensor] = {}
-
-    def note(call: Attended) -> None:
-        own = layers.get(call.name)
-        if own is not None and own.share is not None:
-            sums[call.name] = sums.get(call.name, 0) + _share_products(own, call)
-
-    for batch in batches:
-        observe(teacher, batch, note)
-    for name, (covered, apart) in sums.items():
+    shares = {name: own.share for name, own in layers.items() if own.share is not None}
+    if not shares:
+        return
+    sums = _sums(
+        teacher, batches, lambda call: _share_products(layers[call.name], call) if call.name in shares else None
+    )
+    for name, (product, square) in sums.items():
         # a linear part that is equal to the window may have any share
-        nearest, share = covered / apart.masked_fill(apart == 0, 1), layers[name].share
-        assert share is not None
-        share.bias.copy_(nearest.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
+        nearest = product / square.masked_fill(square == 0, 1)
+        shares[name].bias.copy_(nearest.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit())
 
 
-def _share_products(own: LinearizedAttention, call: Attended) -> Float[Tensor, "2 h"]:
+def _share_products(own: LinearizedAttention, call: AttentionCall) -> list[Tensor]:
     """Return Σ (softmax − local)·(linear − local) and Σ ‖linear − local‖² per head."""
     assert own.window is not None
     b, _, n, _ = call.q.shape
-    gates, _ = own.prepare(call.q.new_zeros(b, n, own.spec.dim), None, None)[1]
-    q, k = call.q * call.scaling * own.spec.head_dim**0.5, call.k
-    exact = _attend(SoftmaxAttention(causal=call.causal), call, q, k)
-    near = _attend(own.window, call, q, k)
-    far = _attend(own.inner, call, own.query_map(q), own.key_map(k), gates) - near
-    return torch.stack([((exact - near) * far).sum((1, 2)), far.square().sum((1, 2))])
+    _, gates = own.prepare(call.q.new_zeros(b, n, own.spec.dim), None, None)
+    assert gates is not None
+    q, k, v = call.scaled_queries(), call.k, call.v
+    exact = call.attend(SoftmaxAttention(causal=call.causal), q, k, v)
+    local = call.attend(own.window, q, k, v)
+    linear = call.attend(own.inner, own.query_map(q), own.key_map(k), v, gates.inner)
+    exact, local, linear = (call.present_tokens(y).double() for y in (exact, local, linear))
+    return [((exact - local) * (linear - local)).sum((1, 2)), (linear - local).square().sum((1, 2))]
 
 
-def _attend(inner: InnerAttention, call: Attended, q: Tensor, k: Tensor, gates: Any = None) -> Float[Tensor, "h t dv"]:
-    """Return what the present tokens of each head get."""
-    if call.mask is not None and call.mask.dtype == DOCUMENTS:
-        y = attend_per_document(inner, q, k, call.v, call.mask, gates)
-    else:
-        y = inner(q, k, call.v, key_mask=None if call.mask is None else call.mask.unsqueeze(1), gates=gates)
-    return call.present(y).double()
+def _sums(
+    teacher: PreTrainedModel, batches: Iterable[Batch], terms: Callable[[AttentionCall], list | None]
+) -> dict[str, list]:
+    """Sum up the terms of each call of a module, by its name; None stands for a module without terms."""
+    sums: dict[str, list] = {}
+
+    def add(call: AttentionCall) -> None:
+        if (new := terms(call)) is not None:
+            old = sums.get(call.name, len(new) * [0])
+            sums[call.name] = [a + b for a, b in zip(old, new, strict=True)]
+
+    for batch in batches:
+        observe(teacher, batch, add)
+    return sums

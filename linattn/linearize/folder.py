@@ -1,5 +1,5 @@
-"""The folder of a linearized model: as transformers writes it, with the layers' description in config.json, their
-weights beside the others, and a file that tells transformers which class reads them."""
+"""The folder of a linearized model: as transformers writes it, with a description of the layers in config.json, their
+weights beside the others, and a Python file from which transformers gets the class of the model."""
 
 import functools
 import os
@@ -12,61 +12,55 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from linattn.integrations.transformers.own_model.config import NotCopied
-from linattn.linearize.observe import SOFTMAX
-from linattn.linearize.parts import (
-    LayerSpec,
-    LinearizedAttention,
-    attach,
-    linearized_layers,
-    own_attention,
-)
+from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
+from linattn.linearize.calls import SOFTMAX
 from linattn.models.storage import check_version
 from linattn.version import __version__
 
 FIELD = "linear_attention"
 """The field of a configuration that describes the linearized layers."""
 LOADER = "linattn_linearized.py"
-# not attn_implementation, which many callers choose, and would replace
+# every stock class checks this field, and unlike attn_implementation few callers set it
 CHECKED = "experts_implementation"
 REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
-"""The value of a field of config.json that every stock class checks: transformers says that it is not supported."""
+"""The value of the checked field, which makes stock classes raise an error with these words."""
 
 
 class Linearized(NotCopied, PreTrainedModel):
-    """Adds to a stock class what its configuration says of linearized layers. `linearized_class` mixes it in; other
-    arguments and options are those of the stock class."""
+    """Adds the linearized layers that the configuration describes to a stock class, with which `linearized_class`
+    combines it. Other arguments and options are those of the stock class."""
 
     stock: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any):
-        _refuse_other(config._attn_implementation, None)
+        _check_implementation(config._attn_implementation, None)
         config._attn_implementation = SOFTMAX
         if config._experts_implementation == REFUSAL:
             config._experts_implementation = None
         super().__init__(config, *args, **options)
         setattr(config, CHECKED, REFUSAL)
-        described = getattr(config, FIELD)
-        check_version(described["linattn_version"], Path("config.json"))
-        for name, spec in described["layers"].items():
-            attach(self.get_submodule(_name_here(self, name)), LinearizedAttention(LayerSpec(**spec)))
+        description = getattr(config, FIELD)
+        check_version(description["linattn_version"], Path("config.json"))
+        for name, spec in description["layers"].items():
+            attach(self.get_submodule(_own_name(self, name)), LinearizedAttention(LayerSpec(**spec)))
 
     def __reduce__(self) -> Any:
-        """Pickle by the name of the stock class, as this class has none that an import would find."""
+        """Pickle as the stock class: this class is made at run time and cannot be imported."""
         return _empty, (type(self).__name__,), self.__dict__
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
-        """Refuse other functions, which would ignore the layers' own weights."""
-        _refuse_other(attn_implementation)
+        """Raise ValueError for other functions, which would not use the layers' own weights."""
+        _check_implementation(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **options)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        """Write the folder, and the file by which transformers finds the class that reads it."""
+        """Write the folder, with the file from which transformers gets the class."""
         super().save_pretrained(save_directory, *args, **options)
         classes = sorted({reference.partition(".")[2] for reference in self.config.auto_map.values()})
-        lines = [f'{name} = linearized_class("{name}")\n' for name in classes]
         text = '"""Lets transformers load this folder: pip install linattn"""\n\n'
         text += "from linattn.linearize import linearized_class\n\n"
-        (Path(save_directory) / LOADER).write_text(text + "".join(lines), encoding="utf-8")
+        text += "".join(f'{name} = linearized_class("{name}")\n' for name in classes)
+        (Path(save_directory) / LOADER).write_text(text, encoding="utf-8")
 
 
 @functools.cache
@@ -86,7 +80,7 @@ def _empty(name: str) -> Linearized:
 
 
 def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """Load a linearized model with the class it was saved from; the options are those of `from_pretrained`.
+    """Load a linearized model with the class that saved it; the options are those of `from_pretrained`.
 
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
     argument transformers raises ValueError."""
@@ -97,7 +91,7 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
 
 
 def describe(model: PreTrainedModel) -> None:
-    """Make the model's class and configuration say what its layers are: linearized, or stock again."""
+    """Set the model's class, and the description in its configuration, to those of the layers that it has now."""
     layers = {name: asdict(own_attention(module).spec) for name, module in linearized_layers(model).items()}
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
@@ -112,14 +106,15 @@ def describe(model: PreTrainedModel) -> None:
 
 
 def check_stock(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the model is of a class of transformers, which a folder can name."""
+    """Raise ValueError unless the model's class is one of transformers, which a folder can name."""
     kind = type(model)
     if getattr(transformers, kind.__name__, None) is not kind:
         raise ValueError(f"{kind.__name__} is not a class of transformers itself, so a saved folder could not name it")
 
 
-def _refuse_other(implementation: Any, *allowed: str | None) -> None:
-    if implementation not in (SOFTMAX, *allowed):
+def _check_implementation(implementation: Any, *others: str | None) -> None:
+    """Raise ValueError unless the attention function is our softmax or one of the others."""
+    if implementation not in (SOFTMAX, *others):
         raise ValueError(
             f"attn_implementation {implementation!r}: a linearized model's attention is its own, and what stayed "
             "softmax runs beside it: undo the conversion first"
@@ -127,18 +122,18 @@ def _refuse_other(implementation: Any, *allowed: str | None) -> None:
 
 
 def _auto_map(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the class that each of transformers' Auto classes makes of such a configuration."""
-    found = {}
+    """Return the class in the loader's file for each of transformers' Auto classes that knows the configuration."""
+    classes = {}
     for auto, kind in vars(modeling_auto).items():
         mapping = getattr(kind, "_model_mapping", None)
         if mapping is not None and type(config) in mapping:
-            made = mapping[type(config)]
-            made = made[0] if isinstance(made, tuple) else made
-            found[auto] = f"{LOADER.removesuffix('.py')}.{made.__name__}"
-    return found
+            model = mapping[type(config)]
+            model = model[0] if isinstance(model, tuple) else model
+            classes[auto] = f"{LOADER.removesuffix('.py')}.{model.__name__}"
+    return classes
 
 
-def _name_here(model: PreTrainedModel, name: str) -> str:
-    """Return the name of a module in this class, which may be the base of the one that was saved, or hold it."""
+def _own_name(model: PreTrainedModel, name: str) -> str:
+    """Return the name of a module of the saved model in this one, which may be its base model or contain it."""
     known, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
     return next((name for name in (name, name.removeprefix(prefix), prefix + name) if name in known), name)

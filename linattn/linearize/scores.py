@@ -9,23 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.linearize.distance import (
-    IGNORED,
-    NOTHING_ASKED,
-    Diverged,
-    aligned_labels,
-    main_output,
-    present_tokens,
-    require_batches,
-    with_labels,
-)
-from linattn.linearize.observe import Batch, evaluating, run
+from linattn.linearize.calls import Batch, run
+from linattn.linearize.distance import Diverged, predictions, require_batches, with_labels
+from linattn.nn.modes import evaluating
 
 
 class Scores(NamedTuple):
-    """Holds means over the places where something is predicted: `loss` and `kl`, the divergence from the teacher, in
-    bits, `accuracy` and `agreement` with the teacher as shares of 1, and the `cosine` of the output vectors. None
-    stands where the model has no such output. `losses` are those of each batch."""
+    """Holds means over all predictions of the batches: the `loss`, and the divergence `kl` from the teacher, in bits;
+    `accuracy`, and `agreement` with the teacher's most likely predictions, as shares of 1; and the `cosine` between the
+    output vectors. None stands for a score that the model does not have. `losses` has the loss of each batch."""
 
     loss: float | None
     accuracy: float | None
@@ -35,42 +27,32 @@ class Scores(NamedTuple):
     losses: tuple[float, ...]
 
 
+@torch.no_grad()
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model on the `batches`, and how close its output is to the teacher's."""
     require_batches(batches)
+    rows = []
     with evaluating(model), evaluating(teacher):
-        found = [_batch_scores(*outputs(model, batch), outputs(teacher, batch)[0]) for batch in batches]
-    total = sum(n for n, _ in found)
-    means = {name: math.fsum(n * figures[name] for n, figures in found) / total for name in found[0][1]}
-    losses = tuple(figures["loss"] for _, figures in found if "loss" in figures)
+        for batch in batches:
+            labeled = with_labels(model, batch)
+            (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
+            rows.append((len(y), _means(y, labels, target)))
+    total = sum(count for count, _ in rows)
+    means = {name: math.fsum(count * row[name] for count, row in rows) / total for name in rows[0][1]}
+    losses = tuple(row["loss"] for _, row in rows if "loss" in row)
     loss, accuracy, kl, agreement = (means.get(name) for name in ("loss", "accuracy", "kl", "agreement"))
     return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
-def _batch_scores(y: Tensor, labels: Tensor | None, target: Tensor) -> tuple[int, dict[str, float]]:
-    """Return the number of places, and the scores there."""
-    if not len(y):
-        raise ValueError(NOTHING_ASKED)
-    found = {"cosine": F.cosine_similarity(y, target, dim=-1)}
+def _means(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
+    """Return the means of the scores over the predictions of one batch."""
+    columns = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
-        found["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
-        found["accuracy"], found["agreement"] = best == labels, best == target.argmax(-1)
-        found["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
-    means = {name: float(values.double().mean()) for name, values in found.items()}
+        columns["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
+        columns["accuracy"], columns["agreement"] = best == labels, best == target.argmax(-1)
+        columns["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
+    means = {name: float(column.double().mean()) for name, column in columns.items()}
     if not all(map(math.isfinite, means.values())):
         raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
-    return len(y), means
-
-
-def outputs(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Return the output vectors (places, c) in float32 or better where something is predicted, with the labels there;
-    of a model without logits or without labels, the vectors of all present tokens, and None."""
-    output = run(model, batch)
-    y = main_output(output)
-    y = y if y.dtype == torch.float64 else y.float()
-    labels = aligned_labels(model, with_labels(model, batch), y) if "logits" in output else None
-    if labels is not None:
-        return y[labels != IGNORED], labels[labels != IGNORED]
-    mask = present_tokens(batch, y)
-    return (y.flatten(0, -2) if mask is None else y[mask]), None
+    return means

@@ -1,41 +1,39 @@
-"""The training loop of a conversion: transformers' Trainer on batches as they are, with an objective of ours.
+"""The training loop of a conversion: AdamW on batches as they are, within a budget of steps or minutes.
 
-A checkpoint is complete before it gets its name, so a run that is killed at any instant goes on from the last one."""
+A checkpoint is complete before it gets its name, so a training that was killed resumes from the last one."""
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PreTrainedModel
 
-from linattn.integrations.transformers.schedule import Schedule
+from linattn.console.learning_rate import learning_rate_factor
+from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
-from linattn.linearize.observe import Batch, keeping_modes
+from linattn.models.storage import atomic_file
 from linattn.nn.checks import check_numbers, check_sizes, given
+from linattn.nn.modes import evaluating
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
 """The loss of a model on a batch."""
 
 WARMUP = 0.1
 """The share of a training in which the learning rates rise: full steps at once would undo what is near already."""
-# a limit for runs that end by time
-MOST_STEPS = 10**9
+CHECKPOINT = "checkpoint.pt"
 
 
 class Progress(NamedTuple):
-    """Tells which `step` is done, of how many `steps` (None: the time decides), with what `loss`, and the
+    """The number of the last `step`, of how many `steps` (None: the time decides), its `loss`, and the
     `seconds_left`."""
 
     step: int
@@ -46,9 +44,9 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits a training to `steps`, to `minutes`, or to what ends first. The batches repeat if they are fewer.
+    """Limits a training to `steps`, to `minutes`, or to whichever ends first. The batches repeat if they are fewer.
 
-    With a `folder`, a checkpoint is written there every `save_every` steps, and training goes on from the last one.
+    With a `folder`, a checkpoint is written there every `save_every` steps, and training resumes from the last one.
     `report` is called after each step."""
 
     steps: int | None = None
@@ -65,10 +63,14 @@ class Budget:
         if self.minutes == 0:
             raise ValueError("minutes must be above 0, but are 0")
 
+    def progress(self, steps: float, seconds: float) -> float:
+        """Return the share of the budget that is used up, from 0 to 1."""
+        return min(1.0, max(steps / (self.steps or math.inf), seconds / 60 / (self.minutes or math.inf)))
+
 
 @dataclass(frozen=True)
 class Training:
-    """Records a training: the `losses` of its steps, those before an interruption included, and the `seconds`."""
+    """Holds the `losses` of all steps of a training and its `seconds`, those before an interruption included."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -86,25 +88,68 @@ def train(
     budget: Budget,
 ) -> Training:
     """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
-    then fall along half a cosine. Dropout is off: the targets are the teacher's without it. Only the weights of the
-    groups change."""
+    then fall along half a cosine. Other weights do not change. There is no dropout, as there is none in the teacher."""
     require_batches(batches)
-    if any(weight.dtype == torch.float16 for group in groups for weight in group["params"]):
+    weights = [weight for group in groups for weight in group["params"]]
+    if any(weight.dtype == torch.float16 for weight in weights):
         raise ValueError("AdamW's steps overflow in float16: train the model in float32 or bfloat16")
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(f"a conversion trains in one process, but there are {processes}: use no launcher")
+    peaks = [group["lr"] for group in groups]
+    optimizer = AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
     with ExitStack() as stack:
-        folder = budget.folder or stack.enter_context(TemporaryDirectory())
-        stack.enter_context(only_training(model, [weight for group in groups for weight in group["params"]]))
-        stack.enter_context(keeping_modes(model))
-        stack.enter_context(without_dropout(model))
-        trainer = _ObjectiveTrainer(model, objective, batches, groups, budget, Path(folder))
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if Path(folder).is_dir() else None)
-        losses = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-        return Training(tuple(losses), trainer.schedule.seconds)
+        stack.enter_context(trainable(model, weights))
+        # this restores the modes at the end; a model that trains may recompute its activations
+        stack.enter_context(evaluating(model))
+        stack.enter_context(without_dropout(model.train()))
+        losses, seconds = _resume(model, optimizer, budget.folder)
+        while budget.progress(len(losses), seconds) < 1:
+            started = time.monotonic()
+            # the progress in the middle of the step: at its begin, the first learning rate would be zero
+            factor = learning_rate_factor(budget.progress(len(losses) + 0.5, seconds), WARMUP)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = factor * peak
+            optimizer.zero_grad()
+            loss = objective(model, batches[len(losses) % len(batches)])
+            loss.backward()
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                raise Diverged(
+                    f"the loss is not finite at step {len(losses)}: lower the learning rate, which begins at "
+                    f"{max(peaks):g}"
+                )
+            clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            seconds += time.monotonic() - started
+            _finish_step(model, optimizer, budget, losses, seconds)
+        return Training(tuple(losses), seconds)
+
+
+def _finish_step(model: PreTrainedModel, optimizer: AdamW, budget: Budget, losses: list[float], seconds: float) -> None:
+    """Write a checkpoint if one is due, and report the progress."""
+    step, share = len(losses), budget.progress(len(losses), seconds)
+    if budget.folder is not None and (share == 1 or step % budget.save_every == 0):
+        weights, state = model.state_dict(), optimizer.state_dict()
+        Path(budget.folder).mkdir(parents=True, exist_ok=True)
+        with atomic_file(Path(budget.folder) / CHECKPOINT) as file:
+            torch.save({"weights": weights, "optimizer": state, "losses": losses, "seconds": seconds}, file)
+    if budget.report is not None:
+        budget.report(Progress(step, budget.steps, losses[-1], seconds * (1 - share) / share))
+
+
+def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float]:
+    """Load the checkpoint in the folder, if there is one, and return the losses and the seconds until then."""
+    if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
+        return [], 0.0
+    checkpoint = torch.load(path, map_location=model.device, weights_only=True)
+    model.load_state_dict(checkpoint["weights"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["losses"], checkpoint["seconds"]
 
 
 @contextmanager
-def only_training(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let gradients flow into these weights alone."""
+def trainable(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Give gradients to these weights alone inside the block."""
     before = {weight: weight.requires_grad for weight in model.parameters()}
     try:
         model.requires_grad_(False)
@@ -119,7 +164,7 @@ def only_training(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set every rate of dropout to zero: of layers, and of modules that call torch's function."""
+    """Set every rate of dropout to zero inside the block, of layers and of modules that call torch's function."""
     rates = [
         (module, name, rate)
         for module in model.modules()
@@ -133,89 +178,3 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, rate in rates:
             setattr(module, name, rate)
-
-
-class _ObjectiveTrainer(Trainer):
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        objective: Objective,
-        batches: Sequence[Batch],
-        groups: list[dict[str, Any]],
-        budget: Budget,
-        folder: Path,
-    ):
-        self.objective, self.groups, self.budget, self.folder = objective, groups, budget, folder
-        steps = budget.steps or MOST_STEPS
-        self.schedule = Schedule(steps=steps, minutes=budget.minutes, warmup=WARMUP)
-        super().__init__(
-            model,
-            _arguments(model, budget, folder, steps),
-            data_collator=itemgetter(0),
-            train_dataset=cast(Dataset[Batch], batches),
-            callbacks=[self.schedule],
-        )
-        self.remove_callback(PrinterCallback)
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-        return self.objective(model, inputs)
-
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Do nothing at the end of the time: measuring is the caller's."""
-        return {}
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        self.optimizer = AdamW(self.groups, betas=(0.9, 0.99), weight_decay=0.0)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
-        # a plain function, because the scheduler would save the attributes of any other callable
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: self.schedule.learning_rate_factor(step))
-        return self.lr_scheduler
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        step, loss = self.state.global_step, logs.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            raise Diverged(
-                f"the loss is not finite at step {step}: lower the learning rate, which begins at "
-                f"{max(group['lr'] for group in self.groups):g}"
-            )
-        super().log(logs, start_time)
-        if loss is not None and self.budget.report is not None:
-            done = self.schedule.progress(step)
-            left = self.schedule.seconds * (1 - done) / done
-            self.budget.report(Progress(step, self.budget.steps, loss, left))
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write under another name, and rename the complete checkpoint."""
-        name = f"checkpoint-{self.state.global_step}"
-        self.args.output_dir = str(self.folder / "unfinished")
-        super()._save_checkpoint(model, trial)
-        os.replace(self.folder / "unfinished" / name, self.folder / name)
-        self.args.output_dir = str(self.folder)
-
-
-def _arguments(model: PreTrainedModel, budget: Budget, folder: Path, steps: int) -> TrainingArguments:
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=1,
-        max_grad_norm=1.0,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no" if budget.folder is None else "steps",
-        save_steps=budget.save_every,
-        save_total_limit=2,
-        use_cpu=next(model.parameters()).device.type == "cpu",
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to="none",
-        log_level="error",
-    )
-    if args.world_size > 1:
-        raise ValueError(f"a conversion trains in one process, but there are {args.world_size}: use no launcher")
-    # copies of the model on other devices would not be the one whose layers the objectives look into
-    args._n_gpu = min(args.n_gpu, 1)
-    return args

@@ -28,7 +28,7 @@ from tests.integrations.transformers.stock_attention.families import (
 )
 from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
-from .test_convert import batch_of
+from .test_conversion import batch_of
 
 
 @every({**DECODERS, **ENCODERS, **IMAGES, **ENCODER_DECODERS})

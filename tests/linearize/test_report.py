@@ -24,7 +24,7 @@ from linattn.linearize import (
     report,
     scores,
 )
-from linattn.linearize.probes import NEEDLE, cache_bytes, costs, generated, needles, recalled
+from linattn.linearize.probes import NEEDLE, cache_bytes, costs, greedy_agreement, needles, recall
 from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW
 from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
 
@@ -163,7 +163,7 @@ def test_recall_counts_the_second_half_of_the_passage():
     rows = torch.randint(3, VOCABULARY, (2, 70))
     likeliest = made.teacher(rows).logits.argmax(-1)
     expected = (likeliest[:, -NEEDLE // 2 - 1 : -1] == rows[:, -NEEDLE // 2 :]).double().mean()
-    assert recalled(made.teacher, rows) == pytest.approx(float(expected))
+    assert recall(made.teacher, rows) == pytest.approx(float(expected))
 
 
 def test_recalled_tokens_are_those_that_the_model_predicts():
@@ -171,17 +171,17 @@ def test_recalled_tokens_are_those_that_the_model_predicts():
     rows = torch.randint(3, VOCABULARY, (2, 70))
     for place in range(70 - NEEDLE // 2, 70):
         rows[:, place] = made.teacher(rows[:, :place]).logits[:, -1].argmax(-1)
-    assert recalled(made.teacher, rows) == 1
+    assert recall(made.teacher, rows) == 1
     # nothing comes after the last one
     rows[:, -1] = (rows[:, -1] + 1) % VOCABULARY
-    assert recalled(made.teacher, rows) == 1 - 2 / NEEDLE
+    assert recall(made.teacher, rows) == 1 - 2 / NEEDLE
 
 
 def test_texts_are_compared_up_to_the_first_difference():
     made, _ = start(DECODERS["llama"])
     for model, text in ((made.model, [7, 1, 2, 3, 4]), (made.teacher, [7, 1, 2, 9, 4])):
         model.generate = lambda *_, text=text, **__: torch.tensor([text])
-    assert generated(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
+    assert greedy_agreement(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
 
 
 def test_without_a_window_a_token_sees_itself():
@@ -193,9 +193,9 @@ def test_without_a_window_a_token_sees_itself():
 def test_generated_text_is_compared_token_by_token():
     made, _ = start(DECODERS["llama"])
     prompts = torch.randint(3, VOCABULARY, (2, 5))
-    assert generated(made.teacher, made.teacher, prompts, tokens=6) == (1.0, 6.0, 6)
+    assert greedy_agreement(made.teacher, made.teacher, prompts, tokens=6) == (1.0, 6.0, 6)
     made.model.lm_head.weight.data.neg_()
-    assert generated(made.model, made.teacher, prompts, tokens=6).agreement < 1
+    assert greedy_agreement(made.model, made.teacher, prompts, tokens=6).agreement < 1
 
 
 def test_the_cache_of_a_linear_model_has_a_constant_size():

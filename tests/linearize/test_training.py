@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers import TrainingArguments
 
 from linattn.linearize import (
     Budget,
@@ -27,8 +26,9 @@ from linattn.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.linearize.distance import IGNORED, layer_distance, matched_layers, relative_error
-from linattn.linearize.transfer import RATES
+from linattn.linearize.distance import layer_distance, layer_outputs, relative_error
+from linattn.linearize.stages import RATES
+from linattn.models.loss import NO_LABEL
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
@@ -39,7 +39,7 @@ from tests.integrations.transformers.stock_attention.families import (
 )
 from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
-from .test_convert import batch_of
+from .test_conversion import batch_of
 
 SOME = {"llama": DECODERS["llama"], "bert": ENCODERS["bert"], "vit": IMAGES["vit"], "bart": ENCODER_DECODERS["bart"]}
 STAGES = {"transfer": transfer, "fine_tune": fine_tune}
@@ -109,17 +109,17 @@ def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
     conversion, (batch, _) = start(DECODERS["llama"], window=0)
     model, teacher = conversion.model, conversion.teacher
     disturb(model)
-    labels = torch.full_like(batch["input_ids"], IGNORED)
+    labels = torch.full_like(batch["input_ids"], NO_LABEL)
     labels[0, 3], labels[1, 6] = 1, 2
     # a decoder is asked about a token at the one before it
     asked = torch.zeros_like(labels, dtype=torch.bool)
     asked[0, 2] = asked[1, 5] = True
     expected = []
-    for outputs in matched_layers(model, teacher, batch).values():
+    for outputs in layer_outputs(model, teacher, batch).values():
         plain, there = relative_error(*outputs), relative_error(outputs.y[asked], outputs.target[asked])
         assert abs(plain - there) > 1e-3
         expected.append((plain + there) / 2)
-        for other in (batch, {**batch, "labels": torch.full_like(labels, IGNORED)}):
+        for other in (batch, {**batch, "labels": torch.full_like(labels, NO_LABEL)}):
             assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
     training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
     assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
@@ -144,7 +144,7 @@ def test_outputs_that_the_teacher_changes_later_are_compared_as_they_were():
 
 def test_labels_of_rows_ask_about_no_token():
     conversion, (batch, _) = start(ENCODERS["bert"])
-    for outputs in matched_layers(conversion.model, conversion.teacher, batch).values():
+    for outputs in layer_outputs(conversion.model, conversion.teacher, batch).values():
         classes = torch.arange(len(outputs.y))
         distance = layer_distance(conversion.model, {**batch, "labels": classes}, outputs)
         assert_close(distance, relative_error(*outputs), rtol=0, atol=0)
@@ -244,7 +244,7 @@ def test_fine_tuning_follows_the_teacher_and_the_text():
 
 def test_several_processes_are_refused(monkeypatch):
     conversion, batches = start(DECODERS["llama"])
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="trains in one process, but there are 2"):
         transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
 
@@ -330,7 +330,7 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
         return Training((), 0.0)
 
     # the package has a function of the module's name
-    module = importlib.import_module("linattn.linearize.transfer")
+    module = importlib.import_module("linattn.linearize.stages")
     monkeypatch.setattr(module, "train", note)
     fine_tune(model, conversion.teacher, batches, Budget(steps=1))
     fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.5))

@@ -1,1 +1,1 @@
-"""The stages of `linattn linearize`, whose options `linattn.cli.linearize` has."""
+"""The command `linattn linearize`, whose options are in `linattn.cli.linearize`."""

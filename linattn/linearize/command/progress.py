@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
-from linattn.linearize import Progress
+from linattn.linearize.training import Progress
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 LINE_SECONDS = 10.0
@@ -15,18 +15,18 @@ LINE_SECONDS = 10.0
 
 
 @contextmanager
-def showing(stage: str) -> Iterator[Callable[[Progress], None]]:
-    """Yield the function that shows a step that is done."""
-    started, said = time.monotonic(), 0.0
+def progress_bar(stage: str) -> Iterator[Callable[[Progress], None]]:
+    """Yield the function that shows the progress after each step."""
+    started, last_line = time.monotonic(), 0.0
 
     def show(progress: Progress) -> None:
-        nonlocal said
+        nonlocal last_line
         left, elapsed = tqdm.format_interval(progress.seconds_left), time.monotonic() - started
         text = f"step {progress.step:,}, loss {progress.loss:.4f}, {left} left"
         bar.set_postfix_str(text, refresh=False)
         bar.update(elapsed / (elapsed + progress.seconds_left) - bar.n)
-        if bar.disable and (time.monotonic() - said > LINE_SECONDS or progress.step == progress.steps):
-            said = time.monotonic()
+        if bar.disable and (time.monotonic() - last_line > LINE_SECONDS or progress.step == progress.steps):
+            last_line = time.monotonic()
             print(f"{stage}: {text}", file=sys.stderr)
 
     with tqdm(total=1.0, desc=stage, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False) as bar:

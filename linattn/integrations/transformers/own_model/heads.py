@@ -16,9 +16,7 @@ from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig
 from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel
 from linattn.models import LanguageModel
-
-IGNORED = -100
-"""transformers' label for tokens without a loss."""
+from linattn.models.loss import NO_LABEL
 
 
 class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
@@ -82,7 +80,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
             return None
         if key_mask is not None:
             # a missing token is neither predicted nor predicts: its logits mean nothing
-            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), IGNORED)
+            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
         return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
 
     def _prepare_cache_for_generation(
@@ -160,7 +158,7 @@ class LinattnForTokenClassification(_Classifier):
     def _output(self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any) -> TokenClassifierOutput:
         logits, loss = self.score(x), None
         if labels is not None:
-            labels = labels if key_mask is None else labels.masked_fill(~key_mask, IGNORED)
+            labels = labels if key_mask is None else labels.masked_fill(~key_mask, NO_LABEL)
             loss = self.loss_function(logits, labels, self.config)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 

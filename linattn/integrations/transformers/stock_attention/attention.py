@@ -20,7 +20,7 @@ OWN = "linear_attention"
 """The name of a submodule that attends in place of the method, with weights of its own."""
 
 # what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
-IGNORED = {
+NEUTRAL = {
     MARK,
     "cache_position",
     "deterministic",
@@ -151,7 +151,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, options: Mapping[s
             "query, as relative positions do"
         )
     for option, value in options.items():
-        if value is not None and value is not False and option not in IGNORED:
+        if value is not None and value is not False and option not in NEUTRAL:
             reason = REFUSED.get(option, "linattn's attention does not know what it means")
             raise ValueError(f"{name} passes {option}={_brief(value)}: {reason}")
 

@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 
-from linattn.linearize.command import data
-from linattn.linearize.command.data import TrainingBatches, held_out_batches, read_tokens
+from linattn.linearize.command import text
+from linattn.linearize.command.text import TrainingBatches, held_out_batches, read_tokens
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, monkeypatch):
     """Of pieces of ten bytes, each with its number, every 20th."""
-    monkeypatch.setattr(data, "PIECE", 10)
+    monkeypatch.setattr(text, "PIECE", 10)
     (tmp_path / "text").write_bytes(b"".join(bytes([number] * 10) for number in range(45)))
     tokens = read_tokens([str(tmp_path)], (), None)
     assert Counter(tokens.held_out.tolist()) == {19: 10, 39: 10}

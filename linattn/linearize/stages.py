@@ -1,5 +1,5 @@
-"""The two stages of training after a conversion: layer by layer towards the teacher's attention, then the whole model
-towards its outputs, as LoLCATs has them. Zhang et al., https://arxiv.org/abs/2410.10254"""
+"""The two stages of training after a conversion: each layer towards the output of the teacher's attention, then the
+whole model towards the teacher's output, as in LoLCATs. Zhang et al., https://arxiv.org/abs/2410.10254"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,22 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.linearize.distance import (
-    divergence,
-    layer_distance,
-    matched_layers,
-    output_distance,
-    with_labels,
-)
-from linattn.linearize.observe import Batch, run
-from linattn.linearize.parts import linearized_layers, own_attention
+from linattn.linearize.attention import linearized_layers, own_attention
+from linattn.linearize.calls import Batch, run
+from linattn.linearize.distance import divergence, layer_distance, layer_outputs, output_distance, with_labels
 from linattn.linearize.training import Budget, Training, train
 from linattn.nn.checks import check_numbers
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Holds the highest learning rates: of `stock` weights, which the model had, and of `new` ones."""
+    """Holds the highest learning rates of `stock` weights, which the model had before, and of `new` ones."""
 
     stock: float
     new: float
@@ -37,8 +31,8 @@ class Rates:
 
 RATES = Rates(4e-3, 1e-2)
 FIRST_STAGE = 0.2
-"""The share of a conversion's steps that is best left to `transfer`."""
-# batches that the distance is measured on
+"""The share of a conversion's steps that is best spent on `transfer`."""
+# the number of batches that the first distance is measured on
 MEASURED = 4
 
 
@@ -50,14 +44,14 @@ def transfer(
     *,
     rates: Rates = RATES,
 ) -> Training:
-    """Train every linearized layer at once to do what the teacher's does with the same input, given in one run of the
-    teacher: the loss is the mean of the layers' relative errors, half of it at the tokens whose predictions the labels
-    of a batch ask for, if they ask for some only. All weights outside of these layers stay.
+    """Train all linearized layers at once, each to give the output of the teacher's layer for the same input.
 
-    Training repeats the `batches` within the `budget`; the `rates` fall to zero."""
+    The loss is the mean of the layers' relative errors. If only some tokens have labels, half of it is the error at
+    these tokens. Weights outside of these layers do not change. The `batches` repeat within the `budget`; the `rates`
+    fall to zero."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        outputs = matched_layers(student, teacher, batch).values()
+        outputs = layer_outputs(student, teacher, batch).values()
         return torch.stack([layer_distance(student, batch, layer) for layer in outputs]).mean()
 
     if not (layers := linearized_layers(model).values()):
@@ -75,13 +69,13 @@ def fine_tune(
     rates: Rates | None = None,
     lora: int | None = None,
 ) -> Training:
-    """Train the model towards the teacher's outputs: half the distance to them, a KL divergence where there are logits,
-    and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
+    """Train the model towards the teacher's outputs. The loss is half the distance to them, a KL divergence where there
+    are logits, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
-    Training repeats the `batches` within the `budget`. All weights train; with `lora`, only the new ones and adapters
-    of this rank, which are merged in the end. Without `rates`, they are those of `transfer` times min(1, 1.5 √d) for
-    the distance d at the beginning: larger steps would lead a model that is near its teacher away from it, and smaller
-    ones would not bring one from afar. They fall to zero."""
+    All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
+    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer` times
+    min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that is near its teacher away
+    from it, and smaller ones would take too long for a model that is far away."""
 
     def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
         batch = with_labels(student, batch)
@@ -96,11 +90,11 @@ def fine_tune(
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, lora))]
-        rates = rates or _fitting_rates(model, teacher, batches)
+        rates = rates or _default_rates(model, teacher, batches)
         return train(model, objective, batches, _groups(model, weights, rates), budget)
 
 
-def _fitting_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
+def _default_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
     # a divergence of zero may be rounded to less
     factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
@@ -113,7 +107,7 @@ def _new_weights(model: nn.Module) -> set[int]:
 
 
 def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, each weight in one of them however many layers share it."""
+    """Return the optimizer's groups. A weight that several layers share is in one of them."""
     new, unique = _new_weights(model), {id(weight): weight for weight in weights}
     pairs = [
         ([weight for key, weight in unique.items() if key not in new], rates.stock),
@@ -124,8 +118,8 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
 
 @contextmanager
 def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
-    """Put LoRA adapters on the linear maps that the model had, and merge them in the end. Hu et al.,
-    https://arxiv.org/abs/2106.09685"""
+    """Add LoRA adapters to the model's old linear maps inside the block, yield their weights, and merge them at the
+    end. Hu et al., https://arxiv.org/abs/2106.09685"""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.pytorch_utils import Conv1D

@@ -6,23 +6,17 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linattn.linearize.closed_form import project_closest, share_closest
+from linattn.linearize.attention import LinearizedAttention, attach, detach, linearized_layers, own_attention
+from linattn.linearize.calls import SOFTMAX, Batch
+from linattn.linearize.closed_form import set_projections, set_shares
 from linattn.linearize.folder import check_stock, describe
-from linattn.linearize.observe import SOFTMAX, Batch
-from linattn.linearize.parts import (
-    LinearizedAttention,
-    attach,
-    detach,
-    linearized_layers,
-    own_attention,
-)
 from linattn.linearize.plan import Plan, module_sizes
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Holds a `model` that was linearized by the `plan`, and the `teacher`, a frozen copy of it as it was. `attention`
-    is the function that it used then."""
+    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, and the name
+    of the `attention` function that the model used before."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel
@@ -30,7 +24,7 @@ class Conversion:
     attention: str | None
 
     def undo(self) -> None:
-        """Make the model what it was before, bit by bit, whatever was trained since."""
+        """Restore the model as it was before the conversion, bit by bit, also after training."""
         linear = [own_attention(layer).spec.index for layer in linearized_layers(self.model).values()]
         restore_layers(self.model, self.teacher, linear)
         self.model.load_state_dict(self.teacher.state_dict())
@@ -38,10 +32,10 @@ class Conversion:
 
 
 def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
-    """Replace attention in place as the plan says, and return what undoes it. Weights that the model had stay.
+    """Replace attention in place as the plan says, and return a record that can undo it. The model keeps its weights.
 
-    The projections of a plan with a `key_dim` come from the model's queries and keys on the `batches`, and so does the
-    share of the linear part beside a window (an eighth without batches). The model then saves, loads, generates and
+    The projections of a plan with a `key_dim` are computed from the model's queries and keys on the `batches`, and so
+    is the share of the linear part beside a window (an eighth without batches). The model then saves, generates and
     trains as before; `load_linearized` says how to load it."""
     if linearized_layers(model):
         raise ValueError("the model is linearized already: undo that before it is converted again")
@@ -58,9 +52,9 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
     for name, own in owns.items():
         weight = next(model.get_submodule(name).parameters())
         own.to(device=weight.device, dtype=weight.dtype)
-    project_closest(teacher, {name: own for name, own in owns.items() if own.spec.key_dim is not None}, batches)
-    share_closest(teacher, owns, batches)
-    # nothing in the model changes before all is ready
+    set_projections(teacher, owns, batches)
+    set_shares(teacher, owns, batches)
+    # the model changes only after everything that can fail
     for name, own in owns.items():
         attach(model.get_submodule(name), own)
     describe(model)
@@ -69,14 +63,15 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
 
 
 def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a frozen copy of a stock model, in evaluation. Its softmax attention is ours, to have the same masks."""
+    """Return a frozen copy of a stock model in evaluation. It attends by our softmax, to have the same masks as the
+    linearized model."""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     teacher.set_attn_implementation(SOFTMAX)
     return teacher
 
 
 def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
-    """Give the linear layers with these indices their softmax attention back, with the teacher's weights."""
+    """Restore softmax attention, with the teacher's weights, in the linear layers with these indices."""
     linear = {own_attention(module).spec.index: name for name, module in linearized_layers(model).items()}
     if unknown := sorted(set(layers) - set(linear)):
         raise ValueError(f"layers has {unknown}, but the linear layers are {sorted(linear)}")

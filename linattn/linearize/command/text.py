@@ -1,4 +1,4 @@
-"""The tokens of a conversion: windows of the user's text, by the model's own tokenizer, or its bytes."""
+"""The text of a conversion: windows of tokens, by the model's own tokenizer, or bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 
 VALIDATION = 20
-"""Every so many pieces of text, one is held out."""
+"""One piece of text in so many is held out."""
 PIECE = 1 << 16
-"""Bytes of such a piece; a tokenizer meets no longer text."""
+"""The number of bytes per piece. A tokenizer gets one piece at a time."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -25,10 +25,10 @@ class Tokens(NamedTuple):
 
 
 def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
-    """Return the model's tokenizer, or None if it has none and its vocabulary has room for all bytes."""
+    """Return the model's tokenizer, or None if it has none and its vocabulary is large enough for all bytes."""
     folder = Path(model)
     if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZERS):
-        # a damaged file raises what its reader happens to meet
+        # a damaged file may raise any exception
         with explained(f"the tokenizer of {model} cannot be loaded", Exception):
             return AutoTokenizer.from_pretrained(model)
     if (size := config.get_text_config().vocab_size) < 256:
@@ -37,7 +37,7 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
 
 
 def read_tokens(paths: Sequence[str], include: Sequence[str], tokenizer: Any) -> Tokens:
-    """Tokenize the files, and hold out every 20th piece of 64 KiB (of shorter texts, the end)."""
+    """Tokenize the files. Every 20th piece of 64 KiB is held out, or the last 20th of a shorter text."""
     data = b"\n".join(path.read_bytes() for path in find_files(paths, include))
     pieces = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
     if len(pieces) < VALIDATION:
@@ -79,6 +79,6 @@ class TrainingBatches(Sequence[dict[str, Tensor]]):
 
 def held_out_batches(tokens: Tensor, *, context: int, batch: int, count: int) -> list[dict[str, Tensor]]:
     """Return at most `count` batches of windows that are evenly spread and do not overlap."""
-    fitting = len(tokens) // context
-    chosen = np.linspace(0, fitting - 1, min(count * batch, fitting)).round().astype(np.int64) * context
-    return [windows(tokens, chosen[start : start + batch], context) for start in range(0, len(chosen), batch)]
+    most = len(tokens) // context
+    starts = np.linspace(0, most - 1, min(count * batch, most)).round().astype(np.int64) * context
+    return [windows(tokens, starts[start : start + batch], context) for start in range(0, len(starts), batch)]

@@ -13,6 +13,8 @@ from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from linattn.console.learning_rate import learning_rate_factor
+
 ECHO_SECONDS = 1.0
 """After so many seconds another Ctrl-C is the user's: launchers repeat the signal that all processes had already."""
 
@@ -35,11 +37,7 @@ class Schedule(TrainerCallback, ExportableState):
         return min(1.0, max((step + 0.5) / self.steps, self.seconds / self.limit))
 
     def learning_rate_factor(self, step: int) -> float:
-        """Rise linearly, then fall along half a cosine."""
-        progress = self.progress(step)
-        if progress < self.warmup:
-            return progress / self.warmup
-        return (1 + math.cos(math.pi * (progress - self.warmup) / (1 - self.warmup))) / 2
+        return learning_rate_factor(self.progress(step), self.warmup)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         callbacks: Any = state.stateful_callbacks
