@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", default=METHOD, metavar="METHOD", help=f"an attention, or a mixture of them (default: {METHOD})")
     add(
         "--keep",
-        type=kept,
+        type=layer_choice,
         default=(),
         metavar="LAYERS",
         help="layers that stay softmax: a share such as 1/4, then chosen; numbers such as 0,5; or none (default: none)",
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run.run(arguments)
 
 
-def kept(text: str) -> Fraction | tuple[int, ...]:
+def layer_choice(text: str) -> Fraction | tuple[int, ...]:
     """Read a share of the layers, or their numbers."""
     try:
         if text == "none":

@@ -10,12 +10,13 @@ from torch.nn import functional as F
 DOCUMENTS = torch.int32
 """The dtype of masks that number documents, which no mask of transformers has."""
 MARK = "linattn_documents"
-"""The keyword argument of calls inside a model that was sped up: the number of each token's document, or None for one
-document per row."""
+"""A keyword argument that only calls inside a model after `speed_up` have: the number of each token's document, or None
+for one document per row."""
 
 
 class DocumentRows(NamedTuple):
-    """The documents of packed rows, each in a padded row of its own. Equal numbers that follow each other are one."""
+    """The documents of packed rows, each in a padded row of its own. Neighbouring tokens with the same number belong to
+    one document."""
 
     row: Int[Tensor, " tokens"]
     column: Int[Tensor, " tokens"]
@@ -23,12 +24,12 @@ class DocumentRows(NamedTuple):
     shape: tuple[int, int]
 
     def split(self, x: Shaped[Tensor, "b n *rest"]) -> Shaped[Tensor, "rows columns *rest"]:
-        """Move each document into its row, and fill up with zeros."""
+        """Move each document into its own row, and pad the rows with zeros."""
         x = x.flatten(0, 1)
         return x.new_zeros(*self.present.shape, *x.shape[1:]).index_put((self.row, self.column), x)
 
     def join(self, y: Shaped[Tensor, "rows columns *rest"]) -> Shaped[Tensor, "b n *rest"]:
-        """Move the tokens back to their places."""
+        """Move the tokens back into the packed rows, without the padding."""
         return y[self.row, self.column].unflatten(0, self.shape)
 
 

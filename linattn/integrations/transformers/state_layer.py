@@ -10,7 +10,8 @@ from linattn.attention import map_state
 
 
 class StateLayer(CacheLayerMixin):
-    """One block's state, a value that is replaced and never written to; `seen` counts the tokens, including padding."""
+    """Holds the state of one block, which is replaced and never written to; `seen` is the number of tokens in it,
+    including padding."""
 
     supports_early_init = False
 

@@ -1,7 +1,7 @@
-"""The places in transformers where calls look our scans' counterparts up, and ours before them.
+"""The names under which transformers' models look up their scans, and the functions that call ours in their place.
 
-They are globals of a model's module, or a layer's forward. Ours act only on marked calls. Everything else, other models
-of the same class too, gets transformers' own function."""
+Such a name is a global of a model's module, or a layer's forward. Our functions run only in calls with a mark, so that
+all other models, of the same class too, run transformers' own."""
 
 import importlib
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from linattn.integrations.transformers.hybrids.scans import convolution, delta_r
 
 
 class Scan(NamedTuple):
-    """Our function in the place of transformers', the operator inside it, and the package whose kernels come first."""
+    """Our function for one of transformers', the operator that it calls, and the package whose kernels are
+    preferred."""
 
     function: Callable[..., Any]
     operator: str
@@ -44,16 +45,16 @@ class Place:
     name: str
 
     def read(self) -> Any:
-        """Return the function that is there now. Ours has transformers' as its attribute `stock`."""
+        """Return the current function of this name. Ours has transformers' as its attribute `stock`."""
         return getattr(self._owner(), self._attribute())
 
     def install(self) -> None:
-        """Put our function before transformers', unless it is there."""
+        """Replace transformers' function by ours, unless that is done already."""
         if not hasattr(self.read(), "stock"):
             setattr(self._owner(), self._attribute(), _before(self.read(), SCANS[self.name].function))
 
     def restore(self) -> None:
-        """Put transformers' function back, unless somebody has put another one there since."""
+        """Restore transformers' function, unless another one has replaced ours since."""
         if hasattr(self.read(), "stock"):
             setattr(self._owner(), self._attribute(), self.read().stock)
 
@@ -79,33 +80,33 @@ class Place:
 
 
 def places_in(layer: nn.Module) -> set[Place]:
-    """Return the places that a layer's forward looks up, none if it has no scan."""
-    names = names_called(layer) & SCANS.keys()
+    """Return the places that a layer's forward uses, none if it has no scan."""
+    names = global_names(layer) & SCANS.keys()
     return set() if names <= {CONVOLUTION} else {Place(_forward(layer).__module__, name) for name in names}
 
 
-def names_called(layer: nn.Module) -> set[str]:
-    """Return the global names in the code of a layer's forward, and its own."""
+def global_names(layer: nn.Module) -> set[str]:
+    """Return the global names in the code of a layer's forward, and its own name."""
     forward = _forward(layer)
     code = getattr(forward, "__code__", None)
     return {forward.__qualname__, *(() if code is None else code.co_names)}
 
 
-def why_kernels(layer: nn.Module, places: set[Place]) -> str:
-    """Return why a layer's scan is better left to the kernels of a package, or nothing."""
+def kernel_preference(layer: nn.Module, places: set[Place]) -> str:
+    """Return the reason to leave a layer's scan to the kernels of a package, an empty text if there is none."""
     device = next((parameter.device.type for parameter in layer.parameters()), "cpu")
     packages = {SCANS[place.name].package for place in places} - {None} if device in ("cuda", "xpu") else ()
-    found = [package for package in packages if package and find_spec(package) is not None]
-    return f"{found[0]} is installed and has kernels for {device}" if found else ""
+    installed = [package for package in packages if package and find_spec(package) is not None]
+    return f"{installed[0]} is installed and has kernels for {device}" if installed else ""
 
 
 def _forward(layer: nn.Module) -> Callable[..., Any]:
-    """Return a layer's forward as it was written, without the decorators around it."""
+    """Return a layer's forward without decorators."""
     return unwrap(type(layer).forward)
 
 
 def _before(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ours where the mark is, and transformers' elsewhere."""
+    """Return a function that calls ours if the call has the mark, else transformers'."""
 
     @wraps(stock)
     def call(*args: Any, **options: Any) -> Any:

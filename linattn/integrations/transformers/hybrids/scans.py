@@ -33,11 +33,12 @@ def delta_rule(
 ) -> tuple[Float[Tensor, "b n h dv"], Float[Tensor, "b h d dv"] | None]:
     """The delta rule with a decay `g` per head (gated DeltaNet) or per channel (Kimi Delta Attention), in float32."""
     heads = key.shape[2]
-    q, k = (_exact(x.transpose(1, 2).unsqueeze(2)) for x in (query, key))
+    q, k = (_float32_or_better(x.transpose(1, 2).unsqueeze(2)) for x in (query, key))
     if use_qk_l2norm_in_kernel:
-        q, k = _of_length_1(q), _of_length_1(k)
+        q, k = _unit(q), _unit(k)
     v, beta, log_decay = (
-        _exact(x.transpose(1, 2).unflatten(1, (heads, -1))) for x in (value, beta, _restarting(g, documents))
+        _float32_or_better(x.transpose(1, 2).unflatten(1, (heads, -1)))
+        for x in (value, beta, _restarting(g, documents))
     )
     S = None if initial_state is None else initial_state.unflatten(1, (heads, -1)).to(v.dtype)
     y, S = causal_delta_attention(q, k, v, beta, S, log_decay=log_decay, scale=q.shape[-1] ** -0.5)
@@ -65,9 +66,9 @@ def mamba2_scan(
     """Mamba-2's scan: the keys B, queries C and values x·dt decay by exp(A·dt), in float32, which the result keeps."""
     groups = B.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = _exact((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
-    x = _exact(hidden_states)
-    q, k = (_exact(z.transpose(1, 2).unsqueeze(2)) for z in (C, B))
+    dt = _float32_or_better((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
+    x = _float32_or_better(hidden_states)
+    q, k = (_float32_or_better(z.transpose(1, 2).unsqueeze(2)) for z in (C, B))
     v, log_decay = (
         z.transpose(1, 2).unflatten(1, (groups, -1))
         for z in (x * dt[..., None], _restarting(A.to(dt.dtype) * dt, documents))
@@ -144,8 +145,12 @@ def lightning_attention(
     x = x if attention_mask is None else x * attention_mask[:, :, None].to(x.dtype)
     q, k, v = x.unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2).chunk(3, dim=-1)
     past = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
-    state = None if past is None else LinearState(_exact(past), _exact(torch.zeros_like(past[..., 0])))
-    log_decay = -_exact(layer.slope_rate.flatten()).expand(*x.shape[:2], -1)
+    state = (
+        None
+        if past is None
+        else LinearState(_float32_or_better(past), _float32_or_better(torch.zeros_like(past[..., 0])))
+    )
+    log_decay = -_float32_or_better(layer.slope_rate.flatten()).expand(*x.shape[:2], -1)
     log_decay = _restarting(log_decay, documents).transpose(1, 2)
     y, (S, _) = causal_linear_attention(q, k, v, state, log_decay=log_decay, normalize=None)
     S = S.to(v.dtype)
@@ -155,11 +160,11 @@ def lightning_attention(
     return layer.out_proj(y), S
 
 
-def _of_length_1(x: Tensor) -> Tensor:
+def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-6)
 
 
-def _exact(x: Tensor) -> Tensor:
+def _float32_or_better(x: Tensor) -> Tensor:
     """Return x in float32, as transformers' functions do, but float64 as it is."""
     return x if x.dtype == torch.float64 else x.float()
 

@@ -30,10 +30,10 @@ class NotCopied:
 class LinattnConfig(NotCopied, PreTrainedConfig):
     """`language_model` is a LanguageModelConfig or its fields, `linattn_version` the version that wrote the file: a
     newer one than this raises ValueError. All else is transformers' own: `use_cache` returns the state, and
-    `pad_token_id`, `bos_token_id` and `eos_token_id` are the tokens that fill up, begin and end a text.
+    `pad_token_id`, `bos_token_id` and `eos_token_id` are the tokens that pad, begin and end a text.
 
-    The fields are refused elsewhere: transformers would store `LinattnConfig(depth=2)` as an attribute without
-    effect."""
+    The fields of `language_model` raise ValueError elsewhere: transformers would store `LinattnConfig(depth=2)` as an
+    attribute without effect."""
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -91,6 +91,6 @@ class LinattnConfig(NotCopied, PreTrainedConfig):
     def max_position_embeddings(self) -> int:
         longest = self.to_language_model().max_length
         if longest is None:
-            # transformers asks with hasattr whether a model has a longest sequence
+            # transformers calls hasattr to see whether a model has a longest sequence
             raise AttributeError("this model has no longest sequence")
         return longest

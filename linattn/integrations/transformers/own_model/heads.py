@@ -91,7 +91,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """`generate` calls this where it would make a DynamicCache."""
+        """Create our cache: `generate` calls this method, which creates a DynamicCache in other models."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "

@@ -9,9 +9,9 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def register_target_modules() -> None:
-    """Take over Llama's entry in each of PEFT's tables, one per method, where it names projections that we have too.
+    """Copy Llama's entry in each of PEFT's tables, one table per method, if our model has all projections in it.
 
-    transformers has imported PEFT by now if it is there."""
+    Nothing is imported that is not in memory already: transformers itself imports PEFT if it is installed."""
     if not is_peft_available():
         return
     from peft.utils import constants

@@ -51,8 +51,8 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         output_attentions: bool | None,
         cache: LinattnCache | None = None,
     ) -> tuple[Float[Tensor, "b n d"], Bool[Tensor, "b n"] | None, tuple[Tensor, ...] | None]:
-        """Return the output of the last norm, the mask of the tokens, and the hidden states if they are asked for. The
-        arguments are transformers' own, and the `cache` to go on from."""
+        """Return the output of the last norm, the mask of the tokens, and the hidden states if `output_hidden_states`.
+        The arguments are those of transformers' models, and the `cache` with the past."""
         if output_attentions:
             raise ValueError("output_attentions: a linattn model never has the matrix of attention weights")
         tokens = inputs_embeds if input_ids is None else input_ids
@@ -75,16 +75,14 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_attention(attn_implementation)
 
-    def _cache(self, given: Cache | None, use_cache: bool | None) -> LinattnCache | None:
-        if given is None:
-            wanted = self.config.use_cache and self.model.causal and not self.training
-            cache = LinattnCache(len(self.model.blocks)) if (wanted if use_cache is None else use_cache) else None
-        elif not isinstance(given, LinattnCache):
-            raise ValueError(f"past_key_values must be a LinattnCache, but is a {type(given).__name__}")
-        elif use_cache is False:
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> LinattnCache | None:
+        if cache is not None and not isinstance(cache, LinattnCache):
+            raise ValueError(f"past_key_values must be a LinattnCache, but is a {type(cache).__name__}")
+        if cache is not None and use_cache is False:
             raise ValueError("use_cache is False, but past_key_values was given")
-        else:
-            cache = given
+        default = self.config.use_cache and self.model.causal and not self.training
+        if cache is None and (default if use_cache is None else use_cache):
+            cache = LinattnCache(len(self.model.blocks))
         if cache is not None and self.gradient_checkpointing and self.training:
             raise ValueError("gradient checkpointing is for training without a cache: give use_cache=False")
         return cache
@@ -92,7 +90,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     def _run(
         self, tokens: Tensor, key_mask: Tensor | None, cache: LinattnCache | None, record: list[Tensor] | None
     ) -> Tensor:
-        """Return the output of the last block; `record` takes the input of each block."""
+        """Return the output of the last block, and append the input of each block to `record`."""
         state = None if cache is None else cache.get_state()
         x, position = self._embed(tokens, None if state is None else state.position, key_mask)
         states: list[Any] = []
@@ -123,7 +121,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """transformers' gradient_checkpointing_enable and _disable call this."""
+        """Switch checkpointing: transformers' gradient_checkpointing_enable and _disable call this."""
         self.gradient_checkpointing = enable
         self._checkpoint, self._checkpoint_every = gradient_checkpointing_func, every_n_layers
 
@@ -138,7 +136,8 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     @torch.no_grad()
     @initialization.guard_torch_init_functions()
     def _initialize_missing_keys(self, is_quantized: bool) -> None:
-        """Initialise what the file of `from_pretrained` did not have, which is uninitialised memory until then."""
+        """Initialise the weights that the file of `from_pretrained` does not have; until then they are
+        uninitialised."""
         if all(map(_is_loaded, chain(self.parameters(), self.buffers()))):
             return
         # torch's own modules leave loaded weights alone because of the guard, which our modules do not know
@@ -184,7 +183,7 @@ class LinattnModel(LinattnPreTrainedModel):
 def _new_model(config: LinattnConfig) -> LanguageModel:
     if torch.get_default_device().type != "meta":
         return LanguageModel(config.to_language_model())
-    # only shapes, which from_pretrained fills later: these draws must not change the caller's random state
+    # only shapes, which from_pretrained fills later: this initialization must not change the caller's random state
     with torch.random.fork_rng(devices=[]):
         return LanguageModel(config.to_language_model())
 
@@ -194,7 +193,7 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 
 def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
-    """Return the mask of the new tokens; the state knows which of the past ones were missing."""
+    """Return the mask of the new tokens. Missing tokens of the past are not in the state."""
     b, n = tokens.shape[:2]
     if attention_mask is None:
         return None

@@ -12,8 +12,8 @@ from linattn.models.storage import SEPARATOR, write_loader
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer whose tokens 0 … 255 are the bytes of UTF-8, and whose token 256 begins a document.
 
-    Every text comes back from its tokens, and every byte from its token, which has GPT-2's name for it. Bytes that
-    are no UTF-8 have tokens too; `decode` shows them as U+FFFD."""
+    Decoding the tokens of a text gives the text. The names of the tokens are GPT-2's names of bytes. Bytes that are not
+    UTF-8 have tokens too, which `decode` shows as U+FFFD."""
     tokenizer = Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,8 +30,8 @@ def file_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def save_for_transformers(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write into `folder` what transformers reads beside a model's weights: the `tokenizer`, the tokens that begin and
-    end a text, and our classes."""
+    """Write the files into `folder` that transformers reads beside a model's weights: the `tokenizer`, the tokens that
+    begin and end a text, and the loader of our classes."""
     separator = tokenizer.bos_token_id
     tokenizer.save_pretrained(folder)
     GenerationConfig(bos_token_id=separator, eos_token_id=separator, pad_token_id=separator).save_pretrained(folder)

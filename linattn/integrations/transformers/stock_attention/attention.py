@@ -1,4 +1,5 @@
-"""Our attention inside the models of transformers: what its AttentionInterface calls, for each layer."""
+"""The function that transformers' AttentionInterface calls in each layer of a model that attends by one of our
+methods."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,9 +18,9 @@ from linattn.integrations.transformers.stock_attention.cache import CachedKeys
 from linattn.integrations.transformers.stock_attention.masks import attend_per_document
 
 OWN = "linear_attention"
-"""The name of a submodule that attends in place of the method, with weights of its own."""
+"""The name of the submodule that attends in place of the method in a layer with weights of its own for this."""
 
-# what models pass along beside these, and what changes nothing: positions are in q and k, packing is in the mask
+# arguments of models that change nothing here: positions are in q and k already, and packing is in the mask
 NEUTRAL = {
     MARK,
     "cache_position",
@@ -37,7 +38,7 @@ REFUSED = {
     "position_bias": "a bias per pair of tokens cannot be added to features",
     "s_aux": "attention sinks belong to softmax",
     "softcap": "logits that never exist cannot be capped",
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), "documents in a row are told by position_ids"),
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), "the documents in a row are found from position_ids"),
 }
 
 
@@ -56,11 +57,11 @@ def attention_forward(
     gates: AnyGates = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "b n h dv"], None]:
-    """Attend by `method`, or by the module's own attention, which may need `gates`. The other arguments are those of
-    transformers. There are no weights to return.
+    """Attend by `method`, or by the module's own attention, which may need `gates`. Return the outputs, and None in
+    place of attention weights. The other arguments are those of transformers.
 
-    Our methods expect q·k without the factor `scaling` = 1/√d. Any other factor is multiplied into q: some models scale
-    q themselves and pass 1, which undoes it."""
+    Our methods multiply q·k by 1/√d themselves, so q is multiplied by `scaling` · √d: some models scale q themselves
+    and pass a scaling of 1."""
     _refuse(module, attention_mask, {"dropout": dropout or None, **options})
     keys, layer = key if isinstance(key, CachedKeys) else (key, None)
     (h, n, d), (hk, m) = query.shape[1:], keys.shape[1:3]
@@ -70,7 +71,7 @@ def attention_forward(
     causal = is_causal_call(module, is_causal)
     inner = attention_of(module)
     if inner is None:
-        method, window = windowed(method, sliding_window, m if layer is None else layer.seen)
+        method, window = sliding_method(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
         sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
         inner = _inner(method, query.device, dtype, **sizes)
@@ -91,16 +92,17 @@ def attention_forward(
 
 
 def attention_of(module: nn.Module) -> InnerAttention | None:
-    """Return the attention that a module has of its own, if it has one."""
+    """Return the module's own attention, None if it attends by the method."""
     own: Any = module._modules.get(OWN)
     if own is None or isinstance(own, InnerAttention):
         return own
-    # PEFT holds a trained copy beside the original of each of its `modules_to_save`
+    # PEFT keeps a copy that trains beside the original of each of its `modules_to_save`
     return own.original_module if own.disable_adapters else own.modules_to_save[own.active_adapters[0]]
 
 
-def windowed(method: str, window: int | None, tokens: int) -> tuple[str, int]:
-    """Return the method in a layer that sees its last `window` tokens only, and the window of its local heads."""
+def sliding_method(method: str, window: int | None, tokens: int) -> tuple[str, int]:
+    """Return the method for a layer whose queries see the last `window` tokens only, and the window of its local
+    heads."""
     own = 128
     if window is None:
         return method, own
@@ -119,24 +121,24 @@ _INNERS: dict[tuple[Any, ...], InnerAttention] = {}
 
 
 def _inner(method: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> InnerAttention:
-    """Return the attention of these sizes. None depends on the layer, so layers of one kind share it."""
-    kind = (method, device, dtype, *sizes.values())
-    if kind not in _INNERS:
-        _make(kind, sizes)
-    return _INNERS[kind]
+    """Return the attention of these sizes. It does not depend on the layer, so all layers of these sizes share it."""
+    key = (method, device, dtype, *sizes.values())
+    if key not in _INNERS:
+        _add_inner(key, sizes)
+    return _INNERS[key]
 
 
 @torch.compiler.disable(recursive=True)
-def _make(kind: tuple[Any, ...], sizes: dict[str, int]) -> None:
-    method, device, dtype, *_ = kind
+def _add_inner(key: tuple[Any, ...], sizes: dict[str, int]) -> None:
+    method, device, dtype, *_ = key
     # outside of inference mode, whose tensors cannot be used in training
     with torch.inference_mode(False):
-        _INNERS[kind] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
+        _INNERS[key] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
 
 
-def is_causal_call(module: nn.Module, given: bool | None) -> bool:
-    """Tell whether a call is causal: its own argument decides, else the module's attribute."""
-    causal = getattr(module, "is_causal", None) if given is None else given
+def is_causal_call(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return the argument of the call if it has one, else the module's attribute."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if isinstance(causal, bool):
         return causal
     raise ValueError(f"{type(module).__name__} does not say whether it is causal: linattn's attention needs to know")

@@ -15,7 +15,8 @@ ATTENTION_LAYER = "linattn"
 
 
 class CachedKeys(NamedTuple):
-    """The new keys, and the layer with the past, in place of the keys that a model hands from cache to attention."""
+    """The new keys, and the cache layer with the past. A model passes this pair from the cache to the attention
+    function, where it would pass all keys."""
 
     new: Tensor
     layer: "AttentionLayer"
@@ -57,10 +58,10 @@ class AttentionLayer(StateLayer):
         self.convolution = map_state(function, self.convolution)
 
     def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
-        """Attend to an encoder's keys and values, which come once and are summarized."""
+        """Attend to an encoder's keys and values, which are summarized at the first call."""
         if self.state is None:
             self.state = inner.summarize(k, v, key_mask=key_mask)
-            # the model hands these on in place of new ones from now on
+            # from now on the model passes these on in place of new ones
             self.keys, self.values = CachedKeys(k[:, :, :0].clone(), self), v[:, :, :0].clone()
         elif k.shape[2]:
             raise ValueError("a state of attention that is not causal takes no more keys: give use_cache=False")

@@ -1,8 +1,8 @@
 """Registration of our attention with transformers, as `attn_implementation="linattn:elu"` and so on.
 
-transformers has registries for the functions. Three of its own functions are wrapped besides, and act on our names
-only: names of mixtures are registered at their first use, models that never call the registry are refused, and caches
-hold our states."""
+transformers has registries for such functions. Three functions of transformers itself are wrapped besides, with effect
+for our names only: mixtures are registered at their first use, models that never call the registry raise an error, and
+caches hold our states."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ UNNAMED = {
     **dict.fromkeys(LEARNED, "has weights or a length of its own, which a name cannot hold"),
     **dict.fromkeys(GATED, "needs gates, which are made from the layer's input, where a name cannot hold them"),
 }
-"""Attentions that no name of ours stands for, and why."""
+"""Attentions that `attn_implementation` cannot name, each with the reason."""
 METHODS = tuple(sorted(set(ATTENTIONS) - set(UNNAMED)))
 REPLACED = {"full_attention", "sliding_attention"}
 """transformers' names of cache layers that ours replace."""
@@ -35,8 +35,8 @@ REPLACED = {"full_attention", "sliding_attention"}
 def register_attention(method: str) -> str:
     """Register the attention named `method`, as in `named_attention`, with transformers; return "linattn:" + method.
 
-    "linattn:elu" and so on are registered by the import, and mixtures such as "linattn:local+taylor2" where a model is
-    first told to use them: call this for names that must be known before."""
+    "linattn:elu" and so on are registered by the import, and mixtures such as "linattn:local+taylor2" when a
+    model first uses them: call this if a name must be known earlier."""
     for part in method.split("+"):
         name = part.partition(":")[0].strip()
         if name not in METHODS:
@@ -48,8 +48,8 @@ def register_attention(method: str) -> str:
 
 
 def set_attention(model: nn.Module, method: str) -> dict[str, nn.Module]:
-    """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model` that attends, so not
-    in a backbone of convolutions; return the modules that attend, by name."""
+    """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model` that has attention
+    (a backbone of convolutions has none); return the attention modules, by name."""
     name = register_attention(method)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _attends(module):
@@ -62,21 +62,22 @@ def set_attention(model: nn.Module, method: str) -> dict[str, nn.Module]:
 def attended_modules(model: PreTrainedModel, /, **inputs: Any) -> list[str]:
     """Run the model on `inputs`, and return the names of the modules that attended by our method.
 
-    ValueError if none did: a model that never calls transformers' registry accepts every name, which has no effect."""
-    names, found = {module: name for name, module in model.named_modules()}, []
+    Raises ValueError if there is none: a model that never calls transformers' registry accepts every name, without
+    effect."""
+    names, calls = {module: name for name, module in model.named_modules()}, []
     implementation = model.config._attn_implementation
     if not is_ours(implementation):
         raise ValueError(f"the attention of this {type(model).__name__} is {implementation!r}, not one of {PREFIX}…")
-    with watched(implementation, lambda module, *_, **__: found.append(names.get(module, type(module).__name__))):
+    with watched(implementation, lambda module, *_, **__: calls.append(names.get(module, type(module).__name__))):
         model(**inputs)
-    if not found:
+    if not calls:
         raise ValueError(f"{type(model).__name__} ignores attn_implementation: its attention is its own")
-    return found
+    return calls
 
 
 @contextmanager
 def watched(implementation: str, see: Callable[..., None]) -> Iterator[None]:
-    """Call `see` with the arguments of each call of the attention function that is registered as `implementation`."""
+    """Call `see` with the arguments of each call of the attention function `implementation` inside the block."""
     function = AttentionInterface._global_mapping[implementation]
 
     def seen(module: nn.Module, *args: Any, **options: Any) -> Any:
@@ -153,8 +154,8 @@ def _with_our_layers(
         return kinds, options
     if "chunked_attention" in kinds:
         raise ValueError(f"{type(config).__name__}: attention in chunks has no state here: give use_cache=False")
-    given = zip(kinds, options, strict=True)
-    layers = [(ATTENTION_LAYER, {}) if kind in REPLACED else (kind, each) for kind, each in given]
+    pairs = zip(kinds, options, strict=True)
+    layers = [(ATTENTION_LAYER, {}) if kind in REPLACED else (kind, each) for kind, each in pairs]
     return [kind for kind, _ in layers], [each for _, each in layers]
 
 

@@ -14,7 +14,7 @@ from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
 from linattn.ops.state import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
-"""Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""
+"""Returns True where the query sees the key; the arguments are indices of row, head, query and key, which broadcast."""
 
 
 def attention_mask(
@@ -34,13 +34,13 @@ def attention_mask(
 ) -> Bool[Tensor, "b m"] | Int[Tensor, "b n"] | None:
     """Return which keys are present, or the number of each token's document, or None for neither.
 
-    transformers' AttentionMaskInterface calls this once per forward. Its `mask_function` is looked at where it may be
-    more than causal: documents in a row are those whose first token does not see the token before it."""
+    transformers' AttentionMaskInterface calls this once per forward. The `mask_function` is evaluated only where it may
+    differ from a causal mask: a document begins at each token that does not see the token before it."""
     if use_vmap:
         raise ValueError(
             "the model overlays a mask function of its own, but linattn's attention knows padding and packing"
         )
-    present = _present(attention_mask, kv_length)
+    present = _checked_padding(attention_mask, kv_length)
     is_plain = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
     if is_plain or allow_is_bidirectional_skip is not None:
         return present
@@ -73,7 +73,8 @@ def attend_per_document(
     return rows.join(y.transpose(1, 2)).transpose(1, 2)
 
 
-def _present(mask: Bool[Tensor, "b m"] | None, length: int) -> Bool[Tensor, "b m"] | None:
+def _checked_padding(mask: Bool[Tensor, "b m"] | None, length: int) -> Bool[Tensor, "b m"] | None:
+    """Return the mask of present keys, None if all are present."""
     if mask is None:
         return None
     if mask.shape[1] != length:

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from linattn.integrations.transformers import SpeedUp, speed_up
 from linattn.integrations.transformers.hybrids import places as places_module
-from linattn.integrations.transformers.hybrids.places import CONVOLUTION, SCANS, places_in, why_kernels
+from linattn.integrations.transformers.hybrids.places import CONVOLUTION, SCANS, kernel_preference, places_in
 from tests.integrations.transformers.hybrids.families import FAMILIES, VOCABULARY, make
 
 LEAKING = ("qwen4_exp", "glm5_next")
@@ -350,16 +350,16 @@ def test_kernels_of_a_package_come_first(monkeypatch):
     layer = make("qwen3_next").model.layers[0].linear_attn
     monkeypatch.setattr(places_module, "find_spec", lambda package: package == "fla" or None)
     places = places_in(layer)
-    assert not why_kernels(layer, places)
+    assert not kernel_preference(layer, places)
 
     def on_a_gpu() -> Iterator[Any]:
         yield SimpleNamespace(device=torch.device("cuda"))
 
     monkeypatch.setattr(layer, "parameters", on_a_gpu)
-    assert why_kernels(layer, places) == "fla is installed and has kernels for cuda"
+    assert kernel_preference(layer, places) == "fla is installed and has kernels for cuda"
     monkeypatch.undo()
     monkeypatch.setattr(layer, "parameters", on_a_gpu)
-    assert not why_kernels(layer, places)
+    assert not kernel_preference(layer, places)
 
 
 @torch.no_grad()
