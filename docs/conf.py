@@ -58,7 +58,7 @@ html_theme_options = {
 }
 
 # where public names are
-PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.integrations.transformers.linearize")
+PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize")
 PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
 # a span of code, or a character that reStructuredText would take for markup

@@ -50,7 +50,7 @@ def replace_attention(
                 f"{type(model).__name__} attends through transformers, which takes one attention by name for all "
                 "layers: where, window, max_length, return_weights and functions are for nn.MultiheadAttention"
             )
-        from linattn.integrations.transformers.hooks import set_attention
+        from linattn.integrations.transformers.stock_attention.hooks import set_attention
 
         return set_attention(model, attention)
     if isinstance(attention, str):

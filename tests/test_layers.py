@@ -1,4 +1,4 @@
-"""Imports point one way: cli → models, compat, integrations → nn → attention → feature_maps, ops."""
+"""Imports point one way: each layer imports only from those after it in LAYERS."""
 
 import ast
 from collections.abc import Iterator
@@ -7,24 +7,33 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "linattn"
-LAYERS = [{"cli"}, {"models", "compat", "integrations"}, {"nn"}, {"attention"}, {"feature_maps", "ops"}]
+LAYERS = [
+    {"cli"},
+    {"linearize"},
+    {"console", "compat", "integrations"},
+    {"models"},
+    {"nn"},
+    {"attention"},
+    {"feature_maps", "ops"},
+]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # neighbours that may look at each other, one way
-BESIDE = {("compat", "models"), ("integrations", "models"), ("feature_maps", "ops")}
+BESIDE = {("feature_maps", "ops")}
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
-    "jinja2": ("linattn/cli/",),
+    "jinja2": ("linattn/console/",),
     "triton": ("linattn/ops/triton",),
-    "transformers": ("linattn/integrations/", "linattn/cli/"),
+    "transformers": ("linattn/integrations/", "linattn/linearize/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),
-    "peft": ("linattn/integrations/",),
+    "peft": ("linattn/integrations/", "linattn/linearize/"),
     "tokenizers": ("linattn/integrations/", "linattn/cli/"),
-    "matplotlib": ("linattn/cli/",),
+    "matplotlib": ("linattn/console/", "linattn/linearize/command/", "linattn/cli/"),
 }
 # what comes with `pip install linattn`, and so may be imported at the top of a file
 BASE = {"torch", "jaxtyping", "linattn"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+PARTS = sorted(PACKAGE.glob("integrations/*/*/*.py"))
 
 
 def relative(path: Path) -> str:
@@ -60,6 +69,14 @@ def test_imports_point_one_way(path):
             beside = target in ("version", "types") or (layer, target) == ("cli", "diagnostics")
             assert target in DEPTH or beside, f"{layer} imports {name}, which belongs to no layer"
             assert target not in DEPTH or allowed(layer, target), f"{layer} imports {name}"
+
+
+@pytest.mark.parametrize("path", PARTS, ids=relative)
+def test_parts_of_an_integration_do_not_import_each_other(path):
+    own = path.parent.relative_to(PACKAGE.parent).as_posix().replace("/", ".")
+    others = {".".join((own.rpartition(".")[0], part.parent.name)) for part in PARTS} - {own}
+    for name in imports(ast.parse(path.read_text("utf-8"))):
+        assert not name.startswith(tuple(others)), f"{relative(path)} imports {name}: what both need lies beside them"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.linearize import byte_lm
-from linattn.integrations.transformers.linearize import convert, plan
-from linattn.integrations.transformers.linearize.probes import Cost, costs, native
+from linattn.linearize import convert, plan
+from linattn.linearize.probes import Cost, costs, fused_softmax
 
 LENGTHS = (256, 1_024, 4_096, 8_192)
 
@@ -26,7 +26,7 @@ def measured(lengths: Sequence[int], rows: int, *, compiled: bool = False) -> li
     teacher = convert(model, plan(model, batch), [batch]).teacher
     # the compiler's own time is that of the first few
     repeats = 8 if compiled else 3
-    with native(teacher):
+    with fused_softmax(teacher):
         return [costs([teacher, model], tokens, rows=rows, repeats=repeats, compiled=compiled) for tokens in lengths]
 
 

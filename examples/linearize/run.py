@@ -16,7 +16,7 @@ from examples.learning.run import append, read
 from examples.linearize import byte_lm, encoder, recall
 from examples.linearize.task import Data, Task
 from examples.linearize.training import fit, teacher
-from linattn.integrations.transformers.linearize import (
+from linattn.linearize import (
     Budget,
     Progress,
     choose_layers,
@@ -27,9 +27,9 @@ from linattn.integrations.transformers.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.integrations.transformers.linearize.controls import CONTROLS, controlled
-from linattn.integrations.transformers.linearize.scores import scores
-from linattn.integrations.transformers.linearize.transfer import FIRST_STAGE
+from linattn.linearize.controls import CONTROLS, controlled
+from linattn.linearize.scores import scores
+from linattn.linearize.stages import FIRST_STAGE
 
 TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder)}
 Line = Callable[[str], None]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-IGNORED = -100
-"""The label where nothing is predicted."""
+from linattn.models.loss import NO_LABEL
 
 # sequences that are evaluated at once
 CHUNK = 32
@@ -67,5 +66,5 @@ def predictions(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     logits, labels = model(**inputs).logits, batch["labels"]
     if logits.dim() == 3:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    asked = labels != IGNORED
+    asked = labels != NO_LABEL
     return logits[asked], labels[asked]

@@ -33,7 +33,7 @@ class InnerAttention(nn.Module, ABC):
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
         q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)
-        own = checked_gates(self, gates, k)
+        own = self._checked_gates(gates, k)
         return self._extend(q, k, v, None, key_mask, *own)[0] if own else self._attend(q, k, v, key_mask)
 
     def extend(
@@ -46,7 +46,7 @@ class InnerAttention(nn.Module, ABC):
             )
         state = None if state is None else self._checked_state(state)
         q, k, v, state = checked_heads(q, k, v, key_mask, state, causal=True)
-        return self._extend(q, k, v, state, key_mask, *checked_gates(self, gates, k))
+        return self._extend(q, k, v, state, key_mask, *self._checked_gates(gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
         """Return what `read` needs to know about the keys and values, for example about an encoder's output.
@@ -90,6 +90,9 @@ class InnerAttention(nn.Module, ABC):
 
     def _checked_state(self, state: Any) -> Any:
         return checked_kind(state, self.state_kind)
+
+    def _checked_gates(self, gates: Any, k: Tensor) -> tuple[Any, ...]:
+        return checked_gates(self, gates, k)
 
     def extra_repr(self) -> str:
         """Show every option that is a number, a name, a tuple or None."""

@@ -6,10 +6,16 @@ import hashlib
 import json
 from pathlib import Path
 
-from linattn.cli.atomic import copy_atomically, remove_atomically, remove_leftovers, rename_durably, write_atomically
-from linattn.cli.errors import CommandError
 from linattn.cli.run_folder import Run
 from linattn.cli.typed_json import read_json
+from linattn.console.atomic import (
+    copy_atomically,
+    remove_atomically,
+    remove_leftovers,
+    rename_durably,
+    write_atomically,
+)
+from linattn.console.errors import CommandError
 from linattn.models.storage import CONFIG, WEIGHTS
 
 MANIFEST = "files.json"

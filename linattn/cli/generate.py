@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
-from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Vocabulary
+from linattn.console.errors import CommandError, explained
 from linattn.models.generation import Sampling, stream
 
 SUMMARY = "generate text with the model of a run"

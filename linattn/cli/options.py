@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from linattn.cli import argument_types as parse
-from linattn.cli.errors import CommandError, explained
 from linattn.cli.typed_json import read_json
+from linattn.console.errors import CommandError, explained
 from linattn.models import LanguageModelConfig
 
 # how argparse reads an option of a type; the least value of an integer is the option's own

@@ -1,7 +1,6 @@
 """Prepare a run before training: files become rows of tokens in a new folder, with a description."""
 
 import dataclasses
-import fnmatch
 import hashlib
 import os
 import platform
@@ -13,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.cli.atomic import atomic_folder, remove_atomically
-from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import FORMAT, Run, is_run, timestamp
 from linattn.cli.vocabulary import Vocabulary
+from linattn.console.atomic import atomic_folder, remove_atomically
+from linattn.console.errors import CommandError
+from linattn.console.files import find_files
 from linattn.integrations.transformers import byte_tokenizer, file_tokenizer, save_for_transformers
 from linattn.version import __version__
 
@@ -83,35 +83,6 @@ class Extent(NamedTuple):
     path: Path
     start: int
     stop: int
-
-
-def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
-    """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
-    skipped; `include` applies to files there, `exclude` to files and folders."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise CommandError(f"there is no file or folder {path}")
-        files += [path] if path.is_file() else _files_in(path, include, exclude)
-    if not files:
-        patterns = f" that fit --include {' '.join(include)}" if include else ""
-        raise CommandError(f"there are no files{patterns} in {', '.join(paths)}")
-    return files
-
-
-def _files_in(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if _fits(entry.name, (".*", *exclude)):
-            continue
-        # a link to a folder may lead back to where it is
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _files_in(entry, include, exclude)
-        elif entry.is_file() and _fits(entry.name, include or ("*",)):
-            yield entry
-
-
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def entire(files: Iterable[Path]) -> list[Extent]:

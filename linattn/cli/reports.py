@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linattn.cli.run_folder import Run
-from linattn.integrations.transformers.schedule import Schedule
+from linattn.cli.schedule import Schedule
 from linattn.models.storage import atomic_file
 
 # the bar counts progress from 0 to 1, which also gives a remaining time where --minutes ends the run

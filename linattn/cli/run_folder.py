@@ -16,10 +16,10 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from linattn.cli.atomic import write_atomically
-from linattn.cli.errors import CommandError, explained
 from linattn.cli.typed_json import read_json
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
+from linattn.console.atomic import write_atomically
+from linattn.console.errors import CommandError, explained
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG
 

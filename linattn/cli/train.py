@@ -4,10 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions, add_options, given_options, resumed_options
 from linattn.cli.run_folder import open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
+from linattn.console.errors import CommandError
 
 SUMMARY = "train a language model on text files"
 

@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from linattn.cli.atomic import partial_name, remove_leftovers
 from linattn.cli.checkpoints import adopt_checkpoint, last_step, recover
-from linattn.cli.errors import CommandError, explained, one_line
 from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports, draw_curve
 from linattn.cli.run_folder import Run, open_run, timestamp
+from linattn.cli.schedule import Schedule, largest
 from linattn.cli.vocabulary import Vocabulary
 from linattn.cli.windows import TrainingWindows, open_tokens, validation_windows
+from linattn.console.atomic import partial_name, remove_leftovers
+from linattn.console.errors import CommandError, explained, one_line
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
-from linattn.integrations.transformers.schedule import Schedule, largest
 
 
 def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from linattn.cli.errors import CommandError, explained
+from linattn.console.errors import CommandError, explained
 from linattn.models.storage import SEPARATOR
 
 Decoder = Callable[[int], str]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linattn.cli.errors import CommandError
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import token_dtype
+from linattn.console.errors import CommandError
 
 
 def open_tokens(run: Run, part: str) -> np.ndarray:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import Sampling, evaluating, nucleus, penalised, stream
+from linattn.models.generation import Sampling, nucleus, penalised, stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
+from linattn.nn.modes import evaluating
 from linattn.types import TokenIds
 
 Filter = Callable[..., Tensor]

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import GREEDY, Prompts, Sampling, evaluating, generate
-from linattn.models.loss import next_token_loss
+from linattn.models.generation import GREEDY, Prompts, Sampling, generate
+from linattn.models.loss import NO_LABEL, next_token_loss
 from linattn.models.token_model import SequenceModel, TokenModelState
+from linattn.nn.modes import evaluating
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 SourceIds = Int[Tensor, "b m"]
@@ -45,7 +46,7 @@ class EncoderDecoder(nn.Module):
         *,
         source_mask: ContextMask = None,
         target_mask: TokenMask = None,
-        ignore_index: int = -100,
+        ignore_index: int = NO_LABEL,
     ) -> Float[Tensor, ""]:
         """Return the mean cross entropy of all tokens of the target but the first."""
         mask = None if target_mask is None else target_mask[:, :-1]

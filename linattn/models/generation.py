@@ -3,7 +3,6 @@
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention
 from linattn.models.token_model import TokenModel
+from linattn.nn.modes import evaluating
 from linattn.types import TokenIds
 
 Prompts = Sequence[Sequence[int]] | TokenIds
@@ -188,16 +188,3 @@ def nucleus(logits: Logits, top_p: float) -> Logits:
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     removed[:, -1] = False
     return logits.masked_fill(torch.zeros_like(removed).scatter_(1, order, removed), -math.inf)
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Switch dropout off; between two tokens, a model in training is back in training for its other users."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

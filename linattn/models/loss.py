@@ -8,9 +8,12 @@ from torch import Tensor
 from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import TokenIds, TokenMask
 
+NO_LABEL = -100
+"""The label of a token without a loss, as in torch and transformers."""
+
 
 def next_token_loss(
-    logits: Float[Tensor, "b k v"], tokens: TokenIds, *, key_mask: TokenMask = None, ignore_index: int = -100
+    logits: Float[Tensor, "b k v"], tokens: TokenIds, *, key_mask: TokenMask = None, ignore_index: int = NO_LABEL
 ) -> Float[Tensor, ""]:
     """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 

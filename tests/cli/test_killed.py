@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from linattn.cli.atomic import write_atomically
 from linattn.cli.main import main
 from linattn.cli.run_folder import is_run
+from linattn.console.atomic import write_atomically
 from tests.cli.conftest import SHORT, TINY
 
 OPTIONS = (*TINY, *SHORT, "--steps", "2", "--save-every", "1", "--keep", "1", "--log-every", "1", "--dropout", "0.2")

@@ -19,9 +19,9 @@ from transformers import (
     ViTModel,
 )
 
-from linattn.cli.linearize import command
 from linattn.cli.main import main
-from linattn.integrations.transformers.linearize import linearized_layers
+from linattn.linearize import linearized_layers
+from linattn.linearize.command import run
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
@@ -85,7 +85,7 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "choose_layers", interrupt)
+        patch.setattr(run, "choose_layers", interrupt)
         assert linearize(model, text, out, "--keep", "1/2") == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert work.exists() and not out.exists()
@@ -188,7 +188,7 @@ def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
         given.update(options, layers=linearized_layers(made), rows=len(batches[0]["input_ids"]), steps=budget.steps)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "fine_tune", stop)
+    monkeypatch.setattr(run, "fine_tune", stop)
     options = ("--lr", "1e-4", "--lora", "4", "--keep", "0", "--window", "0", "--convolution", "2", "--batch", "3")
     assert linearize(model, text, tmp_path / "linear", *options) == 130
     (layer,), rates = given.pop("layers").values(), given.pop("rates")
@@ -200,5 +200,5 @@ def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
 
 def test_each_stage_has_a_step_and_both_have_all():
     for total in range(1, 30):
-        stages = command._steps("transfer", total), command._steps("fine-tune", total)
+        stages = run._steps("transfer", total), run._steps("fine-tune", total)
         assert min(stages) >= 1 and sum(stages) == max(2, total)

@@ -1,54 +1,15 @@
 """Files become two rows of tokens: all of them, in order, the last bytes for validation."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from linattn.cli import prepare
-from linattn.cli.errors import CommandError
-from linattn.cli.prepare import entire, find_files, split, write_tokens
+from linattn.cli.prepare import entire, split, write_tokens
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import Bytes, Tokenizer
 from linattn.cli.windows import open_tokens
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    for name in ("b/z.py", "b/a.py", "a.py", "c.txt", "tests/d.py", ".git/e.py", ".hidden.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    return tmp_path
-
-
-def names(tree: Path, *patterns: tuple[str, ...]) -> list[str]:
-    return [str(file.relative_to(tree)) for file in find_files([str(tree)], *patterns)]
-
-
-def test_folders_are_searched_in_order_without_what_is_hidden(tree):
-    assert names(tree) == ["a.py", "b/a.py", "b/z.py", "c.txt", "tests/d.py"]
-
-
-def test_include_and_exclude_choose_names(tree):
-    assert names(tree, ("*.py",)) == ["a.py", "b/a.py", "b/z.py", "tests/d.py"]
-    assert names(tree, ("*.py",), ("tests", "z.*")) == ["a.py", "b/a.py"]
-
-
-def test_files_that_are_named_are_taken_as_they_are_named(tree):
-    files = [tree / "c.txt", tree / ".hidden.py", tree / "a.py"]
-    assert find_files([str(file) for file in files], include=("*.py",)) == files
-
-
-def test_a_link_back_does_not_go_round_for_ever(tree):
-    (tree / "b" / "loop").symlink_to(tree, target_is_directory=True)
-    assert "b/loop/a.py" not in names(tree)
-
-
-def test_no_file_is_an_error(tree):
-    with pytest.raises(CommandError, match=r"there is no file or folder .*nowhere"):
-        find_files([str(tree / "nowhere")])
-    with pytest.raises(CommandError, match=r"there are no files that fit --include \*\.c"):
-        find_files([str(tree)], include=("*.c",))
+from linattn.console.errors import CommandError
+from linattn.console.files import find_files
 
 
 def text_of(extents) -> bytes:

@@ -104,13 +104,13 @@ def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch,
 
 def test_the_second_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    monkeypatch.setattr("linattn.integrations.transformers.schedule.ECHO_SECONDS", 0.0)
+    monkeypatch.setattr("linattn.cli.schedule.ECHO_SECONDS", 0.0)
     at_step(monkeypatch, 6, lambda: (interrupt(), interrupt()))
     assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 130
     assert open_run(run).saved_steps() == [4]
     assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
     # a signal that is repeated at once is one interrupt
-    monkeypatch.setattr("linattn.integrations.transformers.schedule.ECHO_SECONDS", 60.0)
+    monkeypatch.setattr("linattn.cli.schedule.ECHO_SECONDS", 60.0)
     assert main(["train", "--resume", "--out", str(run)]) == 130
     assert len(open_run(run).saved_steps()) == 2
 

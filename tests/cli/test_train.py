@@ -16,9 +16,9 @@ import linattn
 from linattn.cli.checkpoints import last_step
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
+from linattn.cli.schedule import Schedule
 from linattn.cli.training import RunTrainer
 from linattn.cli.windows import validation_windows
-from linattn.integrations.transformers.schedule import Schedule
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 
@@ -137,7 +137,7 @@ def test_any_bytes_are_data(tmp_path):
 def test_the_clock_ends_a_run(text, tmp_path, monkeypatch):
     """Of this clock every step takes 50 ms, on any machine."""
     run, now = tmp_path / "run", 0.0
-    monkeypatch.setattr("linattn.integrations.transformers.schedule.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("linattn.cli.schedule.time", SimpleNamespace(monotonic=lambda: now))
     step = Schedule.on_optimizer_step
 
     def slow_step(self, *arguments, **options):

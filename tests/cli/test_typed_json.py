@@ -11,10 +11,10 @@ from typing_extensions import TypedDict
 from linattn.cli.bench.compare import compared
 from linattn.cli.bench.record import ERROR, SECONDS, Dropped, Measurement, Record, read_record, write_record
 from linattn.cli.bench.report import printed
-from linattn.cli.errors import CommandError
 from linattn.cli.options import TrainOptions, recorded_options
 from linattn.cli.run_folder import Run, open_run
 from linattn.cli.typed_json import read_json
+from linattn.console.errors import CommandError
 
 
 class Pair(TypedDict):

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn.cli.errors import CommandError
 from linattn.cli.vocabulary import Bytes, Tokenizer, load_vocabulary, token_dtype
+from linattn.console.errors import CommandError
 
 TEXT = "naïve café: 𝄞 … über\n\tend"
 

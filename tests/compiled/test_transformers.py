@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, Trainer, TrainingArguments
 
 from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM, speed_up
-from linattn.integrations.transformers.linearize import convert, plan
+from linattn.linearize import convert, plan
 
 SIZE = {"vocab_size": 31, "dim": 32, "depth": 1, "num_heads": 4, "window": 5}
 

@@ -1,3 +1,3 @@
-from linattn.integrations.transformers.linearize import CONTROLS
+from linattn.linearize import CONTROLS
 
 print(list(CONTROLS))  # ['window alone', 'linear part off', 'uniform attention']

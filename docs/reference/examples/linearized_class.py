@@ -1,6 +1,6 @@
 from transformers import LlamaForCausalLM
 
-from linattn.integrations.transformers.linearize import linearized_class
+from linattn.linearize import linearized_class
 
 kind = linearized_class("LlamaForCausalLM")
 print(issubclass(kind, LlamaForCausalLM))  # True

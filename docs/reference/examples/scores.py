@@ -1,7 +1,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linattn.integrations.transformers.linearize import Scores, convert, plan, scores
+from linattn.linearize import Scores, convert, plan, scores
 
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()

@@ -1,7 +1,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linattn.integrations.transformers.linearize import Budget, convert, plan, transfer
+from linattn.linearize import Budget, convert, plan, transfer
 
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()

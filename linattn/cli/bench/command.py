@@ -13,7 +13,6 @@ import torch
 from tqdm.auto import tqdm
 
 from linattn.attention.named import ATTENTIONS
-from linattn.cli.atomic import write_atomically
 from linattn.cli.bench import DECODING, DTYPES, FORWARD, MODEL_WORKLOADS, TRAINING, WORKLOADS
 from linattn.cli.bench.compare import compared
 from linattn.cli.bench.features import layers_of_run, layers_of_training, measure_features
@@ -22,7 +21,8 @@ from linattn.cli.bench.page import html
 from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import Measurement, Record, Setup, describe_machine, read_record, write_record
 from linattn.cli.bench.report import printed
-from linattn.cli.errors import CommandError, did_you_mean, explained
+from linattn.console.atomic import write_atomically
+from linattn.console.errors import CommandError, did_you_mean, explained
 
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")

@@ -15,10 +15,10 @@ from linattn.cli import train
 from linattn.cli.bench import UNIFORM, WITH_FEATURES
 from linattn.cli.bench.record import ERROR, Measurement
 from linattn.cli.bench.workloads import num_features
-from linattn.cli.errors import CommandError
 from linattn.cli.main import make_parser
 from linattn.cli.run_folder import open_run
 from linattn.cli.windows import open_tokens, validation_windows
+from linattn.console.errors import CommandError
 from linattn.diagnostics import compare_with_softmax
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention

@@ -23,7 +23,7 @@ from linattn.cli.bench import MODEL_DECODING, MODEL_WORKLOADS, ONE_TOKEN, RATE, 
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Case, Curve, Dropped, Measurement, Setup
 from linattn.cli.bench.workloads import MODEL_METHODS, POSITIONS, Call, batched_products, prepare
-from linattn.cli.errors import one_line
+from linattn.console.errors import one_line
 from linattn.ops.state import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)

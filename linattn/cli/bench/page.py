@@ -16,7 +16,7 @@ from linattn.cli.bench import SOFTMAX, UNIFORM
 from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import ERROR, Record
 from linattn.cli.bench.report import IN_BYTES, SHARE, Panel, Picture, dropped_lines, pictures, short, tables
-from linattn.cli.page import COLOURS, TEXT, axes, render, svg
+from linattn.console.page import COLOURS, TEXT, axes, render, svg
 
 Style = dict[str, Any]
 # beyond the last colour they begin again, with other lines
@@ -28,7 +28,7 @@ def html(record: Record) -> str:
     style = styles(dict.fromkeys(each.method for each in record.measurements))
     drawn = [(picture, draw(picture, style)) for picture in pictures(record)]
     values = {"record": record, "pictures": drawn, "dropped": dropped_lines(record), "tables": list(tables(record))}
-    return render("bench/report.html", **values)
+    return render("cli/bench/report.html", **values)
 
 
 def styles(methods: Iterable[str]) -> dict[str, Style]:

@@ -14,10 +14,10 @@ import torch
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from linattn.cli.atomic import write_atomically
-from linattn.cli.errors import CommandError, explained
 from linattn.cli.run_folder import timestamp
 from linattn.cli.typed_json import read_json
+from linattn.console.atomic import write_atomically
+from linattn.console.errors import CommandError, explained
 from linattn.version import __version__
 
 FORMAT = 2

@@ -22,14 +22,14 @@ from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, 
 from linattn.nn import GatedFeedForward, MultiheadAttention, Projected, SinusoidalPositions
 
 # accepted there, and without effect
-IGNORED = ("bucket_size", "pkm_num_keys", "pkm_layers")
+WITHOUT_EFFECT = ("bucket_size", "pkm_num_keys", "pkm_layers")
 
 
 def _arguments(constructor: type, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our arguments for theirs, as their constructor understood them."""
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
-    arguments = {name: value for name, value in config.items() if name not in IGNORED}
+    arguments = {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
     kinds = {"linformer_settings": LinformerSettings, "context_linformer_settings": LinformerContextSettings}
     for name, kind in kinds.items():
         if arguments.get(name) is not None:

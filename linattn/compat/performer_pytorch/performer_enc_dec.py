@@ -10,8 +10,8 @@ from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMas
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
-from linattn.models.generation import evaluating
 from linattn.nn.branch import Call
+from linattn.nn.modes import evaluating
 from linattn.types import ContextMask, TokenIds, TokenMask
 
 # what makes them an encoder and a decoder

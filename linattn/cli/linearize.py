@@ -1,0 +1,70 @@
+"""`linattn linearize`: turn a pretrained softmax model of transformers into a linear one, and report on it.
+
+The result is a folder that from_pretrained loads. Run the same command again after an interruption: it goes on."""
+
+import argparse
+from fractions import Fraction
+from pathlib import Path
+
+from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, integers, repeatable
+
+SUMMARY = "turn a pretrained softmax model into a linear one"
+METHOD, WINDOW = "taylor2", 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or name of a model of transformers")
+    add("--data", nargs="+", required=True, metavar="FILE", help="files, or folders of files, of text like its own")
+    add("--out", required=True, type=Path, metavar="OUT", help="the folder of the linear model and the report")
+    add = parser.add_argument_group("what it becomes").add_argument
+    add("--method", default=METHOD, metavar="METHOD", help=f"an attention, or a mixture of them (default: {METHOD})")
+    add(
+        "--keep",
+        type=layer_choice,
+        default=(),
+        metavar="LAYERS",
+        help="layers that stay softmax: a share such as 1/4, then chosen; numbers such as 0,5; or none (default: none)",
+    )
+    add(
+        "--window",
+        default=WINDOW,
+        **NATURAL,
+        help=f"tokens that local heads see, or a softmax beside linear attention; 0: none (default: {WINDOW})",
+    )
+    add("--convolution", default=4, **NATURAL, help="width of the short convolution, 0: none (default: 4)")
+    add = parser.add_argument_group("training").add_argument
+    add("--minutes", **POSITIVE, help="training time (default: 10)")
+    add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
+    add("--context", **integers(2), help="tokens per sequence (default: 512, or as many as the model takes)")
+    add("--batch", default=8, **COUNT, help="sequences per batch (default: 8)")
+    add(
+        "--lr",
+        **POSITIVE,
+        help="learning rate of fine-tuning, new weights have 2.5 times that (default: by the distance to the teacher)",
+    )
+    add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
+    add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
+    add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
+    add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
+    add("--cpu", **FLAG, help="do not use a GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # this takes seconds to import, so mistakes in the options are reported before
+    from linattn.linearize.command import run
+
+    return run.run(arguments)
+
+
+def layer_choice(text: str) -> Fraction | tuple[int, ...]:
+    """Read a share of the layers, or their numbers."""
+    try:
+        if text == "none":
+            return ()
+        if "/" in text and 0 < (share := Fraction(text)) < 1:
+            return share
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise argparse.ArgumentTypeError(f"must be a share such as 1/4, numbers such as 0,5, or none, but is {text!r}")

@@ -1,0 +1,36 @@
+"""The search for files of data in the paths of a command line."""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from linattn.console.errors import CommandError
+
+
+def find_files(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Path]:
+    """Return the named files and all files in the named folders, sorted. In folders, names that begin with a dot are
+    skipped; `include` applies to files there, `exclude` to files and folders."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise CommandError(f"there is no file or folder {path}")
+        files += [path] if path.is_file() else _files_in(path, include, exclude)
+    if not files:
+        patterns = f" that fit --include {' '.join(include)}" if include else ""
+        raise CommandError(f"there are no files{patterns} in {', '.join(paths)}")
+    return files
+
+
+def _files_in(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if _fits(entry.name, (".*", *exclude)):
+            continue
+        # a link to a folder may lead back to where it is
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files_in(entry, include, exclude)
+        elif entry.is_file() and _fits(entry.name, include or ("*",)):
+            yield entry
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,1 @@
+"""transformers' hybrid models with our scans in the place of theirs."""

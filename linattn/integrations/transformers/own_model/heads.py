@@ -1,0 +1,173 @@
+"""Our models with a head: the next token, a class for each sequence, a class for each token."""
+
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from linattn.integrations.transformers.own_model.cache import LinattnCache
+from linattn.integrations.transformers.own_model.config import LinattnConfig
+from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel
+from linattn.models import LanguageModel
+from linattn.models.loss import NO_LABEL
+
+
+class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
+    """Predicts the token after each one, and generates."""
+
+    # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config)
+        if not self.model.causal:
+            raise ValueError("this configuration is an encoder's (causal is False), which predicts no next token")
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "LinattnForCausalLM":
+        """Wrap the model without copying it: training one trains the other."""
+        with torch.device("meta"):
+            wrapper = cls(LinattnConfig(language_model=model.config))
+        wrapper.model = model
+        return wrapper.train(model.training)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Int[Tensor, "b n"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
+        cache = self._cache(past_key_values, use_cache)
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
+        )
+        # 0 means all of them, as in x[:, -0:]
+        logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
+        loss = self._loss(logits, labels, key_mask, num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return None if the matrix of the embeddings makes the logits."""
+        return cast(nn.Linear | None, self.model.head)
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.model.head = new_embeddings
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor | None, key_mask: Tensor | None, num_items: Tensor | int | None
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        if key_mask is not None:
+            # a missing token is neither predicted nor predicts: its logits mean nothing
+            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
+        return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:
+        """Create our cache: `generate` calls this method, which creates a DynamicCache in other models."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
+                "cache, of constant size"
+            )
+        if generation_config.is_assistant:
+            raise ValueError("a linattn model cannot be an assistant: its state cannot go back to an earlier token")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+            model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
+
+
+class _Classifier(LinattnPreTrainedModel):
+    """Scores classes by a linear map of vectors. `config.num_labels` is as in every model of transformers."""
+
+    def __init__(self, config: LinattnConfig, *, bias: bool):
+        super().__init__(config)
+        self.model.head = None
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Float[Tensor, "b n d"] | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> Any:
+        x, key_mask, states = self.hidden(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions
+        )
+        return self._output(x, key_mask, labels, states)
+
+    def _output(self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any) -> Any:
+        raise NotImplementedError
+
+
+class LinattnForSequenceClassification(_Classifier):
+    """Scores the classes of a whole sequence from the mean of its tokens' vectors or, if causal, from the last token's.
+
+    Missing tokens do not count. `config.num_labels` and `config.problem_type` are as in every model of transformers."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config, bias=False)
+
+    def _output(
+        self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any
+    ) -> SequenceClassifierOutput:
+        logits = self.score(_pooled(x, key_mask, causal=self.model.causal))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=states)
+
+
+class LinattnForTokenClassification(_Classifier):
+    """Scores the classes of each token. Labels of -100, and those of missing tokens, have no loss."""
+
+    def __init__(self, config: LinattnConfig):
+        super().__init__(config, bias=True)
+
+    def _output(self, x: Tensor, key_mask: Tensor | None, labels: Tensor | None, states: Any) -> TokenClassifierOutput:
+        logits, loss = self.score(x), None
+        if labels is not None:
+            labels = labels if key_mask is None else labels.masked_fill(~key_mask, NO_LABEL)
+            loss = self.loss_function(logits, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
+
+
+def _pooled(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None, *, causal: bool) -> Float[Tensor, "b d"]:
+    """Return the vector of the last present token if causal, else the mean of all present ones."""
+    present = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
+    if causal:
+        last = x.shape[1] - 1 - present.flip(1).byte().argmax(1)
+        return x[torch.arange(len(x), device=x.device), last]
+    # a missing token's vector may be anything, NaN too
+    return x.masked_fill(~present.unsqueeze(-1), 0).sum(1) / present.sum(1, keepdim=True).clamp(min=1)

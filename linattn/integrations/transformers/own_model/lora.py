@@ -1,0 +1,21 @@
+"""PEFT's default targets: an adapter's configuration without `target_modules` finds our projections."""
+
+from transformers.utils.import_utils import is_peft_available
+
+from linattn.models.storage import MODEL_TYPE
+
+# the projections that have the names of Llama's
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def register_target_modules() -> None:
+    """Copy Llama's entry in each of PEFT's tables, one table per method, if our model has all projections in it.
+
+    Nothing is imported that is not in memory already: transformers itself imports PEFT if it is installed."""
+    if not is_peft_available():
+        return
+    from peft.utils import constants
+
+    for name, table in vars(constants).items():
+        if name.endswith("_MODULES_MAPPING") and set(table.get("llama", "?")) <= PROJECTIONS:
+            table.setdefault(MODEL_TYPE, table["llama"])

@@ -1,0 +1,1 @@
+"""Our attention in transformers' stock models, as `attn_implementation="linattn:elu"` and so on."""

@@ -1,0 +1,162 @@
+"""The function that transformers' AttentionInterface calls in each layer of a model that attends by one of our
+methods."""
+
+from collections.abc import Mapping
+from functools import partial
+from math import isclose, sqrt
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linattn.attention import InnerAttention
+from linattn.attention.gates import AnyGates
+from linattn.attention.named import untrained_attention
+from linattn.integrations.transformers.documents import DOCUMENTS, MARK
+from linattn.integrations.transformers.stock_attention.cache import CachedKeys
+from linattn.integrations.transformers.stock_attention.masks import attend_per_document
+
+OWN = "linear_attention"
+"""The name of the submodule that attends in place of the method in a layer with weights of its own for this."""
+
+# arguments of models that change nothing here: positions are in q and k already, and packing is in the mask
+NEUTRAL = {
+    MARK,
+    "cache_position",
+    "deterministic",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+REFUSED = {
+    "dropout": "there are no attention weights to drop, so train with the configuration's attention dropout at 0",
+    "output_attentions": "the matrix of attention weights never exists",
+    "position_bias": "a bias per pair of tokens cannot be added to features",
+    "s_aux": "attention sinks belong to softmax",
+    "softcap": "logits that never exist cannot be capped",
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), "the documents in a row are found from position_ids"),
+}
+
+
+def attention_forward(
+    method: str,
+    module: nn.Module,
+    query: Float[Tensor, "b h n d"],
+    key: Float[Tensor, "b hk m d"] | CachedKeys,
+    value: Float[Tensor, "b hk m dv"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    gates: AnyGates = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "b n h dv"], None]:
+    """Attend by `method`, or by the module's own attention, which may need `gates`. Return the outputs, and None in
+    place of attention weights. The other arguments are those of transformers.
+
+    Our methods multiply q·k by 1/√d themselves, so q is multiplied by `scaling` · √d: some models scale q themselves
+    and pass a scaling of 1."""
+    _refuse(module, attention_mask, {"dropout": dropout or None, **options})
+    keys, layer = key if isinstance(key, CachedKeys) else (key, None)
+    (h, n, d), (hk, m) = query.shape[1:], keys.shape[1:3]
+    factor = 1.0 if scaling is None else scaling * sqrt(d)
+    if not isclose(factor, 1):
+        query = query * factor
+    causal = is_causal_call(module, is_causal)
+    inner = attention_of(module)
+    if inner is None:
+        method, window = sliding_method(method, sliding_window, m if layer is None else layer.seen)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
+        inner = _inner(method, query.device, dtype, **sizes)
+    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
+        return attend_per_document(inner, query, keys, value, attention_mask, gates).transpose(1, 2).contiguous(), None
+    # with a state, the mask covers the past too
+    key_mask = None if attention_mask is None else attention_mask[:, None, attention_mask.shape[1] - m :]
+    if layer is not None:
+        attend = partial(layer.extend, gates=gates) if causal else layer.read
+        y = attend(inner, query, keys, value, key_mask)
+    elif causal and n < m:
+        # a cache of all keys: the queries are those of the last tokens
+        query = torch.cat([query.new_zeros(*query.shape[:2], m - n, d), query], 2)
+        y = inner(query, keys, value, key_mask=key_mask)[:, :, m - n :]
+    else:
+        y = inner(query, keys, value, key_mask=key_mask, gates=gates)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def attention_of(module: nn.Module) -> InnerAttention | None:
+    """Return the module's own attention, None if it attends by the method."""
+    own: Any = module._modules.get(OWN)
+    if own is None or isinstance(own, InnerAttention):
+        return own
+    # PEFT keeps a copy that trains beside the original of each of its `modules_to_save`
+    return own.original_module if own.disable_adapters else own.modules_to_save[own.active_adapters[0]]
+
+
+def sliding_method(method: str, window: int | None, tokens: int) -> tuple[str, int]:
+    """Return the method for a layer whose queries see the last `window` tokens only, and the window of its local
+    heads."""
+    own = 128
+    if window is None:
+        return method, own
+    if method in ("softmax", "local"):
+        return "local", window if method == "softmax" else min(window, own)
+    if tokens > window:
+        raise ValueError(
+            f"linattn:{method} cannot forget the tokens before a sliding window of {window}, but there are {tokens} "
+            'tokens: "linattn:softmax" and "linattn:local" can'
+        )
+    return method, min(window, own)
+
+
+# a dict, not functools.cache, which torch.compile does not see
+_INNERS: dict[tuple[Any, ...], InnerAttention] = {}
+
+
+def _inner(method: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> InnerAttention:
+    """Return the attention of these sizes. It does not depend on the layer, so all layers of these sizes share it."""
+    key = (method, device, dtype, *sizes.values())
+    if key not in _INNERS:
+        _add_inner(key, sizes)
+    return _INNERS[key]
+
+
+@torch.compiler.disable(recursive=True)
+def _add_inner(key: tuple[Any, ...], sizes: dict[str, int]) -> None:
+    method, device, dtype, *_ = key
+    # outside of inference mode, whose tensors cannot be used in training
+    with torch.inference_mode(False):
+        _INNERS[key] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
+
+
+def is_causal_call(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return the argument of the call if it has one, else the module's attribute."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if isinstance(causal, bool):
+        return causal
+    raise ValueError(f"{type(module).__name__} does not say whether it is causal: linattn's attention needs to know")
+
+
+def _refuse(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    name = type(module).__name__
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.dtype not in (torch.bool, DOCUMENTS)):
+        raise ValueError(
+            f"{name} gives a mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}, but linattn's "
+            "attention takes (batch, tokens) and booleans, which keys are present: it cannot choose or weigh them per "
+            "query, as relative positions do"
+        )
+    for option, value in options.items():
+        if value is not None and value is not False and option not in NEUTRAL:
+            reason = REFUSED.get(option, "linattn's attention does not know what it means")
+            raise ValueError(f"{name} passes {option}={_brief(value)}: {reason}")
+
+
+def _brief(value: Any) -> str:
+    return f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,1 @@
+"""The command `linattn linearize`, whose options are in `linattn.cli.linearize`."""

@@ -1,0 +1,33 @@
+"""The progress of a stage: a bar with the time left, or lines if there is no terminal."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm.auto import tqdm
+
+from linattn.linearize.training import Progress
+
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
+LINE_SECONDS = 10.0
+"""The time from one line to the next."""
+
+
+@contextmanager
+def progress_bar(stage: str) -> Iterator[Callable[[Progress], None]]:
+    """Yield the function that shows the progress after each step."""
+    started, last_line = time.monotonic(), 0.0
+
+    def show(progress: Progress) -> None:
+        nonlocal last_line
+        left, elapsed = tqdm.format_interval(progress.seconds_left), time.monotonic() - started
+        text = f"step {progress.step:,}, loss {progress.loss:.4f}, {left} left"
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(elapsed / (elapsed + progress.seconds_left) - bar.n)
+        if bar.disable and (time.monotonic() - last_line > LINE_SECONDS or progress.step == progress.steps):
+            last_line = time.monotonic()
+            print(f"{stage}: {text}", file=sys.stderr)
+
+    with tqdm(total=1.0, desc=stage, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False) as bar:
+        yield show

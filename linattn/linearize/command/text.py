@@ -1,0 +1,84 @@
+"""The text of a conversion: windows of tokens, by the model's own tokenizer, or bytes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from linattn.console.errors import CommandError, explained
+from linattn.console.files import find_files
+
+VALIDATION = 20
+"""One piece of text in so many is held out."""
+PIECE = 1 << 16
+"""The number of bytes per piece. A tokenizer gets one piece at a time."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class Tokens(NamedTuple):
+    training: Tensor
+    held_out: Tensor
+
+
+def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
+    """Return the model's tokenizer, or None if it has none and its vocabulary is large enough for all bytes."""
+    folder = Path(model)
+    if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZERS):
+        # a damaged file may raise any exception
+        with explained(f"the tokenizer of {model} cannot be loaded", Exception):
+            return AutoTokenizer.from_pretrained(model)
+    if (size := config.get_text_config().vocab_size) < 256:
+        raise CommandError(f"{model} has no tokenizer, and its {size} tokens are too few for bytes")
+    return None
+
+
+def read_tokens(paths: Sequence[str], include: Sequence[str], tokenizer: Any) -> Tokens:
+    """Tokenize the files. Every 20th piece of 64 KiB is held out, or the last 20th of a shorter text."""
+    data = b"\n".join(path.read_bytes() for path in find_files(paths, include))
+    pieces = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+    if len(pieces) < VALIDATION:
+        cut = len(data) - len(data) // VALIDATION
+        pieces = [data[:cut], *[b""] * (VALIDATION - 2), data[cut:]]
+    held_out = pieces[VALIDATION - 1 :: VALIDATION]
+    del pieces[VALIDATION - 1 :: VALIDATION]
+    return Tokens(_numbers(pieces, tokenizer), _numbers(held_out, tokenizer))
+
+
+def _numbers(pieces: Sequence[bytes], tokenizer: Any) -> Tensor:
+    if tokenizer is None:
+        return torch.from_numpy(np.frombuffer(b"".join(pieces), np.uint8).astype(np.int64))
+    texts = [piece.decode("utf-8", "replace") for piece in pieces if piece]
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    return torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+
+
+def windows(tokens: Tensor, starts: np.ndarray, context: int) -> dict[str, Tensor]:
+    rows = torch.from_numpy(starts)[:, None] + torch.arange(context)
+    return {"input_ids": tokens[rows]}
+
+
+@final
+class TrainingBatches(Sequence[dict[str, Tensor]]):
+    """Batches of windows at random places. Batch i depends on the seed and on i alone, so that training can resume."""
+
+    def __init__(self, tokens: Tensor, *, context: int, batch: int, seed: int, length: int = 1_000_000) -> None:
+        self.tokens, self.context, self.batch, self.seed, self.length = tokens, context, batch, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        random = np.random.default_rng((self.seed, index))
+        starts = random.integers(len(self.tokens) - self.context + 1, size=self.batch)
+        return windows(self.tokens, starts, self.context)
+
+
+def held_out_batches(tokens: Tensor, *, context: int, batch: int, count: int) -> list[dict[str, Tensor]]:
+    """Return at most `count` batches of windows that are evenly spread and do not overlap."""
+    most = len(tokens) // context
+    starts = np.linspace(0, most - 1, min(count * batch, most)).round().astype(np.int64) * context
+    return [windows(tokens, starts[start : start + batch], context) for start in range(0, len(starts), batch)]

@@ -1,0 +1,97 @@
+"""Controls: simpler functions that replace the attention of a linearized model while it is measured. And the entropy of
+attention weights."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linattn.attention import LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads
+from linattn.feature_maps import GeneralizedFeatureMap
+from linattn.integrations.transformers.stock_attention.attention import attention_of
+from linattn.linearize.attention import EXACT, LinearizedAttention, linearized_layers, own_attention
+from linattn.linearize.calls import AttentionCall, Batch, observe
+from linattn.types import KeyMask, Keys, Outputs, Queries, Values
+
+
+class LayerCall(NamedTuple):
+    """A call of the attention `own` of a linearized layer, with its output `y`."""
+
+    own: LinearizedAttention
+    q: Queries
+    k: Keys
+    v: Values
+    key_mask: KeyMask
+    y: Outputs
+
+
+Control = Callable[[LayerCall], Outputs]
+"""Returns the output that replaces y."""
+
+
+@contextmanager
+def controlled(model: nn.Module, control: Control) -> Iterator[None]:
+    """Replace the output of every linearized layer by that of the control inside the block, for runs without a
+    cache."""
+
+    def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
+        assert isinstance(own, LinearizedAttention)
+        q, k, v = args
+        return control(LayerCall(own, q, k, v, options.get("key_mask"), y))
+
+    with ExitStack() as stack:
+        for layer in linearized_layers(model).values():
+            stack.callback(own_attention(layer).register_forward_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def window_alone(call: LayerCall) -> Outputs:
+    """Attend by softmax to the window only in every head, or to the token itself if there is no window."""
+    spec = call.own.spec
+    return LocalAttention(spec.window or 1, causal=spec.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
+
+
+def linear_part_off(call: LayerCall) -> Outputs:
+    """Return the window's output without linear attention; in a mixture, return zeros for the linear heads."""
+    if call.own.window is not None:
+        return call.own.window(call.q, call.k, call.v, key_mask=call.key_mask)
+    inner = call.own.inner
+    parts = zip(inner.parts, inner.heads, strict=True) if isinstance(inner, SplitHeads) else [(inner, 1)]
+    exact = [head for part, count in parts for head in count * [isinstance(part, EXACT)]]
+    return call.y * torch.tensor(exact, device=call.y.device)[:, None, None]
+
+
+def uniform_attention(call: LayerCall) -> Outputs:
+    """Attend equally to all keys that a query sees: φ(x) = 1."""
+    ones = GeneralizedFeatureMap(torch.ones_like)
+    return LinearAttention(ones, causal=call.own.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
+
+
+CONTROLS: dict[str, Control] = {
+    "window alone": window_alone,
+    "linear part off": linear_part_off,
+    "uniform attention": uniform_attention,
+}
+
+
+def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
+    """Return the mean entropy of each layer's attention weights on a `batch`, in bits, by the name of its module.
+
+    The weights of the delta rule may be negative: the entropy is that of their absolute values."""
+    bits: dict[str, float] = {}
+
+    def note(call: AttentionCall) -> None:
+        inner = attention_of(call.module) or SoftmaxAttention(causal=call.causal)
+        one_hot = torch.eye(call.k.shape[2], dtype=call.k.dtype, device=call.k.device)
+        one_hot = one_hot.expand(*call.k.shape[:2], -1, -1)
+        weights = call.attend(inner, call.scaled_queries(), call.k, one_hot, call.gates).abs()
+        shares = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+        entropy = torch.special.entr(shares).sum(-1, keepdim=True) / math.log(2)
+        bits[call.name] = float(call.present_tokens(entropy).mean())
+
+    observe(model, batch, note)
+    return bits

@@ -1,0 +1,82 @@
+"""The conversion of a stock model in place, and its undoing."""
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from linattn.linearize.attention import LinearizedAttention, attach, detach, linearized_layers, own_attention
+from linattn.linearize.calls import SOFTMAX, Batch
+from linattn.linearize.closed_form import set_projections, set_shares
+from linattn.linearize.folder import check_stock, describe
+from linattn.linearize.plan import Plan, module_sizes
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, and the name
+    of the `attention` function that the model used before."""
+
+    model: PreTrainedModel
+    teacher: PreTrainedModel
+    plan: Plan
+    attention: str | None
+
+    def undo(self) -> None:
+        """Restore the model as it was before the conversion, bit by bit, also after training."""
+        linear = [own_attention(layer).spec.index for layer in linearized_layers(self.model).values()]
+        restore_layers(self.model, self.teacher, linear)
+        self.model.load_state_dict(self.teacher.state_dict())
+        self.model.set_attn_implementation(self.attention or "eager")
+
+
+def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -> Conversion:
+    """Replace attention in place as the plan says, and return a record that can undo it. The model keeps its weights.
+
+    The projections of a plan with a `key_dim` are computed from the model's queries and keys on the `batches`, and so
+    is the share of the linear part beside a window (an eighth without batches). The model then saves, generates and
+    trains as before; `load_linearized` says how to load it."""
+    if linearized_layers(model):
+        raise ValueError("the model is linearized already: undo that before it is converted again")
+    check_stock(model)
+    names = {name for name, _ in model.named_modules()}
+    if missing := [layer.name for layer in plan.layers if layer.name not in names]:
+        raise ValueError(f"the plan is for another model: this one has no {', '.join(missing)}")
+    for layer in plan.replaced:
+        sizes = module_sizes(model.get_submodule(layer.name))
+        if other := [f"{x}, not {y}" for x, y in zip(sizes, layer.sizes, strict=False) if x != y]:
+            raise ValueError(f"the plan is for another model: {layer.name} has {'; '.join(other)}")
+    attention, teacher = model.config._attn_implementation, make_teacher(model)
+    owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
+    for name, own in owns.items():
+        weight = next(model.get_submodule(name).parameters())
+        own.to(device=weight.device, dtype=weight.dtype)
+    set_projections(teacher, owns, batches)
+    set_shares(teacher, owns, batches)
+    # the model changes only after everything that can fail
+    for name, own in owns.items():
+        attach(model.get_submodule(name), own)
+    describe(model)
+    model.set_attn_implementation(SOFTMAX)
+    return Conversion(model, teacher, plan, attention)
+
+
+def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a frozen copy of a stock model in evaluation. It attends by our softmax, to have the same masks as the
+    linearized model."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    teacher.set_attn_implementation(SOFTMAX)
+    return teacher
+
+
+def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
+    """Restore softmax attention, with the teacher's weights, in the linear layers with these indices."""
+    linear = {own_attention(module).spec.index: name for name, module in linearized_layers(model).items()}
+    if unknown := sorted(set(layers) - set(linear)):
+        raise ValueError(f"layers has {unknown}, but the linear layers are {sorted(linear)}")
+    for index in set(layers):
+        module = model.get_submodule(linear[index])
+        detach(module)
+        module.load_state_dict(teacher.get_submodule(linear[index]).state_dict())
+    describe(model)

@@ -1,0 +1,139 @@
+"""The folder of a linearized model: as transformers writes it, with a description of the layers in config.json, their
+weights beside the others, and a Python file from which transformers gets the class of the model."""
+
+import functools
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from linattn.integrations.transformers.own_model.config import NotCopied
+from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
+from linattn.linearize.calls import SOFTMAX
+from linattn.models.storage import check_version
+from linattn.version import __version__
+
+FIELD = "linear_attention"
+"""The field of a configuration that describes the linearized layers."""
+LOADER = "linattn_linearized.py"
+# every stock class checks this field, and unlike attn_implementation few callers set it
+CHECKED = "experts_implementation"
+REFUSAL = "linearized by linattn: load it with trust_remote_code=True"
+"""The value of the checked field, which makes stock classes raise an error with these words."""
+
+
+class Linearized(NotCopied, PreTrainedModel):
+    """Adds the linearized layers that the configuration describes to a stock class, with which `linearized_class`
+    combines it. Other arguments and options are those of the stock class."""
+
+    stock: type[PreTrainedModel]
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any):
+        _check_implementation(config._attn_implementation, None)
+        config._attn_implementation = SOFTMAX
+        if config._experts_implementation == REFUSAL:
+            config._experts_implementation = None
+        super().__init__(config, *args, **options)
+        setattr(config, CHECKED, REFUSAL)
+        description = getattr(config, FIELD)
+        check_version(description["linattn_version"], Path("config.json"))
+        for name, spec in description["layers"].items():
+            attach(self.get_submodule(_own_name(self, name)), LinearizedAttention(LayerSpec(**spec)))
+
+    def __reduce__(self) -> Any:
+        """Pickle as the stock class: this class is made at run time and cannot be imported."""
+        return _empty, (type(self).__name__,), self.__dict__
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
+        """Raise ValueError for other functions, which would not use the layers' own weights."""
+        _check_implementation(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **options)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        """Write the folder, with the file from which transformers gets the class."""
+        super().save_pretrained(save_directory, *args, **options)
+        classes = sorted({reference.partition(".")[2] for reference in self.config.auto_map.values()})
+        text = '"""Lets transformers load this folder: pip install linattn"""\n\n'
+        text += "from linattn.linearize import linearized_class\n\n"
+        text += "".join(f'{name} = linearized_class("{name}")\n' for name in classes)
+        (Path(save_directory) / LOADER).write_text(text, encoding="utf-8")
+
+
+@functools.cache
+def linearized_class(name: str) -> type[Linearized]:
+    """Return the stock class of transformers with this name, for configurations with linearized layers."""
+    stock = getattr(transformers, name, None)
+    if not isinstance(stock, type) or not issubclass(stock, PreTrainedModel):
+        raise ValueError(f"{name!r} is not a model of transformers {transformers.__version__}")
+    # the stock name is what config.json calls the architecture, and the module is where transformers looks for source
+    return cast(type[Linearized], type(name, (Linearized, stock), {"stock": stock, "__module__": stock.__module__}))
+
+
+def _empty(name: str) -> Linearized:
+    """Return an object of the class without attributes, for pickle to fill."""
+    kind = linearized_class(name)
+    return kind.__new__(kind)
+
+
+def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """Load a linearized model with the class that saved it; the options are those of `from_pretrained`.
+
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
+    argument transformers raises ValueError."""
+    config = AutoConfig.from_pretrained(folder)
+    if getattr(config, FIELD, None) is None:
+        raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")
+    return linearized_class((config.architectures or ["?"])[0]).from_pretrained(folder, **options)
+
+
+def describe(model: PreTrainedModel) -> None:
+    """Set the model's class, and the description in its configuration, to those of the layers that it has now."""
+    layers = {name: asdict(own_attention(module).spec) for name, module in linearized_layers(model).items()}
+    if layers:
+        model.__class__ = linearized_class(type(model).__name__)
+        setattr(model.config, FIELD, {"linattn_version": __version__, "layers": layers})
+        setattr(model.config, CHECKED, REFUSAL)
+        model.config.auto_map = _auto_map(model.config)
+    elif isinstance(model, Linearized):
+        stock: Any = model.stock
+        model.__class__ = stock
+        for field in (FIELD, CHECKED, "auto_map"):
+            delattr(model.config, field)
+
+
+def check_stock(model: PreTrainedModel) -> None:
+    """Raise ValueError unless the model's class is one of transformers, which a folder can name."""
+    kind = type(model)
+    if getattr(transformers, kind.__name__, None) is not kind:
+        raise ValueError(f"{kind.__name__} is not a class of transformers itself, so a saved folder could not name it")
+
+
+def _check_implementation(implementation: Any, *others: str | None) -> None:
+    """Raise ValueError unless the attention function is our softmax or one of the others."""
+    if implementation not in (SOFTMAX, *others):
+        raise ValueError(
+            f"attn_implementation {implementation!r}: a linearized model's attention is its own, and what stayed "
+            "softmax runs beside it: undo the conversion first"
+        )
+
+
+def _auto_map(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the class in the loader's file for each of transformers' Auto classes that knows the configuration."""
+    classes = {}
+    for auto, kind in vars(modeling_auto).items():
+        mapping = getattr(kind, "_model_mapping", None)
+        if mapping is not None and type(config) in mapping:
+            model = mapping[type(config)]
+            model = model[0] if isinstance(model, tuple) else model
+            classes[auto] = f"{LOADER.removesuffix('.py')}.{model.__name__}"
+    return classes
+
+
+def _own_name(model: PreTrainedModel, name: str) -> str:
+    """Return the name of a module of the saved model in this one, which may be its base model or contain it."""
+    known, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+    return next((name for name in (name, name.removeprefix(prefix), prefix + name) if name in known), name)

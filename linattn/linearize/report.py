@@ -1,0 +1,175 @@
+"""The report of a conversion: scores and costs of the model, its teacher, and controls that show whether linear
+attention has any effect."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linattn.linearize.attention import linearized_layers, own_attention
+from linattn.linearize.calls import Batch
+from linattn.linearize.controls import CONTROLS, controlled, entropies
+from linattn.linearize.distance import layer_errors
+from linattn.linearize.probes import Cost, Generated, costs, fused_softmax, greedy_agreement, needles, recall
+from linattn.linearize.scores import Scores, scores
+
+BEFORE, AFTER, WINDOW, OFF = "teacher", "linear", "window alone", "linear part off"
+"""Rows of a report's scores. The last two are controls."""
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Holds the share of a passage's second half that is predicted at the end of rows of `length` tokens. The rows
+    begin with the same passage for the `model`, the `teacher`, and the model with its `window_alone`, but not in
+    `without`, which is the model's share, too."""
+
+    length: int
+    model: float
+    teacher: float
+    window_alone: float
+    without: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Holds the relative `error` of a layer on the input of the teacher's layer (None: it stayed softmax), and the
+    `entropy` of its attention weights, in bits."""
+
+    name: str
+    error: float | None
+    entropy: float
+    teacher_entropy: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Holds the measurements of a `model` that was linearized by a `method` with a `window`. `scores` has a row for the
+    teacher, the model, and each control, and `layers` one for each attention; `recall`, `generated` and `costs`, pairs
+    of model and teacher, are of language models only."""
+
+    model: str
+    method: str
+    window: int
+    scores: dict[str, Scores]
+    layers: tuple[Layer, ...]
+    generated: Generated | None = None
+    recall: tuple[Recall, ...] = ()
+    costs: tuple[tuple[Cost, Cost], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, with the sentences."""
+        tables = {name: row._asdict() for name, row in self.scores.items()}
+        pairs = [{"model": model._asdict(), "teacher": teacher._asdict()} for model, teacher in self.costs]
+        texts = None if self.generated is None else self.generated._asdict()
+        return {**asdict(self), "scores": tables, "generated": texts, "costs": pairs, "sentences": self.sentences()}
+
+    def sentences(self) -> list[str]:
+        """Say what the figures mean, and first whether the linear part has any effect."""
+        sentences = [self.verdict()]
+        change, noise = _change(self.scores[WINDOW], self.scores[AFTER])
+        if change is not None and noise is not None and change <= noise:
+            sentences.append(
+                f"A window of {self.window or 1} tokens alone does as well, without any training for it: the loss "
+                f"changes by {change:+.4f} bits, so this text does not show what linear attention is for."
+            )
+        if (text := self.generated) is not None:
+            sentences.append(f"Greedy texts equal the teacher's for {text.equal:.1f} of {text.tokens} tokens.")
+        if self.costs:
+            model, teacher = self.costs[-1]
+            sentences.append(
+                f"After {model.tokens:,} tokens, a token takes {1e3 * model.seconds:.2f} ms, with the cache of keys "
+                f"and values {1e3 * teacher.seconds:.2f} ms ({teacher.seconds / model.seconds:.1f} ×); the state has "
+                f"{model.bytes:,} bytes, the cache {teacher.bytes:,}."
+            )
+        return sentences
+
+    def verdict(self) -> str:
+        """Compare the model with its linear part switched off, batch by batch: the noise is two standard errors."""
+        change, noise = _change(self.scores[OFF], self.scores[AFTER])
+        if change is None:
+            lost = self.scores[AFTER].cosine - self.scores[OFF].cosine
+            return f"Without its linear part, the cosine to the teacher's output falls by {lost:.3f}."
+        figures = f"its removal changes the loss by {change:+.4f} bits, and the noise is "
+        if noise is None:
+            return f"A single batch does not tell whether the linear part matters: {figures}unknown."
+        effect = "matters" if change > noise else "does harm" if -change > noise else "does nothing"
+        return f"The linear part {effect}: {figures}{noise:.4f}."
+
+
+def _change(one: Scores, other: Scores) -> tuple[float | None, float | None]:
+    """Return the mean difference of the losses, and two standard errors of it (None: there is only one batch)."""
+    differences = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
+    if len(differences) < 2:
+        return (differences[0] if differences else None), None
+    return statistics.fmean(differences), 2 * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Says how much to measure of a language model; encoders have no probes.
+
+    `prompts` (rows, n) are continued by `new_tokens`. `recall_rows` rows of each of the `recall_lengths` end with a
+    passage of the `text`, which has more tokens than the longest row. A token is timed after each of `cost_lengths`."""
+
+    text: Tensor | None = None
+    recall_lengths: Sequence[int] = ()
+    recall_rows: int = 16
+    prompts: Tensor | None = None
+    new_tokens: int = 64
+    cost_lengths: Sequence[int] = ()
+
+
+def report(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    probes: Probes | None = None,
+    *,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Report:
+    """Measure a linearized model beside its teacher on held-out batches, and by the `probes`. `progress` is called with
+    the name of each stage."""
+    probes = Probes() if probes is None else probes
+    linear = linearized_layers(model)
+    if not linear:
+        raise ValueError("the model has no linearized layer to report on: convert it first")
+    progress("scores")
+    table = {BEFORE: scores(teacher, teacher, batches), AFTER: scores(model, teacher, batches)}
+    for name, control in CONTROLS.items():
+        with controlled(model, control):
+            table[name] = scores(model, teacher, batches)
+    progress("layers")
+    layers = _layers(model, teacher, batches)
+    text, recalls, pairs = None, [], []
+    if probes.prompts is not None:
+        progress("generated text")
+        text = greedy_agreement(model, teacher, probes.prompts, tokens=probes.new_tokens)
+    for length in probes.recall_lengths:
+        progress(f"recall over {length:,} tokens")
+        recalls.append(_recall(model, teacher, probes, length))
+    for tokens in probes.cost_lengths:
+        progress(f"a token after {tokens:,}")
+        with fused_softmax(teacher):
+            pairs.append(tuple(costs([model, teacher], tokens)))
+    spec = own_attention(next(iter(linear.values()))).spec
+    return Report(type(teacher).__name__, spec.method, spec.window, table, layers, text, tuple(recalls), tuple(pairs))
+
+
+def _layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Layer, ...]:
+    before, after = entropies(teacher, batches[0]), entropies(model, batches[0])
+    errors = layer_errors(model, teacher, batches[:1])
+    known = {name: errors[own_attention(layer).spec.index] for name, layer in linearized_layers(model).items()}
+    return tuple(Layer(name, known.get(name), after[name], bits) for name, bits in before.items() if name in after)
+
+
+def _recall(model: PreTrainedModel, teacher: PreTrainedModel, probes: Probes, length: int) -> Recall:
+    if probes.text is None:
+        raise ValueError("rows to recall from need a text: give Probes one")
+    rows, without = (needles(probes.text, length, rows=probes.recall_rows, known=known) for known in (True, False))
+    with controlled(model, CONTROLS[WINDOW]):
+        window = recall(model, rows)
+    return Recall(length, recall(model, rows), recall(teacher, rows), window, recall(model, without))

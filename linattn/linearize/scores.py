@@ -1,0 +1,58 @@
+"""Scores of a linearized model beside its teacher: loss, divergence, agreement and the angle of the outputs."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from linattn.linearize.calls import Batch, run
+from linattn.linearize.distance import Diverged, predictions, require_batches, with_labels
+from linattn.nn.modes import evaluating
+
+
+class Scores(NamedTuple):
+    """Holds means over all predictions of the batches: the `loss`, and the divergence `kl` from the teacher, in bits;
+    `accuracy`, and `agreement` with the teacher's most likely predictions, as shares of 1; and the `cosine` between the
+    output vectors. None stands for a score that the model does not have. `losses` has the loss of each batch."""
+
+    loss: float | None
+    accuracy: float | None
+    kl: float | None
+    agreement: float | None
+    cosine: float
+    losses: tuple[float, ...]
+
+
+@torch.no_grad()
+def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
+    """Measure the model on the `batches`, and how close its output is to the teacher's."""
+    require_batches(batches)
+    rows = []
+    with evaluating(model), evaluating(teacher):
+        for batch in batches:
+            labeled = with_labels(model, batch)
+            (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
+            rows.append((len(y), _means(y, labels, target)))
+    total = sum(count for count, _ in rows)
+    means = {name: math.fsum(count * row[name] for count, row in rows) / total for name in rows[0][1]}
+    losses = tuple(row["loss"] for _, row in rows if "loss" in row)
+    loss, accuracy, kl, agreement = (means.get(name) for name in ("loss", "accuracy", "kl", "agreement"))
+    return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
+
+
+def _means(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
+    """Return the means of the scores over the predictions of one batch."""
+    columns = {"cosine": F.cosine_similarity(y, target, dim=-1)}
+    if labels is not None:
+        log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
+        columns["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
+        columns["accuracy"], columns["agreement"] = best == labels, best == target.argmax(-1)
+        columns["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
+    means = {name: float(column.double().mean()) for name, column in columns.items()}
+    if not all(map(math.isfinite, means.values())):
+        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
+    return means

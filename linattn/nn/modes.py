@@ -1,0 +1,18 @@
+"""The modes of modules, training and evaluation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch all modules of a model to evaluation inside the block; afterwards each has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,434 @@
+"""Our attention inside stock models: softmax is sdpa, states equal the run without cache, and refusals have names."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
+
+from linattn.attention import ATTENTIONS, named_attention
+from linattn.integrations.transformers import attended_modules, register_attention
+from linattn.integrations.transformers.stock_attention.hooks import GATED, LEARNED, METHODS
+from linattn.ops.state import map_state
+
+from .families import (
+    AUDIO,
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    GROUPED,
+    IMAGES,
+    TEXT,
+    VOCABULARY,
+    WINDOWED,
+    every,
+    make,
+)
+
+METHODS_OF_TWO_KINDS = ("linattn:elu", "linattn:local:2+taylor2:2")
+every_method = pytest.mark.parametrize("method", METHODS_OF_TWO_KINDS)
+
+
+def tokens(b: int = 3, n: int = 11) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (b, n))
+
+
+def padded(lengths: tuple[int, ...], side: str, n: int = 11) -> dict[str, torch.Tensor]:
+    """Rows of these lengths with junk in the padding, and positions that count the present tokens, as generate's."""
+    place = torch.arange(n)
+    starts = torch.tensor([n - length if side == "left" else 0 for length in lengths])[:, None]
+    mask = (place >= starts) & (place < starts + torch.tensor(lengths)[:, None])
+    return {
+        "input_ids": tokens(len(lengths), n),
+        "attention_mask": mask.long(),
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+def logits(model: Any, **inputs: Any) -> torch.Tensor:
+    output = model(**inputs, use_cache=False)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def both(model: Any, present: torch.Tensor | None = None, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs at present tokens, through sdpa and through our softmax."""
+    model.set_attn_implementation("sdpa")
+    expected = logits(model, **inputs)
+    model.set_attn_implementation("linattn:softmax")
+    found = logits(model, **inputs)
+    return (found, expected) if present is None else (found[present], expected[present])
+
+
+@every({**DECODERS, **{f"{name}_window": family for name, family in WINDOWED.items()}})
+def test_softmax_in_a_decoder_is_sdpa(family):
+    model = make(family)
+    assert_close(*both(model, input_ids=tokens()))
+    for side in ("left", "right"):
+        inputs = padded((7, 10, 11), side)
+        assert_close(*both(model, inputs["attention_mask"].bool(), **inputs))
+    documents = torch.cat([torch.arange(4), torch.arange(7)]).expand(3, -1)
+    assert_close(*both(model, input_ids=tokens(), position_ids=documents))
+
+
+@every(ENCODERS)
+def test_softmax_in_an_encoder_is_sdpa(family):
+    model = make(family)
+    inputs = {"input_ids": tokens(), "attention_mask": padded((7, 10, 11), "right")["attention_mask"]}
+    present = inputs["attention_mask"].bool()
+    model.set_attn_implementation("sdpa")
+    expected = model(**inputs).last_hidden_state[present]
+    model.set_attn_implementation("linattn:softmax")
+    assert_close(model(**inputs).last_hidden_state[present], expected)
+    assert len(attended_modules(model, **inputs)) == 2
+
+
+@every({**IMAGES, **AUDIO})
+def test_softmax_on_images_and_audio_is_sdpa(family):
+    model = make(family)
+    inputs, heard = {"pixel_values": torch.randn(2, 3, 12, 12).double()}, slice(None)
+    if family in AUDIO.values():
+        present = torch.arange(200) < torch.tensor([[200], [140]])
+        inputs, heard = {"input_values": torch.randn(2, 200).double(), "attention_mask": present.long()}, slice(0, 8)
+    model.set_attn_implementation("sdpa")
+    expected = model(**inputs).last_hidden_state[:, heard]
+    model.set_attn_implementation("linattn:softmax")
+    assert_close(model(**inputs).last_hidden_state[:, heard], expected)
+    model.set_attn_implementation("linattn:local:2+favor:2")
+    assert model(**inputs).last_hidden_state.isfinite().all()
+
+
+def source(family: Any) -> dict[str, torch.Tensor]:
+    if family is ENCODER_DECODERS["whisper"]:
+        return {"input_features": torch.randn(3, 8, 40).double()}
+    return {key: padded((7, 10, 11), "right")[key] for key in ("input_ids", "attention_mask")}
+
+
+@every(ENCODER_DECODERS)
+def test_softmax_in_an_encoder_decoder_is_sdpa(family):
+    model, target = make(family), padded((6, 9, 8), "left", 9)
+    masks = {"decoder_input_ids": target["input_ids"], "decoder_attention_mask": target["attention_mask"]}
+    assert_close(*both(model, target["attention_mask"].bool(), **source(family), **masks))
+
+
+@every(ENCODER_DECODERS)
+@pytest.mark.parametrize("method", ["linattn:elu", "linattn:taylor2:2+favor:2"])
+def test_an_encoder_decoder_generates_from_states(family, method):
+    model, inputs = make(family), source(family)
+    model.set_attn_implementation(method)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    for beams in (1, 3):
+        found = model.generate(**inputs, **options, num_beams=beams)
+        assert_close(found, model.generate(**inputs, **options, num_beams=beams, use_cache=False))
+    options["return_dict_in_generate"] = True
+    # not Whisper's own generate, which cuts its cache's keys into rows
+    cache = [
+        GenerationMixin.generate(model, **inputs, **{**options, "max_new_tokens": n}).past_key_values for n in (3, 6)
+    ]
+    assert size(cache[0].self_attention_cache) == size(cache[1].self_attention_cache) > 0
+    assert size(cache[0].cross_attention_cache) == size(cache[1].cross_attention_cache) > 0
+
+
+def size(cache: Any) -> int:
+    """Return the number of bytes that the layers' states keep alive."""
+    storages = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for layer in cache.layers:
+        map_state(note, (layer.state, layer.keys[0] if layer.keys else None, layer.values))
+    return sum(storages.values())
+
+
+@every(DECODERS)
+@every_method
+def test_pieces_make_the_whole(family, method):
+    model, inputs = make(family), padded((7, 10, 11), "left")
+    model.set_attn_implementation(method)
+    present = inputs["attention_mask"].bool()
+    expected = logits(model, **inputs)[present]
+    for cuts in ((1,) * 11, (5, 1, 5)):
+        cache, found, seen = DynamicCache(config=model.config), [], 0
+        for n in cuts:
+            piece = {name: inputs[name][:, seen : seen + n] for name in ("input_ids", "position_ids")}
+            seen += n
+            mask = inputs["attention_mask"][:, :seen]
+            found.append(model(**piece, attention_mask=mask, past_key_values=cache).logits)
+        assert_close(torch.cat(found, 1)[present], expected)
+
+
+@every(DECODERS)
+@every_method
+def test_padding_has_no_effect(family, method):
+    model, lengths = make(family), (4, 10, 11)
+    model.set_attn_implementation(method)
+    for side in ("left", "right"):
+        inputs = padded(lengths, side)
+        found, present = logits(model, **inputs), inputs["attention_mask"].bool()
+        for row, real in enumerate(present):
+            assert_close(found[row, real], logits(model, input_ids=inputs["input_ids"][row, real][None])[0])
+
+
+# stock OPT has no packed rows: its position_ids do not reach its masks
+@every({name: family for name, family in DECODERS.items() if name != "opt"})
+@every_method
+def test_a_packed_document_is_alone(family, method):
+    model, rows = make(family), tokens(2)
+    model.set_attn_implementation(method)
+    lengths = ((4, 7), (1, 10))
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    found = logits(model, input_ids=rows, position_ids=places)
+    for row, ns in zip(range(2), lengths, strict=True):
+        alone = [logits(model, input_ids=document[None])[0] for document in rows[row].split(ns)]
+        assert_close(found[row], torch.cat(alone))
+
+
+@every(DECODERS)
+@every_method
+def test_generation_equals_the_run_without_cache(family, method):
+    model, inputs = make(family), padded((7, 10, 11), "left")
+    model.set_attn_implementation(method)
+    del inputs["position_ids"]
+    options = {**inputs, "max_new_tokens": 6, "do_sample": False}
+    for beams in (1, 3):
+        expected = model.generate(**options, num_beams=beams, use_cache=False)
+        assert_close(model.generate(**options, num_beams=beams), expected)
+    assert_close(model.generate(**options, num_beams=3, prefill_chunk_size=4), expected)
+
+
+@pytest.mark.parametrize("method", ["elu", "favor", "taylor2", "local", "retention", "local:2+efficient:2"])
+def test_the_state_of_generation_does_not_grow(method):
+    model = make(DECODERS["llama"])
+    model.set_attn_implementation(f"linattn:{method}")
+    sizes = []
+    for n in (140, 150):
+        options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+        sizes.append(size(model.generate(tokens(2, n), **options).past_key_values))
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_a_window_is_kept_in_states_too():
+    for family in WINDOWED.values():
+        model, inputs = make(family), padded((7, 10, 11), "left")
+        options = {"max_new_tokens": 6, "do_sample": False, **inputs}
+        del options["position_ids"]
+        for method in ("softmax", "local"):
+            model.set_attn_implementation(f"linattn:{method}")
+            expected = model.generate(**options, use_cache=False)
+            assert_close(model.generate(**options), expected)
+
+
+def test_no_cache_for_attention_that_sees_the_future():
+    model = make(DECODERS["llama"])
+    model.set_attn_implementation("linattn:elu")
+    cache = model(tokens(), is_causal=False).past_key_values
+    with pytest.raises(ValueError, match="takes no more keys"):
+        model(tokens(3, 1), is_causal=False, past_key_values=cache)
+
+
+def test_a_model_that_attends_twice_to_its_keys_has_no_state():
+    model, ids = make(("DiffLlamaForCausalLM", GROUPED)), tokens()
+    assert_close(*both(model, input_ids=ids))
+    with pytest.raises(ValueError, match="11 tokens came into the cache, but 22 into its state"):
+        model(ids)
+
+
+def test_a_cache_of_all_keys_gives_the_same():
+    model, ids = make(DECODERS["llama"]), tokens()
+    model.set_attn_implementation("linattn:elu")
+    expected, cache = logits(model, input_ids=ids), DynamicCache()
+    found = [model(piece, past_key_values=cache).logits for piece in ids.split((4, 1, 6), 1)]
+    assert_close(torch.cat(found, 1), expected)
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model, ids, more = make(DECODERS["llama"]), tokens(), tokens(3, 4)
+    model.set_attn_implementation("linattn:local+elu")
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    other = copy.deepcopy(cache)
+    expected = model(more, past_key_values=cache).logits
+    assert_close(model(more, past_key_values=other).logits, expected)
+
+
+def test_gradients_of_softmax_are_those_of_sdpa():
+    model, inputs = make(DECODERS["llama"]).train(), padded((7, 10, 11), "right")
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    gradients = []
+    for name in ("sdpa", "linattn:softmax"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(**inputs, labels=labels).loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    assert_close(*gradients)
+
+
+def test_a_folder_loads_with_our_attention(tmp_path):
+    model, ids = make(DECODERS["llama"], torch.float32), tokens()
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("linattn:local:2+exp:2")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="linattn:local:2+exp:2")
+    assert_close(logits(found, input_ids=ids), logits(model, input_ids=ids))
+    assert len(attended_modules(found, input_ids=ids)) == 2
+
+
+def test_the_kwarg_wins_over_the_attribute():
+    model = make(DECODERS["llama"])
+    found, expected = both(model, input_ids=tokens(), is_causal=False)
+    assert_close(found, expected)
+    assert not torch.allclose(found, logits(model, input_ids=tokens()))
+
+
+def test_going_back_gives_the_original():
+    model, ids = make(DECODERS["llama"]), tokens()
+    expected = logits(model, input_ids=ids)
+    model.set_attn_implementation("linattn:elu")
+    assert not torch.allclose(logits(model, input_ids=ids), expected)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, input_ids=ids), expected)
+
+
+def test_the_names_that_need_weights_are_known():
+    for name in ATTENTIONS:
+        options = {"num_heads": 2, "head_dim": 8, "causal": name == "retention" or name in GATED}
+        if name.startswith("linformer"):
+            assert name in LEARNED
+        else:
+            inner = named_attention(name, **options)
+            assert bool([*inner.parameters()]) == (name in LEARNED)
+            assert (inner.needs is not None) == (name in GATED)
+    assert {*METHODS, *LEARNED, *GATED} == {*ATTENTIONS}
+
+
+OTHERS = {
+    "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY}),
+    "deberta": ("DebertaV2Model", TEXT),
+}
+
+
+@every(OTHERS)
+def test_models_with_attention_of_their_own_are_refused(family):
+    with pytest.raises(ValueError, match="without transformers' AttentionInterface"):
+        make(family).set_attn_implementation("linattn:elu")
+    with pytest.raises(ValueError, match="without transformers' AttentionInterface"):
+        make(family, attn_implementation="linattn:elu")
+
+
+def test_models_without_attention_are_refused():
+    model = make(("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": VOCABULARY}))
+    with pytest.raises(ValueError, match="has no attention"):
+        model.set_attn_implementation("linattn:elu")
+    model.config._attn_implementation = "linattn:elu"
+    with pytest.raises(ValueError, match="ignores attn_implementation"):
+        attended_modules(model, input_ids=tokens())
+    with pytest.raises(ValueError, match="is 'sdpa', not one of linattn"):
+        attended_modules(make(DECODERS["llama"]), input_ids=tokens())
+
+
+REFUSED = {
+    "softcap": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "s_aux": ("GptOssForCausalLM", {**GROUPED, "head_dim": 8, "num_local_experts": 2}),
+    "position_bias": (
+        "T5EncoderModel",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": VOCABULARY},
+    ),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_of_softmax_are_refused(option):
+    model = make(REFUSED[option])
+    model.set_attn_implementation("linattn:elu")
+    with pytest.raises(ValueError, match=f"passes {option}="):
+        model(input_ids=tokens())
+
+
+def test_what_cannot_be_expressed_is_refused():
+    bert = make(ENCODERS["bert"])
+    bert.set_attn_implementation("linattn:elu")
+    with pytest.raises(ValueError, match="mask of shape"):
+        bert(tokens(), attention_mask=torch.zeros(3, 1, 11, 11).double())
+    with pytest.raises(ValueError, match="output_attentions=True: the matrix"):
+        bert(tokens(), output_attentions=True)
+    with pytest.raises(ValueError, match=r"dropout=0\.1: .* configuration's attention dropout at 0"):
+        bert.train()(tokens())
+    swin = make(
+        (
+            "SwinModel",
+            {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4},
+        )
+    )
+    swin.set_attn_implementation("linattn:elu")
+    with pytest.raises(ValueError, match="mask of shape"):
+        swin(torch.randn(1, 3, 16, 16).double())
+    windowed = make(WINDOWED["mistral"])
+    for method in ("elu", "local+elu"):
+        windowed.set_attn_implementation(f"linattn:{method}")
+        windowed(tokens(2, 5))
+        with pytest.raises(ValueError, match="cannot forget the tokens before a sliding window of 5"):
+            windowed(tokens(2, 6))
+    with pytest.raises(ValueError, match="cannot forget"):
+        windowed.generate(tokens(2, 4), max_new_tokens=5, do_sample=False)
+
+
+def test_overlays_of_masks_are_refused():
+    from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+    model = make(DECODERS["llama"])
+    model.set_attn_implementation("linattn:elu")
+    options = {"config": model.config, "inputs_embeds": torch.zeros(1, 6, 32), "past_key_values": None}
+    some = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="overlays a mask function"):
+        create_causal_mask(**options, attention_mask=None, or_mask_function=lambda b, h, q, k: q >= 0)
+    images = torch.tensor([[-1, 0, 0, -1, -1, -1]])
+    with pytest.raises(ValueError, match="some tokens see later ones"):
+        create_causal_mask(**options, attention_mask=None, block_sequence_ids=images)
+    cached = {**options, "past_key_values": DynamicCache(config=model.config)}
+    with pytest.raises(ValueError, match="must cover the 6 tokens"):
+        create_causal_mask(**cached, attention_mask=some[:, 1:])
+    model.config.attention_chunk_size = 4
+    chunks = create_chunked_causal_mask(**options, attention_mask=None)
+    assert chunks.tolist() == [[0, 0, 0, 0, 1, 1]]
+    with pytest.raises(ValueError, match="do not go together with padding"):
+        create_chunked_causal_mask(**options, attention_mask=some)
+    with pytest.raises(ValueError, match="attention in chunks has no state"):
+        DynamicCache(config=model.config)
+
+
+def test_caches_that_hold_keys_are_refused():
+    model, ids = make(DECODERS["llama"]), tokens(1, 4).repeat(1, 4)
+    model.set_attn_implementation("linattn:elu")
+    for options, message in (
+        ({"cache_implementation": "static"}, "constant size already"),
+        ({"cache_implementation": "quantized"}, "linattn"),
+        ({"prompt_lookup_num_tokens": 2}, "cannot be taken out"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            model.generate(ids, max_new_tokens=4, do_sample=False, **options)
+
+
+def test_names_are_checked():
+    model = make(DECODERS["llama"])
+    with pytest.raises(ValueError, match="did you mean 'elu'"):
+        model.set_attn_implementation("linattn:elux")
+    for name in LEARNED:
+        with pytest.raises(ValueError, match="of its own, which a name cannot hold"):
+            model.set_attn_implementation(f"linattn:elu+{name}")
+    with pytest.raises(ValueError, match="causal only"):
+        bert = make(ENCODERS["bert"])
+        bert.set_attn_implementation("linattn:retention")
+        bert(tokens())
+    assert register_attention("local:3+elu:1") == "linattn:local:3+elu:1"
+    assert "linattn:local:3+elu:1" in transformers.AttentionInterface().valid_keys()
+
+
+def test_transformers_without_a_hook_is_named(monkeypatch):
+    from linattn.integrations.transformers.stock_attention import hooks
+
+    monkeypatch.delattr(transformers.cache_utils, "get_layer_types_and_kwargs")
+    with pytest.raises(ImportError, match=f"transformers {transformers.__version__} has no .*get_layer_types"):
+        hooks._wrap(transformers.cache_utils, "get_layer_types_and_kwargs", lambda original: original)

@@ -1,0 +1,209 @@
+"""Conversion in place: softmax is the model, states are the parallel form, padding has no effect, undo is exact."""
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+
+from linattn.linearize import (
+    Linearized,
+    convert,
+    linearized_layers,
+    load_linearized,
+    plan,
+)
+from tests.integrations.transformers.stock_attention.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    GROUPED,
+    IMAGES,
+    every,
+    make,
+)
+from tests.integrations.transformers.stock_attention.test_attention import logits, padded, tokens
+
+SOME = {name: DECODERS[name] for name in ("llama", "gpt2", "gpt_neox")}
+METHODS = {
+    "taylor2": {"key_dim": 4, "window": 3},
+    "hedgehog": {"window": 0},
+    "local+elu": {"window": 3},
+    "t2r": {"convolution": 0, "decay": False},
+    "softmax": {},
+    "gated_delta": {"window": 5},
+    "local+kda": {"window": 3, "key_dim": 6},
+}
+# each method in one family, and one method with every part in each family
+CASES = {
+    **{f"llama-{method}": (DECODERS["llama"], method) for method in METHODS},
+    **{f"{name}-taylor2": (family, "taylor2") for name, family in DECODERS.items() if name not in ("llama", "gemma2")},
+}
+every_case = pytest.mark.parametrize(("family", "method"), CASES.values(), ids=CASES)
+
+
+def converted(family: Any, method: str, **options: Any) -> Any:
+    """Return a linearized model whose new parts are far from where they start, so that each has an effect."""
+    model = make(family)
+    convert(model, plan(model, method=method, **{**METHODS[method], **options}), [{"input_ids": tokens()}])
+    with torch.no_grad():
+        for module in linearized_layers(model).values():
+            for weight in module.linear_attention.parameters():
+                weight += 0.3 * torch.randn_like(weight)
+    return model.eval()
+
+
+@every(DECODERS)
+def test_a_conversion_to_softmax_is_the_model(family):
+    model, inputs = make(family), padded((7, 10, 11), "left")
+    model.set_attn_implementation("sdpa")
+    expected = logits(model, **inputs)
+    convert(model, plan(model, method="softmax"))
+    present = inputs["attention_mask"].bool()
+    assert_close(logits(model, **inputs)[present], expected[present])
+
+
+@every({**SOME, **ENCODERS, **ENCODER_DECODERS})
+def test_undo_gives_the_model_bit_by_bit(family):
+    model = make(family)
+    weights, settings, kind = copy.deepcopy(model.state_dict()), model.config.to_dict(), type(model)
+    conversion = convert(model, plan(model, batch_of(model), method="hedgehog"))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1
+    conversion.undo()
+    assert type(model) is kind
+    assert model.config.to_dict() == settings
+    assert model.config._attn_implementation == "sdpa"
+    assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert not linearized_layers(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def batch_of(model: Any) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 12, 12).double()}
+    if model.main_input_name == "input_features":
+        return {"input_features": torch.randn(3, 8, 40).double(), "decoder_input_ids": tokens(3, 5)}
+    return {"input_ids": tokens()}
+
+
+@every_case
+def test_pieces_make_the_whole(family, method):
+    model, inputs = converted(family, method), padded((7, 10, 11), "left")
+    present = inputs["attention_mask"].bool()
+    expected = logits(model, **inputs)[present]
+    for cuts in ((1,) * 11, (5, 1, 5)):
+        cache, found, seen = DynamicCache(config=model.config), [], 0
+        for n in cuts:
+            piece = {name: inputs[name][:, seen : seen + n] for name in ("input_ids", "position_ids")}
+            seen += n
+            mask = inputs["attention_mask"][:, :seen]
+            found.append(model(**piece, attention_mask=mask, past_key_values=cache).logits)
+        assert_close(torch.cat(found, 1)[present], expected)
+
+
+@every_case
+def test_padding_has_no_effect(family, method):
+    model = converted(family, method)
+    for side in ("left", "right"):
+        inputs = padded((4, 10, 11), side)
+        found, present = logits(model, **inputs), inputs["attention_mask"].bool()
+        for row, real in enumerate(present):
+            assert_close(found[row, real], logits(model, input_ids=inputs["input_ids"][row, real][None])[0])
+
+
+# stock OPT has no packed rows
+@pytest.mark.parametrize(("family", "method"), [case for case in CASES.values() if case[0] is not DECODERS["opt"]])
+def test_a_packed_document_is_alone(family, method):
+    model, rows = converted(family, method), tokens(2)
+    places = torch.cat([torch.arange(4), torch.arange(7)]).expand(2, -1)
+    found = logits(model, input_ids=rows, position_ids=places)
+    for row in range(2):
+        alone = [logits(model, input_ids=document[None])[0] for document in rows[row].split((4, 7))]
+        assert_close(found[row], torch.cat(alone))
+
+
+@every(SOME)
+def test_a_mixed_model_generates_as_without_cache(family):
+    model, inputs = converted(family, "taylor2", keep=(1,)), padded((7, 10, 11), "left")
+    del inputs["position_ids"]
+    options = {**inputs, "max_new_tokens": 6, "do_sample": False}
+    for beams in (1, 3):
+        expected = model.generate(**options, num_beams=beams, use_cache=False)
+        assert_close(model.generate(**options, num_beams=beams), expected)
+
+
+@every(SOME)
+@pytest.mark.parametrize("method", ["taylor2", "local+elu"])
+def test_a_loaded_model_is_the_saved_one(family, method, tmp_path):
+    model, ids = converted(family, method, keep=(0,)), tokens()
+    expected = logits(model, input_ids=ids)
+    model.save_pretrained(tmp_path)
+    for loaded in (
+        load_linearized(tmp_path, dtype=torch.float64),
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, trust_remote_code=True),
+    ):
+        assert isinstance(loaded, Linearized)
+        assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+        assert_close(logits(loaded.eval(), input_ids=ids), expected)
+
+
+@every({**SOME, **ENCODERS, **IMAGES})
+def test_transformers_refuses_to_make_the_softmax_model_of_a_folder(family, tmp_path):
+    model = make(family)
+    stock = type(model)
+    convert(model, plan(model, batch_of(model), method="hedgehog"))
+    model.save_pretrained(tmp_path)
+    for make_softmax in (AutoModel.from_pretrained, stock.from_pretrained):
+        for options in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}):
+            with pytest.raises(ValueError, match=r"load it with trust_remote_code=True.*is not supported"):
+                make_softmax(tmp_path, **options)
+    with pytest.raises(ValueError, match="'sdpa': a linearized model's attention is its own"):
+        AutoModel.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="sdpa")
+    loaded = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert loaded.config.to_dict()["experts_implementation"] == model.config.to_dict()["experts_implementation"]
+
+
+def test_a_mixture_of_experts_may_choose_how_they_run(tmp_path):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    model = make(("MixtralForCausalLM", {**GROUPED, **experts}), torch.float32)
+    convert(model, plan(model, method="hedgehog"))
+    model.save_pretrained(tmp_path)
+    ids = tokens()
+    expected = logits(model, input_ids=ids)
+    for options in ({}, {"experts_implementation": "eager"}):
+        loaded = load_linearized(tmp_path, **options)
+        assert loaded.config._experts_implementation == options.get("experts_implementation", "grouped_mm")
+        assert_close(logits(loaded.eval(), input_ids=ids), expected)
+
+
+@every(SOME)
+def test_pickle_and_copies_keep_the_model(family):
+    model, ids = converted(family, "taylor2"), tokens()
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(copied) is type(model)
+        assert_close(logits(copied, input_ids=ids), logits(model, input_ids=ids), rtol=0, atol=0)
+
+
+def test_a_folder_of_a_later_version_is_refused(tmp_path):
+    converted(DECODERS["llama"], "hedgehog").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text("utf-8"))
+    settings["linear_attention"]["linattn_version"] = "99.0.0"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"99\.0\.0"):
+        load_linearized(tmp_path)
+
+
+@every({**SOME, **ENCODERS, **IMAGES})
+def test_a_kept_layer_is_untouched(family):
+    model = make(family)
+    before = copy.deepcopy(model.state_dict())
+    convert(model, plan(model, batch_of(model), method="hedgehog", keep=(1,)))
+    assert len(linearized_layers(model)) == 1
+    assert_close({name: model.state_dict()[name] for name in before}, before, rtol=0, atol=0)

@@ -1,0 +1,284 @@
+"""The report's figures are their definitions, its controls are undone, and it says when linear attention is idle."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+from transformers import Cache, DynamicCache
+
+from linattn.linearize import (
+    CONTROLS,
+    Conversion,
+    Probes,
+    Report,
+    Scores,
+    controlled,
+    convert,
+    entropies,
+    linearized_layers,
+    plan,
+    report,
+    scores,
+)
+from linattn.linearize.probes import NEEDLE, cache_bytes, costs, greedy_agreement, needles, recall
+from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW
+from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
+
+SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"]}
+CLASSIFIER = ("BertForSequenceClassification", {**TEXT, "num_labels": 4})
+N = 11
+
+
+def batch(model: Any, rows: int = 3) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the right."""
+    mask = (torch.arange(N) < torch.tensor([N, 7, 9])[:rows, None]).long()
+    return {"input_ids": torch.randint(3, VOCABULARY, (rows, N)), "attention_mask": mask}
+
+
+def start(family: Any, method: str = "elu", **options: Any) -> tuple[Conversion, list[dict[str, torch.Tensor]]]:
+    model = make(family)
+    batches = [batch(model), batch(model)]
+    if family is CLASSIFIER:
+        batches = [{**each, "labels": torch.tensor([0, 3, 1])} for each in batches]
+    return convert(model, plan(model, batches[0], method=method, **options), batches), batches
+
+
+def test_a_language_models_scores_are_their_definition():
+    made, batches = start(DECODERS["llama"])
+    found = scores(made.model, made.teacher, batches)
+    loss, kl, same, right = [], [], [], []
+    made.model.requires_grad_(False)
+    for each in batches:
+        y, t = (model(**each).logits.log_softmax(-1) for model in (made.model, made.teacher))
+        for b, i in each["attention_mask"].bool().nonzero().tolist():
+            if i == 0:
+                continue
+            p, q, token = y[b, i - 1], t[b, i - 1], each["input_ids"][b, i]
+            loss.append(-p[token])
+            kl.append((q.exp() * (q - p)).sum())
+            same.append(p.argmax() == q.argmax())
+            right.append(p.argmax() == token)
+    assert_close(found.loss * math.log(2), float(sum(loss) / len(loss)))
+    assert_close(found.kl * math.log(2), float(sum(kl) / len(kl)))
+    assert_close(found.agreement, float(sum(same) / len(same)))
+    assert_close(found.accuracy, float(sum(right) / len(right)))
+    assert len(found.losses) == 2
+    itself = scores(made.teacher, made.teacher, batches)
+    assert (itself.kl, itself.agreement) == (0, 1)
+
+
+def test_a_classifiers_scores_are_of_its_rows():
+    made, batches = start(CLASSIFIER)
+    found = scores(made.model, made.teacher, batches)
+    made.model.requires_grad_(False)
+    y, t = (torch.cat([model(**each).logits for each in batches]) for model in (made.model, made.teacher))
+    labels = torch.cat([each["labels"] for each in batches])
+    assert_close(found.loss * math.log(2), float(F.cross_entropy(y, labels)))
+    assert_close(found.cosine, float(F.cosine_similarity(y, t).mean()))
+
+
+def test_an_encoders_scores_are_of_its_present_tokens():
+    made, batches = start(ENCODERS["bert"])
+    found = scores(made.model, made.teacher, batches)
+    y, t = (
+        torch.cat([model(**each).last_hidden_state[each["attention_mask"].bool()] for each in batches])
+        for model in (made.model, made.teacher)
+    )
+    assert_close(found.cosine, float(F.cosine_similarity(y, t, dim=-1).mean()))
+    assert (found.loss, found.kl, found.losses) == (None, None, ())
+
+
+@every(SOME)
+@pytest.mark.parametrize("method", ["elu", "taylor2", "local:2+elu:2"])
+def test_a_window_over_everything_is_the_teacher(family, method):
+    made, batches = start(family, method, window=16, key_dim=4)
+    before = scores(made.model, made.teacher, batches)
+    with controlled(made.model, CONTROLS["window alone"]):
+        found = scores(made.model, made.teacher, batches)
+    assert_close(found.cosine, 1.0)
+    assert found.kl is None or found.kl < 1e-10
+    assert scores(made.model, made.teacher, batches) == before
+
+
+def outputs(model: Any, name: str, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return what every linearized layer puts out, (b, h, n, d) each."""
+    seen = []
+
+    def control(call):
+        seen.append((call.v, call.key_mask, call.y, CONTROLS[name](call)))
+        return call.y
+
+    with controlled(model, control), torch.no_grad():
+        model(**given)
+    return seen
+
+
+@every({"llama": DECODERS["llama"], "bert": ENCODERS["bert"]})
+def test_uniform_attention_is_the_mean_of_what_is_seen(family):
+    made, batches = start(family)
+    for v, mask, _, y in outputs(made.model, "uniform attention", batches[0]):
+        for i in range(N):
+            seen = mask[:, 0].clone()
+            if family is DECODERS["llama"]:
+                seen[:, i + 1 :] = False
+            mean = (v * seen[:, None, :, None]).sum(2) / seen.sum(-1)[:, None, None]
+            assert_close(y[:, :, i], mean.repeat_interleave(y.shape[1] // v.shape[1], 1))
+
+
+def test_without_its_linear_part_a_mixture_has_its_window():
+    made, batches = start(DECODERS["gpt2"], "local:2+elu:2", window=3)
+    for _, _, y, off in outputs(made.model, "linear part off", batches[0]):
+        assert_close(off[:, :2], y[:, :2], rtol=0, atol=0)
+        assert off[:, 2:].abs().max() == 0 < y[:, 2:].abs().max()
+
+
+def test_entropies_are_those_of_the_weights():
+    made, batches = start(DECODERS["llama"], "softmax", convolution=0)
+    assert entropies(made.model, batches[0]) == pytest.approx(entropies(made.teacher, batches[0]))
+    with torch.no_grad():
+        for layer in made.teacher.modules():
+            if hasattr(layer, "q_proj"):
+                layer.q_proj.weight.zero_()
+    counts = [i + 1 for length in (N, 7, 9) for i in range(length)]
+    uniform = sum(map(math.log2, counts)) / len(counts)
+    assert list(entropies(made.teacher, batches[0]).values()) == pytest.approx([uniform, uniform])
+
+
+def test_needles_come_twice_or_once():
+    text = torch.randint(1000, (500,))
+    known, alone = (needles(text, 100, rows=4, known=known) for known in (True, False))
+    assert torch.equal(known[:, :NEEDLE], known[:, -NEEDLE:])
+    assert torch.equal(known[:, NEEDLE:], alone[:, NEEDLE:])
+    assert not torch.equal(alone[:, :NEEDLE], alone[:, -NEEDLE:])
+    with pytest.raises(ValueError, match="at least 64 tokens"):
+        needles(text, 63, rows=1, known=True)
+
+
+def test_recall_counts_the_second_half_of_the_passage():
+    made, _ = start(DECODERS["llama"])
+    rows = torch.randint(3, VOCABULARY, (2, 70))
+    likeliest = made.teacher(rows).logits.argmax(-1)
+    expected = (likeliest[:, -NEEDLE // 2 - 1 : -1] == rows[:, -NEEDLE // 2 :]).double().mean()
+    assert recall(made.teacher, rows) == pytest.approx(float(expected))
+
+
+def test_recalled_tokens_are_those_that_the_model_predicts():
+    made, _ = start(DECODERS["llama"])
+    rows = torch.randint(3, VOCABULARY, (2, 70))
+    for place in range(70 - NEEDLE // 2, 70):
+        rows[:, place] = made.teacher(rows[:, :place]).logits[:, -1].argmax(-1)
+    assert recall(made.teacher, rows) == 1
+    # nothing comes after the last one
+    rows[:, -1] = (rows[:, -1] + 1) % VOCABULARY
+    assert recall(made.teacher, rows) == 1 - 2 / NEEDLE
+
+
+def test_texts_are_compared_up_to_the_first_difference():
+    made, _ = start(DECODERS["llama"])
+    for model, text in ((made.model, [7, 1, 2, 3, 4]), (made.teacher, [7, 1, 2, 9, 4])):
+        model.generate = lambda *_, text=text, **__: torch.tensor([text])
+    assert greedy_agreement(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
+
+
+def test_without_a_window_a_token_sees_itself():
+    made, batches = start(DECODERS["gpt2"], window=0)
+    for v, _, _, y in outputs(made.model, "window alone", batches[0]):
+        assert_close(y, v)
+
+
+def test_generated_text_is_compared_token_by_token():
+    made, _ = start(DECODERS["llama"])
+    prompts = torch.randint(3, VOCABULARY, (2, 5))
+    assert greedy_agreement(made.teacher, made.teacher, prompts, tokens=6) == (1.0, 6.0, 6)
+    made.model.lm_head.weight.data.neg_()
+    assert greedy_agreement(made.model, made.teacher, prompts, tokens=6).agreement < 1
+
+
+def test_the_cache_of_a_linear_model_has_a_constant_size():
+    made, _ = start(DECODERS["llama"])
+    stock = make(DECODERS["llama"])
+    small, large = (costs([made.model, stock], tokens, repeats=2, piece=5) for tokens in (8, 24))
+    assert small[0].bytes == large[0].bytes
+    assert [pair[1].bytes for pair in (small, large)] == [2 * 2 * 2 * 8 * 8 * tokens for tokens in (8, 24)]
+    cache: Cache = DynamicCache(config=stock.config)
+    assert cache_bytes(cache) == 0
+
+
+def test_the_report_has_every_part_as_json():
+    made, batches = start(DECODERS["llama"])
+    probes = Probes(
+        text=torch.randint(3, VOCABULARY, (200,)),
+        recall_lengths=(64,),
+        recall_rows=2,
+        prompts=batches[0]["input_ids"],
+        new_tokens=4,
+        cost_lengths=(8,),
+    )
+    stages: list[str] = []
+    found = report(made.model, made.teacher, batches, probes, progress=stages.append)
+    record = json.loads(json.dumps(found.to_dict()))
+    assert set(record["scores"]) == {"teacher", "linear", *CONTROLS}
+    assert [layer["name"] for layer in record["layers"]] == list(linearized_layers(made.model))
+    assert record["recall"][0]["length"] == 64 and record["generated"]["tokens"] == 4
+    assert record["costs"][0]["model"]["tokens"] == 8
+    assert len(record["sentences"]) >= 3 and record["sentences"][0].startswith("The linear part ")
+    assert stages == ["scores", "layers", "generated text", "recall over 64 tokens", "a token after 8"]
+
+
+def test_it_says_when_the_linear_part_does_nothing():
+    made, batches = start(DECODERS["llama"])
+    for model in (made.model, made.teacher):
+        for layer in model.modules():
+            if hasattr(layer, "o_proj"):
+                layer.o_proj.weight.data.zero_()
+    assert "The linear part does nothing" in report(made.model, made.teacher, batches).sentences()[0]
+
+
+def said_of(differences: list[float]) -> str:
+    """Return the verdict where the removal of the linear part changes the losses by so much."""
+    rows = {
+        name: Scores(1.0, 0.5, 0.1, 0.9, 1.0, tuple(1 + x * (name == OFF) for x in differences))
+        for name in (BEFORE, AFTER, WINDOW, OFF)
+    }
+    return Report("LlamaForCausalLM", "elu", 16, rows, ()).verdict()
+
+
+def test_the_verdict_has_a_sign_and_needs_two_batches():
+    assert said_of([0.1, 0.4]) == (
+        "The linear part does nothing: its removal changes the loss by +0.2500 bits, and the noise is 0.3000."
+    )
+    assert said_of([0.1, 0.2]).startswith("The linear part matters: its removal changes the loss by +0.1500 bits")
+    assert said_of([-0.1, -0.2]).startswith("The linear part does harm: its removal changes the loss by -0.1500 bits")
+    assert said_of([0.3]) == (
+        "A single batch does not tell whether the linear part matters: its removal changes the loss by +0.3000 bits, "
+        "and the noise is unknown."
+    )
+
+
+@pytest.mark.parametrize("silent", [{"labels": torch.full((3, N), -100)}, {"input_ids": torch.ones(2, 1).long()}])
+def test_a_batch_without_predictions_has_no_scores(silent):
+    made, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="each batch must ask for a prediction"):
+        scores(made.model, made.teacher, [batches[0], {"input_ids": batches[0]["input_ids"], **silent}])
+    with pytest.raises(ValueError, match="at least one batch"):
+        report(made.model, made.teacher, [])
+
+
+def test_it_says_when_a_window_does_as_well():
+    made, batches = start(DECODERS["llama"], window=16)
+    # labels are what the teacher predicts, which the window over everything predicts, too
+    for each in batches:
+        likeliest = made.teacher(**each).logits.argmax(-1)
+        each["labels"] = torch.cat([likeliest[:, :1], likeliest[:, :-1]], 1)
+    said = report(made.model, made.teacher, batches).sentences()
+    assert any(sentence.startswith("A window of 16 tokens alone does as well") for sentence in said)
+
+
+def test_a_model_without_linear_layers_has_no_report():
+    model = make(DECODERS["llama"])
+    with pytest.raises(ValueError, match="no linearized layer"):
+        report(model, model, [batch(model)])

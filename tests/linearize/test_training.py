@@ -1,0 +1,339 @@
+"""Transfer, choice of layers and fine-tuning: losses fall, kept layers stay, a run that was cut off equals one that was
+not."""
+
+import copy
+import importlib
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from linattn.linearize import (
+    Budget,
+    Rates,
+    Training,
+    choose_layers,
+    convert,
+    divergence,
+    fine_tune,
+    layer_errors,
+    linearized_layers,
+    plan,
+    restore_layers,
+    transfer,
+)
+from linattn.linearize.distance import layer_distance, layer_outputs, relative_error
+from linattn.linearize.stages import RATES
+from linattn.models.loss import NO_LABEL
+from tests.integrations.transformers.stock_attention.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    IMAGES,
+    every,
+    make,
+)
+from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
+
+from .test_conversion import batch_of
+
+SOME = {"llama": DECODERS["llama"], "bert": ENCODERS["bert"], "vit": IMAGES["vit"], "bart": ENCODER_DECODERS["bart"]}
+STAGES = {"transfer": transfer, "fine_tune": fine_tune}
+every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+
+
+def start(family: Any, method: str = "hedgehog", **options: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    model = make(family, torch.float32)
+    batches = [{name: x.float() if x.is_floating_point() else x for name, x in batch_of(model).items()} for _ in "ab"]
+    return convert(model, plan(model, batches[0], method=method, **options), batches), batches
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    """Bring the model far from its teacher, as random models differ little without softmax."""
+    for module in linearized_layers(model).values():
+        for weight in module.parameters():
+            weight += 0.3 * torch.randn_like(weight)
+
+
+@every(SOME)
+@every_stage
+def test_the_model_comes_nearer_to_its_teacher(family, stage):
+    # a window as long as the rows would be softmax itself
+    conversion, batches = start(family, window=0)
+    model, teacher = conversion.model, conversion.teacher
+    if stage is fine_tune:
+        disturb(model)
+    before = copy.deepcopy(teacher.state_dict())
+    measure = layer_errors if stage is transfer else divergence
+    first, training = measure(model, teacher, batches), stage(model, teacher, batches, Budget(steps=12))
+    assert training.steps == 12
+    assert training.losses[-1] < training.losses[0]
+    last = measure(model, teacher, batches)
+    if stage is transfer:
+        assert all(last[index] < first[index] for index in first)
+    else:
+        assert last < first
+    assert_close(teacher.state_dict(), before, rtol=0, atol=0)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_transfer_changes_linear_layers_only():
+    conversion, batches = start(DECODERS["llama"], keep=(0,))
+    before = copy.deepcopy(conversion.model.state_dict())
+    transfer(conversion.model, conversion.teacher, batches, Budget(steps=2))
+    after, (name,) = conversion.model.state_dict(), linearized_layers(conversion.model)
+    for key in before:
+        assert torch.equal(after[key], before[key]) != key.startswith(name), key
+
+
+def test_the_error_is_a_share_of_the_variance():
+    """Zero for the target, one for its mean, whatever is added to both; absent tokens do not count."""
+    target, offset = torch.randn(2, 50, 3, dtype=torch.float64), torch.tensor([5.0, -3.0, 70.0])
+    spread = target - target.mean((0, 1))
+    # one variance for all channels, as channels of one output share a scale
+    assert_close(relative_error(target + offset - spread, target + offset), torch.ones((), dtype=torch.float64))
+    assert_close(relative_error(target + offset + 0.5 * spread, target + offset), torch.tensor(0.25).double())
+    present = torch.rand(2, 50) < 0.7
+    hidden = torch.where(present.unsqueeze(-1), target, 1e6)
+    expected = relative_error(torch.zeros_like(target[present]), target[present])
+    assert_close(relative_error(torch.zeros_like(target), hidden, present), expected)
+
+
+def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
+    conversion, (batch, _) = start(DECODERS["llama"], window=0)
+    model, teacher = conversion.model, conversion.teacher
+    disturb(model)
+    labels = torch.full_like(batch["input_ids"], NO_LABEL)
+    labels[0, 3], labels[1, 6] = 1, 2
+    # a decoder is asked about a token at the one before it
+    asked = torch.zeros_like(labels, dtype=torch.bool)
+    asked[0, 2] = asked[1, 5] = True
+    expected = []
+    for outputs in layer_outputs(model, teacher, batch).values():
+        plain, there = relative_error(*outputs), relative_error(outputs.y[asked], outputs.target[asked])
+        assert abs(plain - there) > 1e-3
+        expected.append((plain + there) / 2)
+        for other in (batch, {**batch, "labels": torch.full_like(labels, NO_LABEL)}):
+            assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
+    training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
+    assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+
+
+def _zero(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def test_outputs_that_the_teacher_changes_later_are_compared_as_they_were():
+    conversion, batches = start(DECODERS["llama"], window=0)
+    disturb(conversion.model)
+    teacher, kept = conversion.teacher, []
+    expected = layer_errors(conversion.model, teacher, batches)
+    for name in linearized_layers(conversion.model):
+        attention = teacher.get_submodule(name)
+        attention.register_forward_hook(lambda module, args, output: kept.append(output[0]))
+        parent = teacher.get_submodule(name.rpartition(".")[0])
+        parent.register_forward_hook(lambda module, args, output: _zero(kept.pop()))
+    assert layer_errors(conversion.model, teacher, batches) == expected
+
+
+def test_labels_of_rows_ask_about_no_token():
+    conversion, (batch, _) = start(ENCODERS["bert"])
+    for outputs in layer_outputs(conversion.model, conversion.teacher, batch).values():
+        classes = torch.arange(len(outputs.y))
+        distance = layer_distance(conversion.model, {**batch, "labels": classes}, outputs)
+        assert_close(distance, relative_error(*outputs), rtol=0, atol=0)
+
+
+def test_a_restored_layer_is_the_teachers():
+    conversion, batches = start(DECODERS["gpt2"], "taylor2", key_dim=4)
+    model, teacher = conversion.model, conversion.teacher
+    transfer(model, teacher, batches, Budget(steps=3))
+    before = divergence(model, teacher, batches)
+    choice = choose_layers(model, teacher, batches, 1)
+    # the model is what it was
+    assert divergence(model, teacher, batches) == before
+    assert set(choice.restored) == {0, 1}
+    assert choice.restored[choice.kept[0]] == min(choice.restored.values())
+    assert choice.before == before
+    restore_layers(model, teacher, choice.kept)
+    assert divergence(model, teacher, batches) == choice.restored[choice.kept[0]]
+    restore_layers(model, teacher, {0, 1} - set(choice.kept))
+    assert_close(model.state_dict(), teacher.state_dict(), rtol=0, atol=0)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@every_stage
+def test_an_interrupted_training_goes_on(stage, tmp_path):
+    weights = []
+    for folder in (None, tmp_path):
+        conversion, batches = start(DECODERS["llama"])
+        budget = Budget(steps=6, folder=folder, save_every=2)
+        if folder:
+            steps = itertools.count(1)
+
+            def fail(progress: Any, steps: Any = steps) -> None:
+                if next(steps) == 5:
+                    raise Interrupted
+
+            with pytest.raises(Interrupted):
+                cut_off = Budget(steps=6, folder=folder, save_every=2, report=fail)
+                stage(conversion.model, conversion.teacher, batches, cut_off)
+            conversion, batches = start(DECODERS["llama"])
+        training = stage(conversion.model, conversion.teacher, batches, budget)
+        assert training.steps == 6
+        weights.append(conversion.model.state_dict())
+    assert_close(weights[1], weights[0], rtol=0, atol=0)
+
+
+@every({"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"]})
+def test_adapters_are_merged(family):
+    conversion, batches = start(family)
+    disturb(conversion.model)
+    model, names = conversion.model, set(conversion.model.state_dict())
+    before = divergence(model, conversion.teacher, batches)
+    fine_tune(model, conversion.teacher, batches, Budget(steps=8), lora=2)
+    assert set(model.state_dict()) == names
+    assert divergence(model, conversion.teacher, batches) < before
+
+
+def test_a_budget_in_minutes_ends_by_itself():
+    conversion, batches = start(DECODERS["llama"])
+    seen = []
+    training = transfer(conversion.model, conversion.teacher, batches, Budget(minutes=0.01, report=seen.append))
+    assert 0.6 <= training.seconds < 5
+    assert len(seen) == training.steps > 1
+    assert seen[0].steps is None
+    assert seen[0].seconds_left > seen[-1].seconds_left == 0
+
+
+def test_only_labels_are_compared():
+    conversion, _ = start(DECODERS["llama"])
+    model, teacher = conversion.model.double(), conversion.teacher.double()
+    disturb(model)
+    ids, labels = tokens(2, 9), torch.full((2, 9), -100)
+    labels[0, 4] = labels[1, 7] = 3
+    found, expected = (logits(x, input_ids=ids).log_softmax(-1) for x in (model, teacher))
+    # the output at a token is about the next one
+    each = (expected.exp() * (expected - found)).sum(-1)
+    mean = (each[0, 3] + each[1, 6]) / 2
+    assert divergence(model, teacher, [{"input_ids": ids, "labels": labels}]) == pytest.approx(mean.item(), rel=1e-4)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    present = (each[0].sum() + each[1, :5].sum()) / 14
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert divergence(model, teacher, [batch]) == pytest.approx(present.item(), rel=1e-4)
+
+
+def test_fine_tuning_follows_the_teacher_and_the_text():
+    conversion, batches = start(DECODERS["llama"])
+    model, teacher = conversion.model, conversion.teacher
+    batch = {**batches[0], "labels": batches[0]["input_ids"]}
+    disturb(model)
+    expected = (divergence(model, teacher, [batch]) + model(**batch).loss.item()) / 2
+    assert fine_tune(model, teacher, batches[:1], Budget(steps=1)).losses == (pytest.approx(expected, rel=1e-4),)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    conversion, batches = start(DECODERS["llama"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="trains in one process, but there are 2"):
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_calls_are_refused():
+    conversion, batches = start(DECODERS["llama"])
+    model, teacher = conversion.model, conversion.teacher
+    with pytest.raises(ValueError, match="give steps, minutes or both"):
+        Budget()
+    for steps in (0, -1, 1.5, True, "many"):
+        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=steps)
+        with pytest.raises(ValueError, match=f"save_every must be a whole number of at least 1, but is {steps!r}"):
+            Budget(steps=1, save_every=steps)
+    for minutes in (0, -1.0, float("nan"), float("inf"), True, "many"):
+        with pytest.raises(ValueError, match=f"minutes must be .*, but (is|are) {minutes!r}"):
+            Budget(minutes=minutes)
+    for rate in (-1e-3, float("nan"), float("inf"), None, "fast"):
+        with pytest.raises(ValueError, match=f"stock must be a finite number of at least 0, but is {rate!r}"):
+            Rates(rate, 1e-3)
+        with pytest.raises(ValueError, match=f"new must be a finite number of at least 0, but is {rate!r}"):
+            Rates(1e-3, rate)
+    for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
+        with pytest.raises(ValueError, match="at least one batch"):
+            use(model, teacher, [])
+    with pytest.raises(ValueError, match="a batch holds the arguments of a call by name"):
+        divergence(model, teacher, [batches])
+    for stage in STAGES.values():
+        with pytest.raises(ValueError, match="at least one batch"):
+            stage(model, teacher, [], Budget(steps=1))
+    with pytest.raises(ValueError, match="must ask for a prediction"):
+        fine_tune(model, teacher, [{"input_ids": tokens(2, 1)}], Budget(steps=1))
+    with pytest.raises(ValueError, match=r"layers has \[9\], but the linear layers are \[0, 1\]"):
+        restore_layers(model, teacher, (0, 9))
+    with pytest.raises(ValueError, match="train the model in float32 or bfloat16"):
+        transfer(copy.deepcopy(model).half(), teacher, batches, Budget(steps=1))
+    with pytest.raises(ValueError, match="count must be from 0 to 2, the linear layers, but is 3"):
+        choose_layers(model, teacher, batches, 3)
+    conversion.undo()
+    with pytest.raises(ValueError, match="no layer of this LlamaForCausalLM is linear"):
+        transfer(model, teacher, batches, Budget(steps=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bart", "gpt2"])
+def test_training_has_no_dropout(name, monkeypatch):
+    rates: list[float] = []
+
+    def note(x, p=0.5, training=True, inplace=False):
+        rates.append(p * training)
+        return x
+
+    changes = {"attention_dropout": 0.5} if name == "llama" else {}
+    model = make({**DECODERS, **ENCODER_DECODERS}[name], torch.float32, **changes).train()
+    model.lm_head.eval()
+    conversion = convert(model, plan(model, batch_of(model), method="elu"))
+    monkeypatch.setattr(F, "dropout", note)
+    fine_tune(model, conversion.teacher, [batch_of(model)], Budget(steps=1))
+    assert rates == len(rates) * [0]
+    # all is as it was
+    assert [module for module in model.modules() if not module.training] == [model.lm_head]
+    with pytest.raises(ValueError, match="dropout=") if name in ("llama", "gpt2") else nullcontext():
+        model(**batch_of(model))
+    assert name == "llama" or max(rates) > 0
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    conversion, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="the loss is not finite at step"):
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30))
+
+
+@pytest.mark.parametrize(("size", "is_near"), [(1e-2, True), (1e3, False)])
+def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypatch):
+    model, given = make(DECODERS["llama"]), []
+    with torch.no_grad():
+        model.lm_head.weight.mul_(size)
+    batches = [{"input_ids": tokens()} for _ in range(2)]
+    conversion = convert(model, plan(model, method="elu", window=0, convolution=0, decay=False))
+
+    def note(model, objective, batches, groups, budget):
+        given.extend(group["lr"] for group in groups)
+        return Training((), 0.0)
+
+    # the package has a function of the module's name
+    module = importlib.import_module("linattn.linearize.stages")
+    monkeypatch.setattr(module, "train", note)
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1))
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.5))
+    length = 1.5 * divergence(model, conversion.teacher, batches) ** 0.5
+    assert (length < 1) == is_near
+    assert given == [pytest.approx(min(1, length) * RATES.stock), 0.5]
