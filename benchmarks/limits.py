@@ -25,8 +25,7 @@ from torch.nn.functional import elu as elu_map
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from linattn.attention import LearnedProjection, LinformerAttention
-from linattn.cli.bench.measure import alternate
-from linattn.cli.bench.workloads import Call
+from linattn.cli.bench.measure import Call, interleaved_times
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
@@ -38,7 +37,7 @@ elu = ATTENTIONS[ELU]
 
 
 def medians(calls: Mapping[str, Call], repeats: int, warm: float = 0.5) -> dict[str, float]:
-    return {name: statistics.median(times) for name, times in alternate(calls, repeats, warm=warm).items()}
+    return {name: statistics.median(times) for name, times in interleaved_times(calls, repeats, warm=warm).items()}
 
 
 def compared(what: str, ours: Call, limit: Call, repeats: int) -> Row:

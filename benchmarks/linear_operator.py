@@ -3,28 +3,32 @@
     python benchmarks/linear_operator.py [--threads 1] [--tokens 16384] [--repeats 7] [--json FILE]
 
 It is measured, and written, as `linattn bench` does it: `linattn bench --redraw FILE` draws the report, and
-`linattn bench --compare A.json B.json` says what changed."""
+`linattn bench --compare A.json B.json` lists what changed. The share is the time that the operator's matrix products
+would take at the rate of batched products of 64 × 64 × 64, measured in the same rounds, divided by its time."""
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linattn.cli.bench import DECODING, FORWARD, RATE, TRAINING
-from linattn.cli.bench.measure import alternate, peak_memory
-from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, describe_machine, write_record
+from linattn.cli.bench import DECODING, FORWARD, SOFTMAX, TRAINING
+from linattn.cli.bench.attentions import prepare
+from linattn.cli.bench.measure import Call, call_cost, interleaved_times
+from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, machine_facts, write_record
 from linattn.cli.bench.report import printed
-from linattn.cli.bench.workloads import Call, batched_products, operator_flop
 from linattn.ops import causal_linear_attention
 from linattn.ops.softmax.kernel import softmax_attention
 
 HEADS, CHANNELS, LONG = 8, 64, 65_536
-SOFTMAX, GIVEN, ELU = "softmax", "linear, features given", "linear, elu + 1 inside"
+GIVEN, ELU = "linear, features given", "linear, elu + 1 inside"
+# the products of the blocks that chunked attention consists of, whose side is also the length of a chunk
+PRODUCTS, BLOCK = "batched 64³ products", 64
+# seconds of untimed calls before each timed one
+WARM = 1.0
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -60,20 +64,38 @@ def step() -> Call:
     return lambda: causal_linear_attention(*one, state, feature_map="elu_plus_one")
 
 
+def operator_flop(tokens: int, features: int, channels: int, *, training: bool) -> float:
+    """Count the FLOP of the causal operator: qkᵀ, its product with v, qS and kᵀv in chunks, and 13 such with
+    gradients."""
+    return tokens * (2 * BLOCK * (features + channels) + 4 * features * channels) * (13 / 4 if training else 1)
+
+
+def batched_products() -> tuple[Call, float]:
+    """Return a call that multiplies batches of 64 × 64 × 64 blocks, and its FLOP. Its rate is the most that chunked
+    attention can reach."""
+    batch = 64
+    a, b, out = (torch.randn(batch, BLOCK, BLOCK) for _ in range(3))
+    return lambda: torch.bmm(a, b, out=out), batch * 2.0 * BLOCK**3
+
+
 def measure(n: int, repeats: int) -> list[Measurement]:
     works = {FORWARD: forward, TRAINING: training}
-    calls = {(work, name): make(each, n) for work, make in works.items() for name, each in ATTENTIONS.items()}
-    products = batched_products("cpu", torch.float32)
-    times = alternate(calls | {(FORWARD, RATE): products.call, (DECODING, ELU): step()}, repeats, warm=1.0)
-    per_flop = statistics.median(times[FORWARD, RATE]) / products.flop
-    found = []
-    for (work, name), values in times.items():
-        limit = None
-        if work != DECODING and name not in (SOFTMAX, RATE):
-            needed = operator_flop(HEADS * n, CHANNELS, CHANNELS, causal=True, training=work == TRAINING)
-            limit = needed * per_flop
-        found.append(Measurement(work, name, "float32", n, SECONDS, tuple(values), limit))
-    return found
+    calls = {(work, name): build(each, n) for work, build in works.items() for name, each in ATTENTIONS.items()}
+    calls |= {(FORWARD, PRODUCTS): batched_products()[0], (DECODING, ELU): step()}
+    times = interleaved_times(calls, repeats, warm=WARM)
+    return [Measurement(work, name, "float32", n, SECONDS, tuple(x)) for (work, name), x in times.items()]
+
+
+def shares(measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yield the nanoseconds per token and head, with the share that the products alone would take."""
+    median = {(each.workload, each.method): each.point.value for each in measurements if each.quantity == SECONDS}
+    per_flop = median[FORWARD, PRODUCTS] / batched_products()[1]
+    for each in measurements:
+        if each.method in ATTENTIONS and each.workload != DECODING and each.quantity == SECONDS:
+            tokens = HEADS * each.n
+            flop = operator_flop(tokens, CHANNELS, CHANNELS, training=each.workload == TRAINING)
+            share = "" if each.method == SOFTMAX else f", share {flop * per_flop / each.point.value:.2f}"
+            yield f"{each.workload}, {each.method}: {each.point.value / tokens * 1e9:,.0f} ns per token and head{share}"
 
 
 def main() -> None:
@@ -86,22 +108,18 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     started = time.monotonic()
     setup = Setup(heads=HEADS, head_dim=CHANNELS, threads=options.threads)
-    peak = peak_memory(setup, Case(FORWARD, "elu", "float32", LONG), 600.0).bytes
+    peak = call_cost(prepare, setup, Case(FORWARD, "elu", "float32", LONG)).bytes
+    measurements = measure(options.tokens, options.repeats)
+    measurements.append(Measurement(FORWARD, ELU, "float32", LONG, BYTES, (peak,)))
     record = Record(
         command="python benchmarks/linear_operator.py " + " ".join(sys.argv[1:]),
-        machine=describe_machine("cpu", options.threads),
+        machine=machine_facts("cpu", options.threads),
         options={"batch": 1, "heads": HEADS, "head_dim": CHANNELS, "causal": True, "repeats": options.repeats},
-        measurements=(
-            *measure(options.tokens, options.repeats),
-            Measurement(FORWARD, ELU, "float32", LONG, BYTES, (peak,)),
-        ),
-        dropped=(),
+        measurements=tuple(measurements),
+        dropped={},
         seconds=round(time.monotonic() - started, 1),
     )
-    print(printed(record))
-    for each in record.measurements:
-        if each.quantity == SECONDS and each.workload != DECODING and each.method != RATE:
-            print(f"{each.workload}, {each.method}: {each.point.value / each.n / HEADS * 1e9:,.0f} ns a token and head")
+    print(printed(record), *shares(measurements), sep="\n")
     of_output = 4 * HEADS * LONG * CHANNELS
     print(f"\npeak above inputs and output at n = {LONG:,}: {100 * (peak / of_output - 1) / 3:.1f} % of q, k and v")
     if options.json:

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from linear_operator import batched_products
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from linattn.cli.bench.workloads import batched_products
 from linattn.ops import causal_delta_attention
 
 Operator = Callable[..., Tensor]
@@ -91,12 +91,12 @@ def measure(name: str, d: int, n: int, repeats: int) -> None:
 
     forward = {"stock": without_gradients(stock, given), "ours": without_gradients(ours, given)}
     training = {"stock": with_gradients(stock, given, upstream), "ours": with_gradients(ours, given, upstream)}
-    products = batched_products("cpu", torch.float32)
+    products, products_flop = batched_products()
     for work, calls in (("forward", forward), ("training", training)):
         apart = max(map(difference, calls["ours"](), calls["stock"]()))
-        medians = in_turns(calls | {"products": products.call}, repeats)
+        medians = in_turns(calls | {"products": products}, repeats)
         each = {who: x / n / HEADS * 1e9 for who, x in medians.items()}
-        rate, ratio = products.flop / medians["products"] / 1e9, each["stock"] / each["ours"]
+        rate, ratio = products_flop / medians["products"] / 1e9, each["stock"] / each["ours"]
         share = flop(d, work) / rate / each["ours"]
         print(
             f"{name:5}  d {d:3}  n {n:5,}  {work:8}  stock {each['stock']:9,.0f}  ours {each['ours']:7,.0f} "

@@ -2,9 +2,11 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from linattn.ops.names import unknown_name
 
 Parsing = dict[str, Any]
 """Keywords of argparse's `add_argument`."""
@@ -34,6 +36,23 @@ def base_or_none(text: str) -> float | None:
 
 def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def names_from(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a converter of names with commas between, which refuses unknown ones."""
+
+    def names(text: str) -> tuple[str, ...]:
+        for name in comma_separated(text):
+            if name not in known:
+                raise argparse.ArgumentTypeError(str(unknown_name("each", name, known)))
+        return comma_separated(text)
+
+    return names
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Convert numbers with commas between; they are sorted, and each is kept once."""
+    return tuple(sorted({integer_from(1)(part) for part in comma_separated(text)}))
 
 
 def integers(least: int, most: float = math.inf) -> Parsing:

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from linattn.cli import bench, generate, info, linearize, train
-from linattn.console.errors import CommandError, did_you_mean, one_line
+from linattn.console.errors import CommandError, one_line
+from linattn.ops.names import did_you_mean
 from linattn.version import __version__
 
 COMMANDS = {"train": train, "generate": generate, "info": info, "linearize": linearize, "bench": bench}

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from cycler import cycler
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours and a dark red, which the colour-blind can tell apart
 COLOURS = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255"]
+# for lines; beyond the last colour they begin again, with other lines
+STYLES = cycler(color=2 * COLOURS, linestyle=9 * ["-"] + 9 * ["-."], marker=list("os^DvPX*<>hos^DvPX"))
 TEXT: Any = {"font.size": 10, "axes.titlesize": 11, "svg.fonttype": "path"}
 
 
@@ -34,9 +37,9 @@ def axes(title: str, label: str, size: tuple[float, float] = (4.5, 3.2)) -> Any:
 
 def svg(figure: Figure, name: str, label: str) -> str:
     """Return the figure as SVG. Ids get its name, because a page holds several pictures."""
-    stream, tight = io.StringIO(), None if figure.axes else "tight"
+    stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches=tight)
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     _, tag, text = stream.getvalue().partition("<svg ")
     text = f'{tag}role="img" aria-label="{escape(label)}" {text}'
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)

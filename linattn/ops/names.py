@@ -22,7 +22,6 @@ _SYNONYMS = {
     "rms": "rms_norm rmsnorm",
     "layer": "layer_norm layernorm",
     "gated": "swiglu glu",
-    "None": "none",
     "max_length": "context_length block_size",
     "dim": "d_model n_embd hidden_size",
     "depth": "n_layer num_layers num_hidden_layers",
@@ -40,7 +39,12 @@ def unknown_name(what: str, name: object, known: Iterable[object]) -> ValueError
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return the question that ends an error, or an empty string."""
-    known, word = list(known), str(name).strip().lower().replace("-", "_").replace(" ", "_")
+    names, word = {_word(each): each for each in known}, _word(name)
     other = _OTHER_NAMES.get(word)
-    nearest = [other] if other in known else get_close_matches(word, known, 1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    nearest = [other] if other in names else get_close_matches(word, names, 1)
+    return f" (did you mean {names[nearest[0]]!r}?)" if nearest else ""
+
+
+def _word(name: object) -> str:
+    """Write a name, or an option of the command line, as the names of the table are written."""
+    return str(name).strip().lower().replace("-", "_").replace(" ", "_").strip("_")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typing_extensions import TypedDict
 
-from linattn.cli.bench.compare import compared
-from linattn.cli.bench.record import ERROR, SECONDS, Dropped, Measurement, Record, read_record, write_record
+from linattn.cli.bench.compare import comparison
+from linattn.cli.bench.record import BYTES, SECONDS, Measurement, Record, read_record, write_record
 from linattn.cli.bench.report import printed
 from linattn.cli.options import TrainOptions, recorded_options
 from linattn.cli.run_folder import Run, open_run
@@ -71,10 +71,10 @@ def test_a_damaged_record_is_told_or_read(tmp_path):
         machine={"processor": "x", "cores": 2, "threads": 1, "torch": "2", "linattn": "1", "date": "2026"},
         options={"batch": 1},
         measurements=(
-            Measurement("forward", "elu", "float32", 64, SECONDS, (1.0, 2.0), 0.5),
-            Measurement("feature maps", "elu", "float32", 16, ERROR, (0.5,)),
+            Measurement("forward", "elu", "float32", 64, SECONDS, (1.0, 2.0)),
+            Measurement("forward", "elu", "float32", 64, BYTES, (5.0,)),
         ),
-        dropped=(Dropped("forward", "softmax", "float32", 64, "no time was left: 3 s"),),
+        dropped={"forward, float32, from n = 64 on, no time was left": ["softmax"]},
         seconds=1.0,
     )
     path = tmp_path / "bench.json"
@@ -88,11 +88,11 @@ def test_a_damaged_record_is_told_or_read(tmp_path):
         except CommandError as error:
             assert str(error).startswith(str(path))
             continue
-        assert compared(record, found) and compared(found, record) and printed(found)
+        assert comparison(record, found) and comparison(found, record) and printed(found)
         read += 1
     # such as other names and no values of an option
     assert read
-    for at in ("", "measurements", "dropped"):
+    for at in ("", "measurements"):
         write_record(record, path)
         content = json.loads(path.read_text())
         (content[at][0] if at else content)["more"] = 1

@@ -1,61 +1,43 @@
-"""Compares two runs: ratios of medians that are beyond both runs' spread."""
+"""Compare two records: ratios of medians that are beyond the spread of both."""
 
-from typing import NamedTuple
-
-from linattn.cli.bench.record import ERROR, SECONDS, Measurement, Record
+from linattn.cli.bench.record import SECONDS, Measurement, Record
 from linattn.cli.bench.report import VIEWS, aligned
 
-# smaller changes are not told, however sure: the next run's machine differs by more
+# smaller changes are left out, however significant, because they would not appear again on another day
 LEAST = 0.05
 CONDITIONS = ("processor", "gpu", "threads", "torch", "instructions", "device")
 
 
-class Change(NamedTuple):
-    before: Measurement
-    after: Measurement
-
-    @property
-    def ratio(self) -> float:
-        return self.after.point.value / self.before.point.value if self.before.point.value else float("inf")
-
-    @property
-    def is_real(self) -> bool:
-        """Tell whether the spreads do not meet and the medians differ by more than LEAST."""
-        before, after = self.before.point, self.after.point
-        apart = after.low > before.high or after.high < before.low
-        return apart and not 1 - LEAST < self.ratio < 1 + LEAST
-
-    @property
-    def verdict(self) -> str:
-        return (("slower", "faster") if self.before.quantity == SECONDS else ("more", "less"))[self.ratio < 1]
-
-    def row(self) -> list[str]:
-        quantity, workload, method, dtype, n = self.before.key
-        medians = [VIEWS[quantity].shown(each.point.value) for each in self]
-        ratio = f"{self.ratio:.3g}" + ("" if quantity == ERROR else "×")
-        return [f"{quantity} of {workload}, {dtype}: {method}", f"{n:,}", *medians, ratio, self.verdict]
+def ratio(before: Measurement, after: Measurement) -> float:
+    return after.point.value / before.point.value if before.point.value else float("inf")
 
 
-def changes(before: Record, after: Record) -> list[Change]:
-    found = {each.key: each for each in after.measurements}
-    return [Change(each, found[each.key]) for each in before.measurements if each.key in found]
+def differ(before: Measurement, after: Measurement) -> bool:
+    """Tell whether the spreads do not overlap and the medians differ by more than LEAST."""
+    apart = after.point.low > before.point.high or after.point.high < before.point.low
+    return apart and not 1 - LEAST < ratio(before, after) < 1 + LEAST
 
 
-def compared(before: Record, after: Record) -> str:
-    """Tell the figures that changed, worst first, after the conditions that differ."""
-    every = changes(before, after)
-    real = sorted((change for change in every if change.is_real), key=lambda change: -change.ratio)
-    parts = [f"A: {before.machine_line}\nB: {after.machine_line}"]
-    a, b = (each.options | {name: each.machine.get(name) for name in CONDITIONS} for each in (before, after))
-    if different := [f"{name}: {a[name]} in A, {b.get(name)} in B" for name in a if a[name] != b.get(name)]:
+def comparison(a: Record, b: Record) -> str:
+    """Return a text: the conditions that differ, then the figures that changed, the worst first."""
+    found = {each.key: each for each in b.measurements}
+    pairs = [(each, found[each.key]) for each in a.measurements if each.key in found]
+    changes = sorted((pair for pair in pairs if differ(*pair)), key=lambda pair: -ratio(*pair))
+    parts = [f"A: {a.machine_line}\nB: {b.machine_line}"]
+    ours, theirs = (each.options | {name: each.machine.get(name) for name in CONDITIONS} for each in (a, b))
+    if different := [f"{name}: {x} in A, {theirs.get(name)} in B" for name, x in ours.items() if x != theirs.get(name)]:
         parts.append("\n".join(["not the same conditions", *different]))
-    if real:
-        parts.append(aligned([["", "n", "A", "B", "B / A", ""], *(change.row() for change in real)]))
-    parts.append(
-        f"{len(real)} of {len(every)} figures changed beyond the spread (fastest run to upper quartile) and by more "
-        f"than {100 * LEAST:.0f} %; the others did not."
-    )
-    for name, record in (("A", before), ("B", after)):
-        if missing := len(record.measurements) - len(every):
-            parts.append(f"{missing} figures are in {name} only.")
+    if changes:
+        parts.append(aligned([["", "n", "A", "B", "B / A", ""], *(_row(*pair) for pair in changes)]))
+    limits = f"beyond the spread (fastest run to upper quartile) and by more than {LEAST:.0%}"
+    parts.append(f"{len(changes)} of {len(pairs)} figures changed {limits}; the others did not.")
+    only_a, only_b = (len(record.measurements) - len(pairs) for record in (a, b))
+    parts.append(f"{only_a} figures are in A only, {only_b} in B only.")
     return "\n\n".join(parts)
+
+
+def _row(before: Measurement, after: Measurement) -> list[str]:
+    quantity, workload, method, dtype, n = before.key
+    medians = [VIEWS[quantity].text(each.point.value) for each in (before, after)]
+    verdict = (("slower", "faster") if quantity == SECONDS else ("more", "less"))[ratio(before, after) < 1]
+    return [f"{quantity} of {workload}, {dtype}: {method}", f"{n:,}", *medians, f"{ratio(before, after):.3g}×", verdict]

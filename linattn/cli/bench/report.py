@@ -1,174 +1,120 @@
-"""The contents of the report: curves of what was measured and of ratios of it, a sentence on each picture, and the
-tables as text."""
+"""The report: each quantity against the length, per dtype and workload, as a table, a sentence and a picture."""
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import cycle
 from typing import Any, NamedTuple
 
-from linattn.cli import bench
-from linattn.cli.bench import RATE, SOFTMAX, UNIFORM
-from linattn.cli.bench.record import BYTES, ERROR, SECONDS, STATE_BYTES, Point, Record
+import matplotlib
+import numpy as np
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-Rows = list[list[str]]
-SPEED_UP, SHARE, THROUGHPUT = "times faster than softmax", "share of the product rate", "tokens per second"
-IN_BYTES = ((2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " bytes"))
-IN_SECONDS = ((1.0, " s"), (1e-3, " ms"), (1e-6, " µs"))
+from linattn.cli.bench import SOFTMAX
+from linattn.cli.bench.record import BYTES, SECONDS, Point, Record
+from linattn.console.page import STYLES, TEXT, axes, render, svg
+
+SPEED_UP = "speed-up"
 
 
 class View(NamedTuple):
-    """The words for a quantity."""
+    """The words for a quantity, and the text for a value of it."""
 
     title: str
     sentence: str
-    units: tuple[tuple[float, str], ...] = ((1.0, ""),)
+    text: Callable[[float], str]
     best: Callable[..., Any] = min
-    one: str = ""
-    """The meaning of a value of 1."""
-    spread: str = ""
-    """The end of a table's title, if the table has the spreads."""
-
-    def shown(self, value: float) -> str:
-        """Return three digits, with a unit if the quantity has one."""
-        size, unit = next((each for each in self.units if value >= each[0]), self.units[-1])
-        return f"{value / size:,.0f}{unit}" if value / size >= 99.95 else f"{value / size:.3g}{unit}"
 
 
 VIEWS = {
-    SECONDS: View("median time per call", "{} takes {}", IN_SECONDS, spread=", ± fastest run to upper quartile"),
-    BYTES: View("peak memory above the inputs", "{} needs {}", IN_BYTES),
-    STATE_BYTES: View("size of the state", "the state of {} has {}", IN_BYTES),
-    SPEED_UP: View(SPEED_UP, "{} is {} times as fast as softmax", best=max, one="softmax"),
-    SHARE: View(SHARE, "{} reaches {}", best=max, one="64³ products"),
-    THROUGHPUT: View(THROUGHPUT, "{} reads {} tokens per second", best=max),
-    ERROR: View("relative error of the output", "{} is {} away from softmax"),
+    SECONDS: View("median time per call, ± fastest run to upper quartile", "{} takes {}", EngFormatter("s", 1)),
+    SPEED_UP: View("speed-up over softmax", "{} is {} as fast as softmax", "{:.3g} ×".format, max),
+    BYTES: View("peak memory above the inputs, or size of the state", "{} needs {}", EngFormatter("B", 1)),
 }
-
-# the captions are in report.html
-PICTURES = (
-    ("time", "Time against length", (SECONDS,), (bench.FORWARD, bench.TRAINING)),
-    ("memory", "Memory against length", (BYTES,), (bench.FORWARD, bench.TRAINING)),
-    ("speedup", "Speed-up over softmax", (SPEED_UP,), (bench.FORWARD, bench.TRAINING)),
-    ("share", "Share of the machine's limit", (SHARE,), (bench.FORWARD, bench.TRAINING)),
-    ("token", "A generated token", (SECONDS, STATE_BYTES, BYTES), (bench.DECODING,)),
-    ("models", "Complete models: training and prompts", (THROUGHPUT,), (bench.MODEL_TRAINING, bench.MODEL_PREFILL)),
-    ("generation", "Complete models: generation", (SECONDS, STATE_BYTES, BYTES), (bench.MODEL_DECODING,)),
-    ("features", "Feature maps on real queries and keys", (ERROR,), (bench.WITH_FEATURES,)),
-)
-
-
-Curves = dict[str, dict[int, Point]]
-"""The points of each method, by n."""
-
-
-def all_curves(record: Record) -> dict[tuple[str, str, str], Curves]:
-    """Return the curves of each workload, dtype and quantity, measured ones and those divided by the time."""
-    curves: dict[tuple[str, str, str], Curves] = defaultdict(lambda: defaultdict(dict))
-    softmax = {each.key: each.point.value for each in record.measurements if each.method == SOFTMAX}
-    for each in sorted(record.measurements, key=lambda each: each.n):
-        low, value, high = point = each.point
-        curves[each.workload, each.dtype, each.quantity][each.method][each.n] = point
-        if each.quantity == SECONDS and each.method != RATE:
-            faster = None if each.method == SOFTMAX else softmax.get(replace(each, method=SOFTMAX).key)
-            for quantity, top in ((SPEED_UP, faster), (SHARE, each.limit), (THROUGHPUT, each.n)):
-                if top is not None:
-                    ratio = Point(top / high, top / value, top / low)
-                    curves[each.workload, each.dtype, quantity][each.method][each.n] = ratio
-    return curves
-
-
-def short(n: float) -> str:
-    """Write 65536 as 64k, as contexts are called; 100,000 stays."""
-    return f"{n / 1024:,.0f}k" if n >= 1024 and n % 1024 == 0 else f"{n:,.0f}"
 
 
 class Panel(NamedTuple):
+    """The curves of one quantity in one dtype for one workload: the points of each method, by n."""
+
     quantity: str
-    view: View
+    dtype: str
     workload: str
-    curves: Curves
+    curves: dict[str, dict[int, Point]]
 
+    @property
+    def title(self) -> str:
+        return f"{self.workload}, {self.dtype}: {VIEWS[self.quantity].title}"
+
+    @property
     def sentence(self) -> str:
-        """Compare the best method with softmax at the greatest length of both, or a map with uniform attention."""
-        reference = UNIFORM if self.quantity == ERROR else SOFTMAX
-        every = [(x.value, n, method) for method, points in self.curves.items() for n, x in points.items()]
-        others = [each for each in every if each[-1] != reference] or every
-        lengths, known = {n for _, n, _ in others}, {n: value for value, n, method in every if method == reference}
-        if self.quantity == ERROR:
-            # uniform attention has no features, so it compares with any number of them
-            known = {n: value for value in known.values() for n in lengths}
-        else:
-            lengths = {max(lengths & known.keys() or lengths)}
-        value, n, method = self.view.best(each for each in others if each[1] in lengths)
-        told = {method: value} | ({reference: known[n]} if n in known else {})
-        words = (self.view.sentence.format(name, self.view.shown(x)) for name, x in told.items())
-        return f"{self.workload} at n = {n:,}: {', '.join(words)}"
+        """Compare the best method with softmax at the greatest length of both, if softmax was measured."""
+        view, softmax = VIEWS[self.quantity], self.curves.get(SOFTMAX, {})
+        others = {name: points for name, points in self.curves.items() if name != SOFTMAX} or self.curves
+        lengths = {n for points in others.values() for n in points}
+        n = max(lengths & softmax.keys() or lengths)
+        value, best = view.best((points[n].value, name) for name, points in others.items() if n in points)
+        values = {best: value} | ({SOFTMAX: softmax[n].value} if n in softmax else {})
+        words = (view.sentence.format(name, view.text(x)) for name, x in values.items())
+        return f"{self.workload}, {self.dtype}, n = {n:,}: {', '.join(words)}."
+
+    @property
+    def table(self) -> list[list[str]]:
+        """Return rows with the head first: methods down, lengths across."""
+        ns = sorted({n for points in self.curves.values() for n in points})
+        head, curves = ["", *(f"{n:,}" for n in ns)], self.curves.items()
+        return [head, *([name, *(self._text(*x[n]) if n in x else "" for n in ns)] for name, x in curves)]
+
+    def _text(self, low: float, value: float, high: float) -> str:
+        spread = f" ±{(high - low) / value:.0%}" if self.quantity == SECONDS else ""
+        return VIEWS[self.quantity].text(value) + spread
+
+    def drawing(self, name: str, styles: dict[str, Any]) -> str:
+        """Return an SVG, whose ids begin with the name."""
+        view, plot = VIEWS[self.quantity], axes(f"{self.workload}, {self.dtype}", "n", (6.5, 4))
+        for method, points in self.curves.items():
+            lows, values, highs = np.array([*points.values()]).T
+            plot.errorbar([*points], values, (values - lows, highs - values), label=method, **styles[method])
+        plot.set(xscale="log", yscale="log", ylabel=self.quantity)
+        plot.tick_params(axis="x", rotation=35)
+        plot.xaxis.set(major_locator=LogLocator(2, numticks=12), minor_formatter=NullFormatter())
+        plot.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
+        plot.yaxis.set(major_locator=LogLocator(10, (1.0, 2.0, 5.0)), minor_formatter=NullFormatter())
+        plot.yaxis.set_major_formatter(lambda y, _: view.text(y))
+        plot.figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+        return svg(plot.figure, name, self.title)
 
 
-class Picture(NamedTuple):
-    kind: str
-    id: str
-    title: str
-    sentence: str
-    panels: list[Panel]
-
-
-def pictures(record: Record) -> Iterator[Picture]:
-    curves = all_curves(record)
-    for dtype in dict.fromkeys(each.dtype for each in record.measurements):
-        for kind, title, quantities, workloads in PICTURES:
-            panels = [
-                Panel(quantity, VIEWS[quantity], workload, drawn)
-                for workload, quantity in product(workloads, quantities)
-                if (drawn := {name: each for name, each in curves[workload, dtype, quantity].items() if name != RATE})
-            ]
-            if panels:
-                sentence = "; ".join(panel.sentence() for panel in panels) + "."
-                yield Picture(kind, f"{kind}-{dtype}", f"{title}, {dtype}", sentence, panels)
+def panels(record: Record) -> list[Panel]:
+    """Return the panels of what was measured, and those of the speed-up over softmax."""
+    curves: dict[tuple[str, str, str], Any] = defaultdict(lambda: defaultdict(dict))
+    softmax = {each.key: each.point.value for each in record.measurements if each.method == SOFTMAX}
+    for each in sorted(record.measurements, key=lambda each: each.n):
+        low, value, high = each.point
+        curves[each.quantity, each.dtype, each.workload][each.method][each.n] = each.point
+        reference = softmax.get(replace(each, method=SOFTMAX).key)
+        if each.quantity == SECONDS and each.method != SOFTMAX and reference is not None:
+            ratio = Point(reference / high, reference / value, reference / low)
+            curves[SPEED_UP, each.dtype, each.workload][each.method][each.n] = ratio
+    return [Panel(*key, curves[key]) for key in sorted(curves, key=lambda key: (key[1], [*VIEWS].index(key[0])))]
 
 
 def printed(record: Record) -> str:
-    parts = [record.machine_line, *(f"{title}\n{aligned(rows)}" for title, rows in tables(record))]
-    parts += [" ".join(record.notes)] if record.notes else []
-    if dropped := dropped_lines(record):
-        parts.append("\n".join(["not measured", *dropped]))
-    return "\n\n".join(parts)
-
-
-def tables(record: Record) -> Iterator[tuple[str, Rows]]:
-    """Yield titles and rows with the head first: methods down, lengths across."""
-    every = all_curves(record)
-    for workload, dtype in dict.fromkeys((each.workload, each.dtype) for each in record.measurements):
-        for quantity, view in VIEWS.items():
-            curves = every[workload, dtype, quantity]
-            if curves and quantity != THROUGHPUT:
-                ns = sorted({n for points in curves.values() for n in points})
-                rows = [[name, *(_text(view, points.get(n)) for n in ns)] for name, points in curves.items()]
-                yield f"{workload}, {dtype}: {view.title}{view.spread}", [["", *map(short, ns)], *rows]
-
-
-def _text(view: View, point: Point | None) -> str:
-    if point is None:
-        return ""
-    spread = f" ±{100 * (point.high - point.low) / point.value:.0f}%" if view.spread else ""
-    return view.shown(point.value) + spread
+    tables = [f"{panel.title}\n{aligned(panel.table)}" for panel in panels(record)]
+    dropped = [f"not measured: {reason}: {', '.join(methods)}" for reason, methods in record.dropped.items()]
+    return "\n\n".join([record.machine_line, *tables, *dropped])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align names to the left and figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # names to the left, figures to the right
     lines = ([f"{row[0]:<{widths[0]}}", *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def dropped_lines(record: Record) -> list[str]:
-    """Say from which length on each method is missing, those with the same reason in a line."""
-    first = {each.curve: each for each in reversed(record.dropped)}
-    lines: dict[str, list[str]] = {}
-    for each in sorted(first.values(), key=record.dropped.index):
-        reason, figure = re.fullmatch(r"(.*?)(?:: ([\d,.]+ \w+))?", each.reason, re.DOTALL).groups()  # pyright: ignore
-        line = lines.setdefault(f"{each.workload}, {each.dtype}, from n = {each.n:,} on, {reason}", [])
-        line.append(each.method + (f" ({figure})" if figure else ""))
-    return [f"{reason}: {', '.join(methods)}" for reason, methods in lines.items()]
+def html(record: Record) -> str:
+    # softmax has the first style, black
+    methods = sorted(dict.fromkeys(each.method for each in record.measurements), key=lambda name: name != SOFTMAX)
+    styles, every = dict(zip(methods, cycle(STYLES), strict=False)), panels(record)
+    with matplotlib.rc_context(TEXT):
+        drawings = [panel.drawing(f"panel-{place}", styles) for place, panel in enumerate(every)]
+    return render("cli/bench/report.html", record=record, methods=methods, panels=every, drawings=drawings)
