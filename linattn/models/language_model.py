@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention.gates import needs_strength
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -19,11 +18,6 @@ from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
 
-# the options that the configuration and the attention have alike
-_ATTENTION_OPTIONS = (
-    *("num_key_heads", "head_dim", "key_dim", "rotary", "convolution", "convolution_on", "unit_keys", "value_skip"),
-    *("head_norm", "gate", "gate_function", "gated_norm", "dropout"),
-)
 _GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
@@ -104,7 +98,7 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()
         self.mixer_norm = _norm(config)
-        self.mixer = _mixer(config, layer)
+        self.mixer = config.mixer(layer)
         self.feed_forward_norm = None if config.feed_forward == "none" else _norm(config)
         self.feed_forward = _feed_forward(config)
 
@@ -144,16 +138,6 @@ class BlockSequence(NamedTuple):
 def _norm(config: LanguageModelConfig) -> nn.Module:
     # 1e-6 and 1e-5 are relative to activations of about 1, which the norm itself makes: the customary values
     return nn.RMSNorm(config.dim, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.dim)
-
-
-def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | GatedConvolution:
-    width = config.convolution_width(layer)
-    if width is not None:
-        return GatedConvolution(config.dim, width, dropout=config.dropout)
-    inner = config.inner_attention(layer)
-    options = {name: getattr(config, name) for name in _ATTENTION_OPTIONS}
-    beta_limit = config.beta_limit if needs_strength(inner.needs) else 1.0
-    return MultiheadAttention(config.dim, config.num_heads, inner, beta_limit=beta_limit, **options)
 
 
 def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward | None:

@@ -151,7 +151,7 @@ class WriteStrength(nn.Module):
     def __init__(self, dim: int, num_heads: int, *, limit: float = 1.0):
         super().__init__()
         if not 0 < limit <= 2:
-            raise ValueError(f"the limit of β must be above 0 and at most 2, but is {limit}")
+            raise ValueError(f"beta_limit must be above 0 and at most 2, but is {limit}")
         self.limit = limit
         self.proj = nn.Linear(dim, num_heads, bias=False)
 

@@ -58,7 +58,7 @@ TRAIN = {
     "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),
     "missing tokenizer": (("text", "--tokenizer", "missing.json"), "there is no tokenizer missing.json"),
     "bad tokenizer": (("text", "--tokenizer", "bad.json"), "bad.json is no file of the tokenizers package"),
-    "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, but they are 3 and 16"),
+    "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, or head_dim be given, but they are 3 and 16"),
     "attention": (("text", "--attention", "nonsense"), "nonsense"),
     "attention of layers": (("text", "--attention", "elu,elu,elu"), "attention names 3 layers, but depth is 1"),
     "dropout": (("text", "--dropout", "1.5"), "dropout"),
