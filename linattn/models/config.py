@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -146,19 +145,6 @@ class LanguageModelConfig:
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
         return LanguageModelConfig(**values)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
-    @staticmethod
-    def from_json(text: str) -> "LanguageModelConfig":
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the configuration is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"the configuration must be a JSON object, but is a {type(fields).__name__}")
-        return LanguageModelConfig.from_dict(fields)
 
 
 def _check_field(each: dataclasses.Field, value: Any) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import json
 
 import jaxtyping
 import pytest
@@ -15,7 +16,7 @@ def test_goes_to_json_and_back():
     config = LanguageModelConfig(
         vocab_size=7, depth=2, attention=("elu", "convolution:3"), rotary=None, dropout=0.5, tie_embeddings=False
     )
-    back = LanguageModelConfig.from_json(config.to_json())
+    back = LanguageModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert back == config and hash(back) == hash(config)
 
 
@@ -95,8 +96,6 @@ def unchecked_types(monkeypatch):
     [
         ('{"vocab_size": 7, "widht": 3, "dim": 8}', "unknown configuration 'widht'; known are vocab_size, dim, depth"),
         ("{}", "no vocab_size"),
-        ("[]", "must be a JSON object, but is a list"),
-        ("{", "not JSON"),
         ('{"vocab_size": "7"}', "vocab_size must be a whole number"),
         ('{"vocab_size": 7, "attention": 3}', "attention must be a name"),
         ('{"vocab_size": 7, "gate": 1}', "gate must be true or false"),
@@ -105,7 +104,7 @@ def unchecked_types(monkeypatch):
 )
 def test_wrong_json_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        LanguageModelConfig.from_json(text)
+        LanguageModelConfig.from_dict(json.loads(text))
 
 
 @pytest.mark.parametrize("dim", [16, 32, 40])
