@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from linattn.cli.errors import CommandError
-from linattn.cli.options import TrainOptions, add_options, given_options, resumed_options
+from linattn.cli.options import add_options, given_options, new_options, resumed_options
 from linattn.cli.run_folder import open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.data:
             raise CommandError("DATA is missing: name files or folders of text")
         require_free(arguments.out, replace=arguments.replace)
-        options = TrainOptions(**given)
+        options = new_options(given)
         vocabulary = load_vocabulary(options.tokenizer)
     # imported late, because the import takes seconds and errors should come first
     from linattn.cli.training import train

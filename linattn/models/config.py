@@ -13,6 +13,7 @@ import torch
 
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
+from linattn.models.presets import PRESETS
 from linattn.nn import GatedConvolution, MultiheadAttention
 from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_dim
 from linattn.nn.checks import check_numbers, check_sizes
@@ -82,6 +83,13 @@ class LanguageModelConfig:
         _check_combinations(self)
         _check_layers(self)
 
+    @staticmethod
+    def preset(name: str, **options: Any) -> "LanguageModelConfig":
+        """Return the configuration of a published architecture, a `name` of `PRESETS`.
+
+        The `options` are fields, `vocab_size` among them; they win over those of the preset."""
+        return LanguageModelConfig.from_dict(preset_fields(name, options) | options)
+
     @property
     def hidden_dim(self) -> int:
         """The hidden units of the feed-forward, a multiple of 8 in the gated one, for matrix units."""
@@ -145,6 +153,15 @@ class LanguageModelConfig:
             name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
         return LanguageModelConfig(**values)
+
+
+def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that an architecture of `PRESETS` sets, for the sizes that are among the options."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    sizes = {size: options.get(size, getattr(LanguageModelConfig, size)) for size in ("dim", "depth", "num_heads")}
+    check_sizes(**sizes)
+    return PRESETS[name].fields(**sizes)
 
 
 def _check_field(each: dataclasses.Field, value: Any) -> None:
