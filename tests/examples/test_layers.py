@@ -1,0 +1,99 @@
+"""Each layer of examples/layers is `MultiheadAttention` with the same weights, in outputs and in all gradients."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from examples.layers.gated_deltanet import GatedDeltaNet
+from examples.layers.gla import GatedLinearAttention
+from examples.layers.mamba2 import Mamba2
+from examples.layers.performer import PerformerAttention
+from linattn import MultiheadAttention, named_attention
+from linattn.feature_maps.random_projection import default_num_features
+
+DIM, HEADS = 24, 3
+FOLDER = Path(inspect.getfile(GatedDeltaNet)).parent
+
+# their names on the left, those of MultiheadAttention on the right
+CONVOLUTIONS = {f"{name}_conv": f"convolution.parts.{place}" for place, name in enumerate("qkv")}
+HEAD_DECAY = {"step_proj": "gates.decay.proj", "step_bias": "gates.decay.dt_bias", "log_rate": "gates.decay.A_log"}
+ON_PROJECTIONS = {"convolution": 4, "convolution_on": "projections"}
+
+
+class Example(NamedTuple):
+    make: Callable[..., nn.Module]
+    sizes: dict[str, int]
+    attention: str
+    options: dict[str, Any]
+    names: dict[str, str]
+
+
+EXAMPLES = {
+    "gated_deltanet": Example(
+        GatedDeltaNet,
+        {"key_dim": 6, "head_dim": 10},
+        "gated_delta",
+        {"key_dim": 6, "head_dim": 10, **ON_PROJECTIONS, "head_norm": True, "gate": True},
+        {**CONVOLUTIONS, **HEAD_DECAY, "beta_proj": "gates.strength.proj", "norm": "head_norm"},
+    ),
+    "mamba2": Example(
+        Mamba2,
+        {"state_dim": 12, "head_dim": 10},
+        "ssd",
+        {"key_dim": 12, "head_dim": 10, **ON_PROJECTIONS, "value_skip": True, "gate": True, "gated_norm": True},
+        {**CONVOLUTIONS, **HEAD_DECAY, "skip": "value_skip", "norm": "gated_norm"},
+    ),
+    "gla": Example(
+        GatedLinearAttention,
+        {"key_dim": 6, "head_dim": 10},
+        "gla",
+        {"key_dim": 6, "head_dim": 10, "head_norm": True, "gate": True},
+        {"decay_in": "gates.decay.in_proj", "decay_out": "gates.decay.out_proj", "norm": "head_norm"},
+    ),
+    "performer": Example(
+        PerformerAttention,
+        {"num_features": default_num_features(DIM // HEADS)},
+        "favor",
+        {},
+        {"projection": "inner.feature_map.projection"},
+    ),
+}
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """Return the name in MultiheadAttention of a tensor of an example."""
+    for theirs, ours in names.items():
+        if name == theirs or name.startswith(f"{theirs}."):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+@every_example
+def test_the_layer_is_multihead_attention(name):
+    make, sizes, attention, options, names = EXAMPLES[name]
+    example = make(DIM, HEADS, **sizes).double()
+    inner = named_attention(attention, num_heads=HEADS, head_dim=options.get("key_dim", DIM // HEADS), causal=True)
+    layer = MultiheadAttention(DIM, HEADS, inner, **options).double()
+    layer.load_state_dict({renamed(key, names): tensor for key, tensor in example.state_dict().items()})
+    x, dy = torch.randn(2, 2, 70, DIM, dtype=torch.float64)
+    y = example(x)
+    assert_close(y, layer(x))
+    weights, own_names = dict(layer.named_parameters()), [key for key, _ in example.named_parameters()]
+    found = torch.autograd.grad(y, [*example.parameters()], dy)
+    expected = torch.autograd.grad(layer(x), [weights[renamed(key, names)] for key in own_names], dy)
+    for key, gradient, wanted in zip(own_names, found, expected, strict=True):
+        assert gradient.any(), key
+        assert_close(gradient, wanted)
+
+
+def test_every_file_is_tested_and_fits_on_a_screen():
+    files = {path.stem: path.read_text("utf-8") for path in FOLDER.glob("*.py")}
+    assert files.keys() == EXAMPLES.keys()
+    assert all(len(text.splitlines()) <= 60 and "https://arxiv.org/abs/" in text for text in files.values())
