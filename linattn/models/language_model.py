@@ -2,7 +2,7 @@
 
 import math
 from os import PathLike
-from typing import Any, NamedTuple, cast, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
-from linattn.ops.state import checked_parts
+from linattn.nn.residual import Stack, Step
 from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
@@ -33,14 +33,14 @@ class LanguageModel(TokenModel):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        self.blocks = BlockSequence(*(Block(config, layer) for layer in range(config.depth)))
         self.norm = _norm(config)
         self.tied = config.tie_embeddings
         self.head = None if self.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def get_stack(self) -> "BlockSequence":
-        return BlockSequence(self.blocks)
+        return self.blocks
 
     def forward(self, tokens: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of the token after each one; of the token itself, if the model is an encoder."""
@@ -115,24 +115,17 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class BlockSequence(NamedTuple):
-    """Blocks, called as a `ResidualSequence` is. No block attends to a context."""
+class BlockSequence(Stack, nn.Sequential):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """x ← block(x) for each block in turn. Its items are the blocks."""
 
-    blocks: nn.ModuleList
+    @property
+    def depth(self) -> int:
+        return len(self)
 
-    def __call__(self, x: Tokens, *, key_mask: TokenMask, context: None, context_mask: None) -> Tokens:
-        for block in self.blocks:
-            x = block(x, key_mask=key_mask)
+    def run(self, x: Tokens, step: Step) -> Tokens:
+        for block in self:
+            x = step(block, x)
         return x
-
-    def extend(
-        self, x: Tokens, state: tuple[Any, ...] | None, *, key_mask: TokenMask, context: None, context_mask: None
-    ) -> tuple[Tokens, tuple[Any, ...]]:
-        states = []
-        for block, past in zip(self.blocks, checked_parts(state, len(self.blocks)), strict=True):
-            x, after = cast(Block, block).extend(x, past, key_mask=key_mask)
-            states.append(after)
-        return x, tuple(states)
 
 
 def _norm(config: LanguageModelConfig) -> nn.Module:

@@ -7,20 +7,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.nn.attention import MultiheadAttention
+from linattn.nn.checks import given
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.state import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class Call(NamedTuple):
-    """The arguments of every branch, beside x."""
+    """The arguments of a branch, beside x. One that is None is not passed on."""
 
-    key_mask: TokenMask
-    context: Context
-    context_mask: ContextMask
+    key_mask: TokenMask = None
+    context: Context = None
+    context_mask: ContextMask = None
 
     def __call__(self, branch: Any, x: Tokens) -> Any:
-        return branch(x, **self._asdict())
+        return branch(x, **given(**self._asdict()))
 
     def checked(self, attends: bool, reason: str) -> "Call":
         """Raise ValueError for a context that nothing attends to, with the reason, and for a mask without a context."""
