@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import AnyGates
-from linattn.ops.state import check_part
+from linattn.ops.nested import check_part
 from linattn.ops.tokens.compaction import per_query_head
 from linattn.ops.tokens.rotary import turn, turns
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values

@@ -11,8 +11,9 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.linear import causal_linear_attention, linear_attention
+from linattn.ops.nested import check_part
 from linattn.ops.numerics import accumulator, divide
-from linattn.ops.state import LinearState, check_part
+from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
 from linattn.ops.tokens.rotary import turn, turns
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values

@@ -13,10 +13,10 @@ import torch
 
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
+from linattn.checks import check_numbers, check_sizes
 from linattn.models.presets import PRESETS
 from linattn.nn import GatedConvolution, MultiheadAttention
 from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_dim
-from linattn.nn.checks import check_numbers, check_sizes
 from linattn.ops.names import did_you_mean, unknown_name
 
 _ARGUMENTS = inspect.signature(MultiheadAttention).parameters

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import given
 from linattn.nn.attention import MultiheadAttention
-from linattn.nn.checks import given
 from linattn.nn.token_shift import TokenShift
-from linattn.ops.state import check_part, checked_kind
+from linattn.ops.nested import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 

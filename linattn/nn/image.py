@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.linear import LinearAttention
+from linattn.checks import check_sizes, given
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
-from linattn.nn.checks import check_sizes, given
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]

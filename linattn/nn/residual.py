@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import given
 from linattn.nn.branch import Branch, Call
-from linattn.nn.checks import given
 from linattn.nn.reversal import run_reversibly
 from linattn.ops.names import unknown_name
-from linattn.ops.state import checked_parts
+from linattn.ops.nested import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 Step = Callable[[Any, Tokens], Tokens]

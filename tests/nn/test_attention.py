@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from linattn.attention.named import named_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.nn import MultiheadAttention
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 DIM, HEADS = 24, 4
 OPTIONS = {

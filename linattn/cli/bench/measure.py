@@ -24,7 +24,7 @@ from linattn.cli.bench.peers import PEERS
 from linattn.cli.bench.record import BYTES, SECONDS, STATE_BYTES, Case, Curve, Dropped, Measurement, Setup
 from linattn.cli.bench.workloads import MODEL_METHODS, POSITIONS, Call, batched_products, prepare
 from linattn.cli.errors import one_line
-from linattn.ops.state import num_bytes
+from linattn.ops.nested import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 # timing lasts at least so many seconds: short calls are repeated

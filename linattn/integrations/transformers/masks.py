@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Tells for (row, head, query, key), as integers that broadcast, whether the query sees the key."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linattn.checks import check_sizes, given
 from linattn.integrations.transformers.linearize.observe import SOFTMAX, Attended, Batch, attending_by, observe
 from linattn.integrations.transformers.linearize.parts import LayerSpec, LinearizedAttention, linearized_layers
-from linattn.nn.checks import check_sizes, given
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 TAYLOR_CHANNELS = 16, 32
 """Second-order Taylor features keep half of a head's channels, at least and at most these: φ has 153 numbers for 16 of

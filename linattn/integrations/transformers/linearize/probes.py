@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linattn.integrations.transformers.linearize.observe import attending_by, evaluating, run
-from linattn.ops.state import num_bytes
+from linattn.ops.nested import num_bytes
 
 NEEDLE = 32
 """Tokens of a passage that comes twice, whose second half must be recalled the second time."""

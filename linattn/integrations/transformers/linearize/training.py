@@ -20,10 +20,10 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from linattn.checks import check_numbers, check_sizes, given
 from linattn.integrations.transformers.linearize.distance import Diverged, require_batches
 from linattn.integrations.transformers.linearize.observe import Batch, keeping_modes
 from linattn.integrations.transformers.schedule import Schedule
-from linattn.nn.checks import check_numbers, check_sizes, given
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]
 """The loss of a model on a batch."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linattn.checks import check_numbers
 from linattn.integrations.transformers.linearize.distance import (
     divergence,
     layer_distance,
@@ -21,7 +22,6 @@ from linattn.integrations.transformers.linearize.distance import (
 from linattn.integrations.transformers.linearize.observe import Batch, run
 from linattn.integrations.transformers.linearize.parts import linearized_layers, own_attention
 from linattn.integrations.transformers.linearize.training import Budget, Training, train
-from linattn.nn.checks import check_numbers
 
 
 @dataclass(frozen=True)

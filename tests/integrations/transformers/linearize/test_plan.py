@@ -14,7 +14,7 @@ from linattn.integrations.transformers.linearize import (
     load_linearized,
     plan,
 )
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 from ..families import DECODERS, ENCODER_DECODERS, ENCODERS, GROUPED, IMAGES, TOKENS, WINDOWED, every, make
 from ..test_attention import logits, tokens
