@@ -1,4 +1,4 @@
-"""The configuration of a language model: one frozen value that goes to JSON and back."""
+"""The configuration of a language model: one frozen value, which converts to a dict for JSON and back."""
 
 import dataclasses
 import inspect
@@ -207,7 +207,7 @@ def _check_layers(config: LanguageModelConfig) -> None:
 # transformers reads each field of the same configuration many times
 @lru_cache
 def _has_strength(config: LanguageModelConfig) -> bool:
-    """Build each kind of layer once, as only that shows whether it can be built, and say whether one has β."""
+    """Return whether a layer has a write strength β. Building each kind of layer once raises what is wrong with it."""
     layers = {name: layer for layer, name in enumerate(config.layers)}.values()
     # random features must not show in the caller's randomness
     with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -23,7 +23,7 @@ _GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 @final
 class LanguageModel(TokenModel):
-    """Embeddings, blocks, a last norm and the logits of the next token. `config` says which and how wide.
+    """Embeddings, blocks, a last norm and the logits of the next token, as the `config` describes them.
 
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 

@@ -21,7 +21,7 @@ from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.names import unknown_name
 from linattn.ops.nested import check_part, checked_kind, for_batch
-from linattn.ops.tokens.rotary import turn, turns
+from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 CONVOLUTIONS_ON = ("inputs", "projections")
@@ -220,8 +220,8 @@ class MultiheadAttention(nn.Module):
                 age, after = ages(starts, key_mask)
                 positions = torch.where(age < UNKNOWN, age, positions)
                 position = torch.where(after < UNKNOWN, after, position)
-            angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
-            q, k = turn(q, *angles), turn(k, *angles)
+            rotation = rotations(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
+            q, k = rotate_by(q, *rotation), rotate_by(k, *rotation)
         return q, k, v, convolution, position
 
     def _gates(self, x: Tensor, key_mask: Tensor | None, starts: Tensor | None) -> AnyGates:
