@@ -1,9 +1,10 @@
-"""Each layer of examples/layers is `MultiheadAttention` with the same weights, in outputs and in all gradients."""
+"""Each layer of examples/layers is `MultiheadAttention` with the options of its preset and the same weights, in outputs
+and in all gradients."""
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from examples.layers.mamba2 import Mamba2
 from examples.layers.performer import PerformerAttention
 from linattn import MultiheadAttention, named_attention
 from linattn.feature_maps.random_projection import default_num_features
+from linattn.models import PRESETS
+from tests.models.presets import attention_options
 
 DIM, HEADS = 24, 3
 FOLDER = Path(inspect.getfile(GatedDeltaNet)).parent
@@ -23,14 +26,14 @@ FOLDER = Path(inspect.getfile(GatedDeltaNet)).parent
 # their names on the left, those of MultiheadAttention on the right
 CONVOLUTIONS = {f"{name}_conv": f"convolution.parts.{place}" for place, name in enumerate("qkv")}
 HEAD_DECAY = {"step_proj": "gates.decay.proj", "step_bias": "gates.decay.dt_bias", "log_rate": "gates.decay.A_log"}
-ON_PROJECTIONS = {"convolution": 4, "convolution_on": "projections"}
 
 
 class Example(NamedTuple):
+    """A layer, named as its preset: constructor, sizes, those of MultiheadAttention, and names of tensors."""
+
     make: Callable[..., nn.Module]
     sizes: dict[str, int]
-    attention: str
-    options: dict[str, Any]
+    our_sizes: dict[str, int]
     names: dict[str, str]
 
 
@@ -38,29 +41,25 @@ EXAMPLES = {
     "gated_deltanet": Example(
         GatedDeltaNet,
         {"key_dim": 6, "head_dim": 10},
-        "gated_delta",
-        {"key_dim": 6, "head_dim": 10, **ON_PROJECTIONS, "head_norm": True, "gate": True},
+        {"key_dim": 6, "head_dim": 10},
         {**CONVOLUTIONS, **HEAD_DECAY, "beta_proj": "gates.strength.proj", "norm": "head_norm"},
     ),
     "mamba2": Example(
         Mamba2,
         {"state_dim": 12, "head_dim": 10},
-        "ssd",
-        {"key_dim": 12, "head_dim": 10, **ON_PROJECTIONS, "value_skip": True, "gate": True, "gated_norm": True},
+        {"key_dim": 12, "head_dim": 10},
         {**CONVOLUTIONS, **HEAD_DECAY, "skip": "value_skip", "norm": "gated_norm"},
     ),
     "gla": Example(
         GatedLinearAttention,
         {"key_dim": 6, "head_dim": 10},
-        "gla",
-        {"key_dim": 6, "head_dim": 10, "head_norm": True, "gate": True},
+        {"key_dim": 6, "head_dim": 10},
         {"decay_in": "gates.decay.in_proj", "decay_out": "gates.decay.out_proj", "norm": "head_norm"},
     ),
     "performer": Example(
         PerformerAttention,
         {"num_features": default_num_features(DIM // HEADS)},
-        "favor",
-        {},
+        {"key_dim": DIM // HEADS},
         {"projection": "inner.feature_map.projection"},
     ),
 }
@@ -77,10 +76,10 @@ def renamed(name: str, names: dict[str, str]) -> str:
 
 @every_example
 def test_the_layer_is_multihead_attention(name):
-    make, sizes, attention, options, names = EXAMPLES[name]
-    example = make(DIM, HEADS, **sizes).double()
-    inner = named_attention(attention, num_heads=HEADS, head_dim=options.get("key_dim", DIM // HEADS), causal=True)
-    layer = MultiheadAttention(DIM, HEADS, inner, **options).double()
+    make, sizes, our_sizes, names = EXAMPLES[name]
+    example, method = make(DIM, HEADS, **sizes).double(), PRESETS[name].attention[0]
+    inner = named_attention(method, num_heads=HEADS, head_dim=our_sizes["key_dim"], causal=True)
+    layer = MultiheadAttention(DIM, HEADS, inner, **(attention_options(name) | our_sizes)).double()
     layer.load_state_dict({renamed(key, names): tensor for key, tensor in example.state_dict().items()})
     x, dy = torch.randn(2, 2, 70, DIM, dtype=torch.float64)
     y = example(x)
