@@ -22,7 +22,7 @@ from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.attention.weights import attention_weights
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 __all__ = [
     "ATTENTIONS",

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner, checked_ungated
+from linattn.ops.nested import map_state
 from linattn.ops.numerics import check_exported_length
-from linattn.ops.state import map_state
 from linattn.ops.tokens.compaction import pack_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

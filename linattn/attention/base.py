@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linattn.attention.checks import check_keys, checked_heads
 from linattn.attention.gates import AnyGates, AnyNeeds, checked_gates
 from linattn.feature_maps.base import FeatureMap
-from linattn.ops.state import checked_kind
+from linattn.ops.nested import checked_kind
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 

@@ -12,9 +12,10 @@ from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungate
 from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
 from linattn.feature_maps.base import Features
 from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.nested import check_tokens
 from linattn.ops.numerics import check_exported_length
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState, check_tokens
+from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import join_masks, pack_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

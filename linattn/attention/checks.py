@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from linattn.ops.state import batch_size, for_batch
+from linattn.checks import check_boolean
+from linattn.ops.nested import batch_size, for_batch
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -16,8 +16,7 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"every key must have a value, but {shapes}")
     if key_mask is None:
         return
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean, True where a key is present, but is {key_mask.dtype}")
+    check_boolean(key_mask)
     b, hk, m, _ = k.shape
     sizes = key_mask.shape
     if len(sizes) != 3 or sizes[0] not in (1, b) or sizes[1] not in (1, hk) or sizes[2] != m:

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import check_sizes
+
 
 @final
 class Decay(nn.Module):
@@ -16,8 +18,7 @@ class Decay(nn.Module):
 
     def __init__(self, num_key_heads: int, *, learned: bool = False):
         super().__init__()
-        if num_key_heads < 1:
-            raise ValueError(f"num_key_heads must be at least 1, but is {num_key_heads}")
+        check_sizes(num_key_heads=num_key_heads)
         self.num_key_heads, self.learned = num_key_heads, learned
         if learned:
             self.w = nn.Parameter(torch.empty(num_key_heads))

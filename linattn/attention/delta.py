@@ -11,8 +11,8 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import unit
 from linattn.ops.delta import causal_delta_attention
+from linattn.ops.nested import check_part
 from linattn.ops.numerics import accumulator
-from linattn.ops.state import check_part
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

@@ -11,9 +11,10 @@ from linattn.attention.base import InnerAttention, finite, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.linear import causal_linear_attention, read, summarize
+from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, divide, present
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState, check_part, checked_kind
+from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

@@ -14,9 +14,10 @@ from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
 from linattn.ops.linear import NORMALIZATIONS, causal_linear_attention, checked_decay, read, summarize
 from linattn.ops.names import unknown_name
+from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, present
 from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState, check_part, checked_kind
+from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

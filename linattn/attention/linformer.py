@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
+from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator
 from linattn.ops.softmax.kernel import softmax_attention
-from linattn.ops.state import checked_kind
 from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

@@ -4,6 +4,7 @@ Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://
 from typing import final
 
 from linattn.attention.base import InnerAttention
+from linattn.checks import check_sizes
 from linattn.ops.softmax.local import LocalState, Window, extend_local, local_attention
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -25,8 +26,7 @@ class LocalAttention(InnerAttention):
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()
-        if window < 1:
-            raise ValueError(f"a window holds at least one token, but window is {window}")
+        check_sizes(window=window)
         self.size, self.causal, self.bucketed = window, causal, bucketed
 
     @property

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import AnyGates
-from linattn.ops.state import check_part
+from linattn.ops.nested import check_part
 from linattn.ops.tokens.compaction import per_query_head
-from linattn.ops.tokens.rotary import turn, turns
+from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -25,7 +25,7 @@ class RotaryState(NamedTuple):
 @final
 class RotaryAttention(InnerAttention):
     """inner(R_i q_i, R_j k_j, v_j): rotates the queries and keys of `inner`, those of the same tokens, by their
-    positions: channels c and c + ⌊d/2⌋ by the angle i · base^(−c/⌊d/2⌋), so that a larger `base` turns more slowly.
+    positions: channels c and c + ⌊d/2⌋ by the angle i · base^(−c/⌊d/2⌋), so that a larger `base` rotates more slowly.
 
     q·k then depends on i − j alone, and so does softmax attention. A feature map sees channels, so with one the output
     depends on absolute positions too. Masked tokens have no position."""
@@ -54,9 +54,9 @@ class RotaryAttention(InnerAttention):
         """Return the rotated queries and keys, and the number of tokens seen by their end."""
         check_same_tokens(q, k)
         positions, end = count_positions(k, start, key_mask)
-        angles = turns(positions, k.shape[-1], k.dtype, base=self.base)
-        of_queries = (per_query_head(x, q.shape[1]) for x in angles)
-        return turn(q, *of_queries), turn(k, *angles), end
+        rotation = rotations(positions, k.shape[-1], k.dtype, base=self.base)
+        of_queries = (per_query_head(x, q.shape[1]) for x in rotation)
+        return rotate_by(q, *of_queries), rotate_by(k, *rotation), end
 
 
 def check_same_tokens(q: Tensor, k: Tensor) -> None:

@@ -11,10 +11,11 @@ from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import check_same_tokens, count_positions
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.linear import causal_linear_attention, linear_attention
+from linattn.ops.nested import check_part
 from linattn.ops.numerics import accumulator, divide
-from linattn.ops.state import LinearState, check_part
+from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
-from linattn.ops.tokens.rotary import turn, turns
+from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -33,8 +34,8 @@ _Term = tuple[Tensor, Tensor, Tensor]
 class RotaryLinearAttention(InnerAttention):
     """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), over all j or, if `causal`, j ≤ i: only the
     numerator has rotated features, as a negative similarity is harmless there. Queries and keys belong to the same
-    tokens; masked tokens have no position. R_i turns features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger
-    `base` turns more slowly.
+    tokens; masked tokens have no position. R_i rotates features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger
+    `base` rotates more slowly.
 
     φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
 
@@ -82,5 +83,5 @@ class RotaryLinearAttention(InnerAttention):
         # numerator and denominator are rounded once, after the division
         q, k, v = (x.to(accumulator(v.dtype)) for x in (queries.value(), keys.value(), v))
         q, k, v = group_queries(q, k.shape[1]), k.unsqueeze(2), v.unsqueeze(2)
-        angles = turns(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
-        return (turn(q, *angles), turn(k, *angles), v), (q, k, torch.ones_like(v[..., :1]))
+        rotation = rotations(positions.unsqueeze(2), k.shape[-1], k.dtype, base=self.base)
+        return (rotate_by(q, *rotation), rotate_by(k, *rotation), v), (q, k, torch.ones_like(v[..., :1]))

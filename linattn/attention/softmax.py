@@ -5,9 +5,9 @@ from typing import final
 import torch
 
 from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.ops.nested import check_tokens
 from linattn.ops.numerics import present
 from linattn.ops.softmax.kernel import among_present, fused_softmax, softmax_attention
-from linattn.ops.state import check_tokens
 from linattn.ops.tokens.compaction import join_masks, per_query_head
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 

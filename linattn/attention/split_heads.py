@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import SplitNeeds
-from linattn.ops.state import checked_parts
+from linattn.ops.nested import checked_parts
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 _PerPart = tuple[Any, ...]

@@ -10,7 +10,7 @@ import torch
 
 from linattn.cli.run_folder import Description, Run, open_run
 from linattn.models import LanguageModel
-from linattn.ops.state import num_bytes
+from linattn.ops.nested import num_bytes
 
 SUMMARY = "describe a run"
 

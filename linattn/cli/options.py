@@ -14,7 +14,8 @@ from typing import Any
 from linattn.cli import argument_types as parse
 from linattn.cli.typed_json import read_json
 from linattn.console.errors import CommandError, explained
-from linattn.models import LanguageModelConfig
+from linattn.models import PRESETS, LanguageModelConfig
+from linattn.models.config import preset_fields
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
 BY_TYPE: dict[Any, parse.Parsing] = {
@@ -57,6 +58,12 @@ data, training, reports = (partial(option, group=group) for group in ("data", "t
 class TrainOptions(ModelOptions):
     """The options of the model, which are the fields of its configuration, and all others."""
 
+    preset: str | None = option(
+        None,
+        f"take the options of a published architecture where none are given: {', '.join(PRESETS)}",
+        {"choices": list(PRESETS), "metavar": "NAME"},
+        group="model",
+    )
     tokenizer: str | None = data(
         None, "file of the tokenizers package (default: bytes are the tokens)", {"metavar": "FILE"}
     )
@@ -105,6 +112,17 @@ class TrainOptions(ModelOptions):
 
 
 OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
+
+
+def new_options(given: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of a new run. With a preset, those that neither it nor the user gives are the library's."""
+    if (name := given.get("preset")) is None:
+        return TrainOptions(**given)
+    defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}
+    fields = defaults | preset_fields(name, given)
+    if isinstance(fields["attention"], str):
+        fields["attention"] = (fields["attention"],)
+    return TrainOptions(**(fields | dict(given)))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

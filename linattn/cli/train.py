@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from linattn.cli.options import TrainOptions, add_options, given_options, resumed_options
+from linattn.cli.options import add_options, given_options, new_options, resumed_options
 from linattn.cli.run_folder import open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.data:
             raise CommandError("DATA is missing: name files or folders of text")
         require_free(arguments.out, replace=arguments.replace)
-        options = TrainOptions(**given)
+        options = new_options(given)
         vocabulary = load_vocabulary(options.tokenizer)
     # imported late, because the import takes seconds and errors should come first
     from linattn.cli.training import train

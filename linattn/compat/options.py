@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn.nn.checks import check_sizes
+from linattn.checks import check_sizes
 
 
 @final

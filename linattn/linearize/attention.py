@@ -19,7 +19,7 @@ from linattn.integrations.transformers.stock_attention.attention import OWN, att
 from linattn.integrations.transformers.stock_attention.cache import AttentionLayer
 from linattn.linearize.initialization import initialize_decays, with_decay
 from linattn.nn import ShortConvolution, token_gates
-from linattn.ops.state import checked_parts
+from linattn.ops.nested import checked_parts
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 EXACT = (LocalAttention, SoftmaxAttention)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linattn.checks import check_sizes, given
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, linearized_layers
 from linattn.linearize.calls import SOFTMAX, AttentionCall, Batch, attention_function, observe
-from linattn.nn.checks import check_sizes, given
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 TAYLOR_CHANNELS = 16, 32
 """Second-order Taylor features keep half of a head's channels, at least and at most these: φ has 153 numbers for 16

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linattn.linearize.calls import attention_function, run
 from linattn.nn.modes import evaluating
-from linattn.ops.state import num_bytes
+from linattn.ops.nested import num_bytes
 
 NEEDLE = 32
 """The number of tokens in a passage that a row begins and ends with. The end of its second half is to be recalled."""

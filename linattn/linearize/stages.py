@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linattn.checks import check_numbers
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch, run
 from linattn.linearize.distance import divergence, layer_distance, layer_outputs, output_distance, with_labels
 from linattn.linearize.training import Budget, Training, train
-from linattn.nn.checks import check_numbers
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
+from linattn.checks import check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
 from linattn.models.storage import atomic_file
-from linattn.nn.checks import check_numbers, check_sizes, given
 from linattn.nn.modes import evaluating
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]

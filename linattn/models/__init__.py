@@ -5,12 +5,15 @@ from linattn.models.encoder_decoder import EncoderDecoder
 from linattn.models.generation import Sampling, generate, stream
 from linattn.models.language_model import LanguageModel
 from linattn.models.loss import next_token_loss
+from linattn.models.presets import PRESETS, Preset
 from linattn.models.token_model import SequenceModel, TokenModelState
 
 __all__ = [
+    "PRESETS",
     "EncoderDecoder",
     "LanguageModel",
     "LanguageModelConfig",
+    "Preset",
     "Sampling",
     "SequenceModel",
     "TokenModelState",

@@ -1,25 +1,40 @@
-"""The configuration of a language model: one frozen value that goes to JSON and back."""
+"""The configuration of a language model: one frozen value, which converts to a dict for JSON and back."""
 
 import dataclasses
-import json
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from linattn.attention.base import InnerAttention
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
+from linattn.checks import check_numbers, check_sizes
+from linattn.models.presets import PRESETS
+from linattn.nn import GatedConvolution, MultiheadAttention
+from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_dim
 from linattn.ops.names import did_you_mean, unknown_name
 
+_ARGUMENTS = inspect.signature(MultiheadAttention).parameters
+# the docstring has a line per argument; without docstrings, as python -OO has it, there are no help texts
+_ARGUMENT_LINES = dict(re.findall(r"^- `(\w+)`: (.+)$", inspect.getdoc(MultiheadAttention) or "", re.MULTILINE))
 
-def _option(default: Any, description: str, *, least: int = 1, choices: tuple[str | None, ...] = ()) -> Any:
+
+def _option(default: Any, description: str, *, least: int = 1, choices: Iterable[str | None] = ()) -> Any:
     """Return a field. `linattn train` makes an option of it, with the same name and description.
 
     `least` is the least value of an integer."""
-    return field(default=default, metadata={"help": description, "least": least, "choices": choices})
+    return field(default=default, metadata={"help": description, "least": least, "choices": tuple(choices)})
+
+
+def _attention_option(name: str, default: Any = ..., *, least: int = 1, choices: Iterable[str | None] = ()) -> Any:
+    """Return the field for an argument of `MultiheadAttention`, with its default and its line of the docstring."""
+    default = _ARGUMENTS[name].default if default is ... else default
+    return _option(default, _ARGUMENT_LINES.get(name, ""), least=least, choices=choices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +48,26 @@ class LanguageModelConfig:
     vocab_size: int = field(metadata={"least": 1, "choices": ()})
     dim: int = _option(256, "width of the model")
     depth: int = _option(4, "number of layers")
-    num_heads: int = _option(4, "attention heads per layer")
+    num_heads: int = _attention_option("num_heads", 4)
     attention: str | tuple[str, ...] = _option("local+elu", "such as elu or local:3+elu:1; or one for each layer")
-    num_key_heads: int | None = _option(
-        None, "fewer heads for keys and values, shared by consecutive query heads (default: as many)"
-    )
-    head_dim: int | None = _option(None, "width of a head (default: dim / num_heads)")
-    key_dim: int | None = _option(
-        None, 'width of a head\'s queries and keys, small for maps such as "taylor2" (default: that of its values)'
-    )
+    num_key_heads: int | None = _attention_option("num_key_heads")
+    head_dim: int | None = _attention_option("head_dim")
+    key_dim: int | None = _attention_option("key_dim")
     window: int = _option(128, "tokens that a local head sees, its own among them")
-    rotary: float | None = _option(10000.0, "base of the rotary positions in queries and keys, or none")
+    rotary: float | None = _attention_option("rotary", 10000.0)
     positions: str | None = _option(
         None, "learned: add a learned vector for each position to the embeddings", choices=(None, "learned")
     )
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
-    convolution: int = _option(0, "width of the short causal convolution before q, k and v (0: none)", least=0)
-    convolution_on: str = _option(
-        "inputs",
-        "the convolution is on the inputs of q, k and v, or on their projections with a SiLU",
-        choices=("inputs", "projections"),
-    )
-    beta_limit: float = _option(1.0, "largest write strength of delta, gated_delta and kda; 2 lets them track states")
-    unit_keys: bool = _option(False, "divide q and k of each head by their lengths, as the delta rule always does")
-    value_skip: bool = _option(False, "add D v to each head's output, with a learned D, as in Mamba-2")
-    head_norm: bool = _option(False, "RMSNorm of each head's output, which un-normalised attention needs")
-    gate: bool = _option(False, "multiply the attention's output by silu(W x)")
-    gate_function: str = _option("silu", "of W x in the gate", choices=("silu", "sigmoid"))
-    gated_norm: bool = _option(False, "RMSNorm of the attention's output after the gate, as in Mamba-2")
+    convolution: int = _attention_option("convolution", least=0)
+    convolution_on: str = _attention_option("convolution_on", choices=CONVOLUTIONS_ON)
+    beta_limit: float = _attention_option("beta_limit")
+    value_skip: bool = _attention_option("value_skip")
+    gate: bool = _attention_option("gate")
+    gate_function: str = _attention_option("gate_function", choices=GATE_FUNCTIONS)
+    unit_keys: bool = _attention_option("unit_keys")
+    head_norm: bool = _attention_option("head_norm")
+    gated_norm: bool = _attention_option("gated_norm")
     feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
     mlp_ratio: float = _option(
         4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
@@ -71,10 +78,17 @@ class LanguageModelConfig:
     causal: bool = field(default=True, metadata={"least": 1, "choices": ()})
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        for misfit in _misfits(self):
-            raise ValueError(misfit)
-        _check_attention(self)
+        for each in dataclasses.fields(self):
+            _check_field(each, getattr(self, each.name))
+        _check_combinations(self)
+        _check_layers(self)
+
+    @staticmethod
+    def preset(name: str, **options: Any) -> "LanguageModelConfig":
+        """Return the configuration of a published architecture, a `name` of `PRESETS`.
+
+        The `options` are fields, `vocab_size` among them; they win over those of the preset."""
+        return LanguageModelConfig.from_dict(preset_fields(name, options) | options)
 
     @property
     def hidden_dim(self) -> int:
@@ -101,16 +115,25 @@ class LanguageModelConfig:
             raise ValueError(f"a convolution is causal: an encoder has none, but its layer is {self.layers[layer]!r}")
         return int(width)
 
-    def inner_attention(self, layer: int) -> InnerAttention:
-        head_dim = self.dim // self.num_heads if self.head_dim is None else self.head_dim
-        return named_attention(
+    def mixer(self, layer: int) -> MultiheadAttention | GatedConvolution:
+        """Build the part of a layer that mixes tokens: attention, or a gated convolution."""
+        width = self.convolution_width(layer)
+        if width is not None:
+            return GatedConvolution(self.dim, width, dropout=self.dropout)
+        key_heads = self.num_heads if self.num_key_heads is None else self.num_key_heads
+        head_dim = checked_head_dim(self.dim, self.num_heads, key_heads, self.head_dim)
+        inner = named_attention(
             self.layers[layer],
             num_heads=self.num_heads,
             head_dim=head_dim if self.key_dim is None else self.key_dim,
-            num_key_heads=self.num_key_heads,
+            num_key_heads=key_heads,
             causal=self.causal,
             window=self.window,
         )
+        options = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name in _ARGUMENTS}
+        if not needs_strength(inner.needs):
+            del options["beta_limit"]
+        return MultiheadAttention(inner=inner, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
@@ -131,75 +154,62 @@ class LanguageModelConfig:
         }
         return LanguageModelConfig(**values)
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
 
-    @staticmethod
-    def from_json(text: str) -> "LanguageModelConfig":
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the configuration is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"the configuration must be a JSON object, but is a {type(fields).__name__}")
-        return LanguageModelConfig.from_dict(fields)
+def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that an architecture of `PRESETS` sets, for the sizes that are among the options."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    sizes = {size: options.get(size, getattr(LanguageModelConfig, size)) for size in ("dim", "depth", "num_heads")}
+    check_sizes(**sizes)
+    return PRESETS[name].fields(**sizes)
 
 
-def _check_fields(config: LanguageModelConfig) -> None:
-    for each in dataclasses.fields(config):
-        value, least, choices = getattr(config, each.name), each.metadata["least"], each.metadata["choices"]
-        if each.type is bool and not isinstance(value, bool):
-            raise ValueError(f"{each.name} must be true or false, but is {value!r}")
-        if (each.type is int or (each.type == int | None and value is not None)) and not (
-            isinstance(value, int) and not isinstance(value, bool) and value >= least
-        ):
-            raise ValueError(f"{each.name} must be an integer of at least {least}, but is {value!r}")
-        if choices and value not in choices:
-            raise unknown_name(each.name, value, choices)
+def _check_field(each: dataclasses.Field, value: Any) -> None:
+    least, choices = each.metadata["least"], each.metadata["choices"]
+    if each.type is bool and not isinstance(value, bool):
+        raise ValueError(f"{each.name} must be true or false, but is {value!r}")
+    if each.type is int or (each.type == int | None and value is not None):
+        check_sizes(**{each.name: value}, least=least)
+    if each.type is float or (each.type == float | None and value is not None):
+        check_numbers(least=0.0, **{each.name: value})
+    if choices and value not in choices:
+        raise unknown_name(each.name, value, choices)
 
 
-def _misfits(config: LanguageModelConfig) -> Iterator[str]:
-    """Say what is wrong with values and with combinations of values."""
-    if not (_is_number(config.dropout) and 0 <= config.dropout < 1):
-        yield f"dropout must be in [0, 1), but is {config.dropout!r}"
-    if not (_is_number(config.mlp_ratio) and 0 < config.mlp_ratio < math.inf):
-        yield f"mlp_ratio must be positive and finite, but is {config.mlp_ratio!r}"
+def _check_combinations(config: LanguageModelConfig) -> None:
+    """Raise ValueError for numbers and combinations that no layer checks."""
+    if config.dropout >= 1:
+        raise ValueError(f"dropout must be in [0, 1), but is {config.dropout!r}")
+    if config.mlp_ratio == 0:
+        raise ValueError("mlp_ratio must be positive, but is 0")
     if config.feed_forward == "none" and config.mlp_ratio != LanguageModelConfig.mlp_ratio:
-        yield f'mlp_ratio is of the feed-forward, but is {config.mlp_ratio} with feed_forward "none"'
-    if config.rotary is not None and not (_is_number(config.rotary) and 1 < config.rotary < math.inf):
-        yield f"rotary must be None or a base above 1, but is {config.rotary!r}"
-    if config.head_dim is None and config.dim % config.num_heads:
-        yield f"num_heads must divide dim, but they are {config.num_heads} and {config.dim}"
-    if config.num_key_heads is not None and config.num_heads % config.num_key_heads:
-        yield f"num_key_heads must divide num_heads, but they are {config.num_key_heads} and {config.num_heads}"
+        raise ValueError(f'mlp_ratio is of the feed-forward, but is {config.mlp_ratio} with feed_forward "none"')
     if (config.positions == "learned") != (config.max_length is not None):
-        yield (
+        raise ValueError(
             "max_length belongs to learned positions and they need it, "
             f"but positions is {config.positions!r} and max_length is {config.max_length!r}"
         )
-    if not (_is_number(config.beta_limit) and 0 < config.beta_limit <= 2):
-        yield f"beta_limit must be above 0 and at most 2, but is {config.beta_limit!r}"
-    if config.convolution_on != "inputs" and not config.convolution:
-        yield f"convolution_on is {config.convolution_on!r}, but convolution is 0: there is none"
-    if config.gate_function != "silu" and not config.gate:
-        yield f"gate_function is {config.gate_function!r}, but gate is false: there is none"
     if not config.causal and config.convolution:
-        yield f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}"
+        raise ValueError(f"a short convolution is causal: an encoder has none, but convolution is {config.convolution}")
 
 
-def _check_attention(config: LanguageModelConfig) -> None:
+def _check_layers(config: LanguageModelConfig) -> None:
     names = config.layers
     if not (isinstance(config.attention, (str, tuple)) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"attention must be a name or a name for each layer, but is {config.attention!r}")
     if len(names) != config.depth:
         raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
-    # only building an attention tells whether it can be built; random features must not show in the caller's randomness
-    with torch.random.fork_rng(devices=[]):
-        layers = {name: layer for layer, name in enumerate(names)}.values()
-        built = [config.inner_attention(layer) for layer in layers if config.convolution_width(layer) is None]
-    if config.beta_limit != 1 and not any(needs_strength(inner.needs) for inner in built):
+    has_strength = _has_strength(config)
+    if config.beta_limit != 1 and not has_strength:
         raise ValueError(f"beta_limit is of the delta rule, but is {config.beta_limit} and no layer has one")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+# transformers reads each field of the same configuration many times
+@lru_cache
+def _has_strength(config: LanguageModelConfig) -> bool:
+    """Return whether a layer has a write strength β. Building each kind of layer once raises what is wrong with it."""
+    layers = {name: layer for layer, name in enumerate(config.layers)}.values()
+    # random features must not show in the caller's randomness
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        mixers = [config.mixer(layer) for layer in layers]
+    return any(isinstance(mixer, MultiheadAttention) and needs_strength(mixer.inner.needs) for mixer in mixers)

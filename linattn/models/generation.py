@@ -87,7 +87,8 @@ def stream(
     `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first. ValueError if a token is
     not in the vocabulary, or if the model's positions do not suffice.
 
-    `state` is what came before the prompts, from `extend`, or of a decoder its context, from `begin`.
+    `state` is the state after the tokens before the prompts, from `extend`; or, for a decoder, that of its context,
+    from `begin`.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
     # a stack without attention does not say whether it is causal

@@ -2,34 +2,28 @@
 
 import math
 from os import PathLike
-from typing import Any, NamedTuple, cast, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention.gates import needs_strength
 from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
-from linattn.ops.state import checked_parts
+from linattn.nn.residual import Stack, Step
 from linattn.types import TokenIds, TokenMask, Tokens
 
 INIT_STD = 0.02
 
-# the options that the configuration and the attention have alike
-_ATTENTION_OPTIONS = (
-    *("num_key_heads", "head_dim", "key_dim", "rotary", "convolution", "convolution_on", "unit_keys", "value_skip"),
-    *("head_norm", "gate", "gate_function", "gated_norm", "dropout"),
-)
 _GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
 @final
 class LanguageModel(TokenModel):
-    """Embeddings, blocks, a last norm and the logits of the next token. `config` says which and how wide.
+    """Embeddings, blocks, a last norm and the logits of the next token, as the `config` describes them.
 
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own logits mean nothing."""
 
@@ -39,14 +33,14 @@ class LanguageModel(TokenModel):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = None if config.max_length is None else LearnedPositions(config.max_length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.depth))
+        self.blocks = BlockSequence(*(Block(config, layer) for layer in range(config.depth)))
         self.norm = _norm(config)
         self.tied = config.tie_embeddings
         self.head = None if self.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def get_stack(self) -> "BlockSequence":
-        return BlockSequence(self.blocks)
+        return self.blocks
 
     def forward(self, tokens: TokenIds, *, key_mask: TokenMask = None) -> Float[Tensor, "b n v"]:
         """Return the logits of the token after each one; of the token itself, if the model is an encoder."""
@@ -104,7 +98,7 @@ class Block(nn.Module):
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()
         self.mixer_norm = _norm(config)
-        self.mixer = _mixer(config, layer)
+        self.mixer = config.mixer(layer)
         self.feed_forward_norm = None if config.feed_forward == "none" else _norm(config)
         self.feed_forward = _feed_forward(config)
 
@@ -121,39 +115,22 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class BlockSequence(NamedTuple):
-    """Blocks, called as a `ResidualSequence` is. No block attends to a context."""
+class BlockSequence(Stack, nn.Sequential):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """x ← block(x) for each block in turn. Its items are the blocks."""
 
-    blocks: nn.ModuleList
+    @property
+    def depth(self) -> int:
+        return len(self)
 
-    def __call__(self, x: Tokens, *, key_mask: TokenMask, context: None, context_mask: None) -> Tokens:
-        for block in self.blocks:
-            x = block(x, key_mask=key_mask)
+    def run(self, x: Tokens, step: Step) -> Tokens:
+        for block in self:
+            x = step(block, x)
         return x
-
-    def extend(
-        self, x: Tokens, state: tuple[Any, ...] | None, *, key_mask: TokenMask, context: None, context_mask: None
-    ) -> tuple[Tokens, tuple[Any, ...]]:
-        states = []
-        for block, past in zip(self.blocks, checked_parts(state, len(self.blocks)), strict=True):
-            x, after = cast(Block, block).extend(x, past, key_mask=key_mask)
-            states.append(after)
-        return x, tuple(states)
 
 
 def _norm(config: LanguageModelConfig) -> nn.Module:
     # 1e-6 and 1e-5 are relative to activations of about 1, which the norm itself makes: the customary values
     return nn.RMSNorm(config.dim, eps=1e-6) if config.norm == "rms" else nn.LayerNorm(config.dim)
-
-
-def _mixer(config: LanguageModelConfig, layer: int) -> MultiheadAttention | GatedConvolution:
-    width = config.convolution_width(layer)
-    if width is not None:
-        return GatedConvolution(config.dim, width, dropout=config.dropout)
-    inner = config.inner_attention(layer)
-    options = {name: getattr(config, name) for name in _ATTENTION_OPTIONS}
-    beta_limit = config.beta_limit if needs_strength(inner.needs) else 1.0
-    return MultiheadAttention(config.dim, config.num_heads, inner, beta_limit=beta_limit, **options)
 
 
 def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward | None:

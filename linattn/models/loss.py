@@ -17,7 +17,7 @@ def next_token_loss(
 ) -> Float[Tensor, ""]:
     """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 
-    `logits` are those of `tokens[:, :-1]`, the last token has no next (or of all tokens: the last ones do not count).
+    `logits` are for `tokens[:, :-1]`, as no token follows the last one; in logits for all tokens the last do not count.
     Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
     count = tokens.shape[1] - 1
     if logits.shape[1] not in (count, count + 1):

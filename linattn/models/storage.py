@@ -72,10 +72,10 @@ def read_tensors(
     from safetensors.torch import load_file
 
     path = Path(folder) / WEIGHTS
-    found = _read(path, load_file, SafetensorError)
-    _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, found, path)
+    tensors = _read(path, load_file, SafetensorError)
+    _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, tensors, path)
     # copies, or the weights would be views of a file that someone may write to
-    return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in found.items()}
+    return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items()}
 
 
 def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
@@ -99,10 +99,10 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
 def check_version(version: Any, path: Path) -> None:
     """Raise ValueError unless this version wrote the model or is later than the one that did."""
     try:
-        written, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
+        writer, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
     except ValueError as error:
         raise ValueError(f"{path} has no valid linattn_version, but {version!r}") from error
-    if written > own:
+    if writer > own:
         raise ValueError(f"{path} was written by linattn {version}, but this is {__version__}: a newer one is needed")
 
 
@@ -125,11 +125,11 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(f"{path.name} could not be written to {path.parent}: {error}") from error
 
 
-def _check_tensors(expected: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is not of this model" for name in found if name not in expected]
+def _check_tensors(expected: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name} is not of this model" for name in tensors if name not in expected]
     for name, expected_tensor in expected.items():
-        tensor = found.get(name, expected_tensor)
+        tensor = tensors.get(name, expected_tensor)
         if tensor.shape != expected_tensor.shape:
             problems.append(f"{name} is {tuple(tensor.shape)} and must be {tuple(expected_tensor.shape)}")
         elif tensor.is_floating_point() != expected_tensor.is_floating_point():

@@ -14,7 +14,7 @@ from linattn.attention.rotary import count_positions
 from linattn.nn import MultiheadAttention
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
-from linattn.ops.state import check_part, checked_kind, for_batch
+from linattn.ops.nested import check_part, checked_kind, for_batch
 from linattn.ops.tokens.compaction import compact, pack, unpack
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 

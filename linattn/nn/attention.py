@@ -1,5 +1,6 @@
 """Multi-head attention: projections around any inner attention."""
 
+import math
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,15 +12,16 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
+from linattn.checks import check_sizes, given
 from linattn.feature_maps.base import unit
-from linattn.nn.checks import check_mask, check_sizes, check_tokens, given
+from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.names import unknown_name
-from linattn.ops.state import check_part, checked_kind, for_batch
-from linattn.ops.tokens.rotary import turn, turns
+from linattn.ops.nested import check_part, checked_kind, for_batch
+from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 CONVOLUTIONS_ON = ("inputs", "projections")
@@ -41,25 +43,49 @@ class AttentionState(NamedTuple):
 class MultiheadAttention(nn.Module):
     """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
 
-    x and y have `dim` channels, a context has `context_dim`: given this, the attention is cross attention, which takes
-    neither a causal `inner` nor `rotary` nor `convolution`. `inner` is an inner attention or, for attention to all
-    keys, a name of `ATTENTIONS`; `named_attention(name, …, causal=True)` makes a causal one.
+    With a `context_dim` every call is cross attention, which takes neither a causal `inner` nor rotary positions,
+    convolution, unit_keys and value_skip. The gates that `inner` needs are made from x (`linattn.nn.gates`).
 
-    There are `num_heads` heads of q, and `num_key_heads` (as many, or a divisor) of k and v, each shared by consecutive
-    heads of q. `head_dim` (`dim` / `num_heads`) and `key_dim` (`head_dim`) are the channels per head of v and of q and
-    k; Based, for instance, keeps `key_dim` small for maps with many features.
+    The configuration of a language model and the help of `linattn train` take the descriptions below from here.
 
-    Options of recent models: `rotary` is the base of rotary positions, applied to q and k before the inner attention;
-    `convolution` is the width of a causal convolution on the "inputs" of q, k and v or, with a SiLU, on their
-    "projections", as `convolution_on` says; `unit_keys` divides q and k of each head by their lengths, as the delta
-    rule always does; `head_norm` puts an RMSNorm on each head's output, which un-normalised attention needs, and `gate`
-    multiplies the output by silu(W_g x) (both as in RetNet, https://arxiv.org/abs/2307.08621), or by another
-    `gate_function` of it, "sigmoid" as in Kimi Linear. Mamba-2 has two more: `value_skip` adds D v to the output of
-    each head, and `gated_norm` is an RMSNorm of all heads together, after the gate. Gates that `inner` needs are made
-    from x (`linattn.nn.gates`); `beta_limit` is the largest write strength of a delta rule, 1 or 2.
+    Sizes:
 
-    `bias` gives all projections one, but `out_bias` decides for W_o if it is given. `dropout` is the probability of
-    dropping outputs of W_o in training, `hidden_dropout` that of its inputs."""
+    - `dim`: channels of x and y
+    - `num_heads`: attention heads per layer
+    - `inner`: an inner attention, such as a `named_attention`; or a name of `ATTENTIONS`, for attention to all keys
+    - `num_key_heads`: fewer heads for keys and values, shared by consecutive query heads (default: as many)
+    - `head_dim`: width of a head (default: dim / num_heads)
+    - `key_dim`: width of a head's queries and keys, small for maps such as "taylor2" (default: that of its values)
+    - `context_dim`: channels of the context of cross attention (default: self attention)
+
+    Positions:
+
+    - `rotary`: base of the rotary positions in queries and keys, or none
+
+    Convolution:
+
+    - `convolution`: width of the short causal convolution before the attention (0: none)
+    - `convolution_on`: the convolution is on the inputs of q, k and v, or on their projections with a SiLU
+
+    Gates:
+
+    - `beta_limit`: largest write strength of delta, gated_delta and kda, at most 2; above 1 they track states
+    - `value_skip`: add D v to each head's output, with a learned D, as in Mamba-2
+    - `gate`: multiply the attention's output by silu(W x), as in RetNet
+    - `gate_function`: function of W x in the gate; sigmoid in Kimi Linear
+
+    Norms:
+
+    - `unit_keys`: divide q and k of each head by their lengths, as the delta rule always does
+    - `head_norm`: RMSNorm of each head's output, which un-normalised attention needs, as in RetNet
+    - `gated_norm`: RMSNorm of all heads' output together, after the gate, as in Mamba-2
+
+    Biases and dropout:
+
+    - `bias`: add a bias in every projection
+    - `out_bias`: add a bias in the last projection, W_o (default: as `bias` says)
+    - `dropout`: share of the outputs that is dropped in training
+    - `hidden_dropout`: share of the inputs of W_o that is dropped in training"""
 
     def __init__(
         self,
@@ -71,18 +97,18 @@ class MultiheadAttention(nn.Module):
         head_dim: int | None = None,
         key_dim: int | None = None,
         context_dim: int | None = None,
-        bias: bool = False,
-        out_bias: bool | None = None,
         rotary: float | None = None,
         convolution: int = 0,
         convolution_on: str = "inputs",
         beta_limit: float = 1.0,
-        unit_keys: bool = False,
         value_skip: bool = False,
-        head_norm: bool = False,
         gate: bool = False,
         gate_function: str = "silu",
+        unit_keys: bool = False,
+        head_norm: bool = False,
         gated_norm: bool = False,
+        bias: bool = False,
+        out_bias: bool | None = None,
         dropout: float = 0.0,
         hidden_dropout: float = 0.0,
     ):
@@ -90,8 +116,9 @@ class MultiheadAttention(nn.Module):
         check_sizes(dim=dim, num_heads=num_heads)
         check_sizes(**given(num_key_heads=num_key_heads, head_dim=head_dim, key_dim=key_dim))
         check_sizes(convolution=convolution, least=0)
+        _check_choices(rotary, convolution, convolution_on, gate, gate_function)
         key_heads = num_heads if num_key_heads is None else num_key_heads
-        self.head_dim = _head_dim(dim, num_heads, key_heads, head_dim)
+        self.head_dim = checked_head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
         self.rotary, self.dim, self.unit_keys = rotary, dim, unit_keys
         width = num_heads * self.head_dim
@@ -102,7 +129,7 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution_on = convolution_on
+        self.convolution_on, self.gate_function = convolution_on, gate_function
         self.convolution = self._make_convolution(convolution)
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
@@ -111,11 +138,6 @@ class MultiheadAttention(nn.Module):
         )
         self.value_skip = nn.Parameter(torch.empty(num_heads)) if value_skip else None
         self.head_norm = HeadNorm(self.head_dim) if head_norm else None
-        if gate_function not in GATE_FUNCTIONS:
-            raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
-        if gate_function != "silu" and not gate:
-            raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
-        self.gate_function = gate_function
         self.gated_norm = HeadNorm(width) if gated_norm else None
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
@@ -198,8 +220,8 @@ class MultiheadAttention(nn.Module):
                 age, after = ages(starts, key_mask)
                 positions = torch.where(age < UNKNOWN, age, positions)
                 position = torch.where(after < UNKNOWN, after, position)
-            angles = turns(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
-            q, k = turn(q, *angles), turn(k, *angles)
+            rotation = rotations(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
+            q, k = rotate_by(q, *rotation), rotate_by(k, *rotation)
         return q, k, v, convolution, position
 
     def _gates(self, x: Tensor, key_mask: Tensor | None, starts: Tensor | None) -> AnyGates:
@@ -210,11 +232,7 @@ class MultiheadAttention(nn.Module):
         return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
 
     def _make_convolution(self, width: int) -> Any:
-        if self.convolution_on not in CONVOLUTIONS_ON:
-            raise unknown_name("convolution_on", self.convolution_on, CONVOLUTIONS_ON)
         if width == 0:
-            if self.convolution_on != "inputs":
-                raise ValueError(f"convolution_on is {self.convolution_on!r}, but convolution is 0: there is none")
             return None
         if self.convolution_on == "inputs":
             return ShortConvolution(self.dim, width)
@@ -241,7 +259,21 @@ class MultiheadAttention(nn.Module):
             )
 
 
-def _head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
+def _check_choices(rotary: float | None, convolution: int, convolution_on: str, gate: bool, gate_function: str) -> None:
+    if rotary is not None and not 1 < rotary < math.inf:
+        raise ValueError(f"rotary must be None or a base above 1, but is {rotary!r}")
+    if convolution_on not in CONVOLUTIONS_ON:
+        raise unknown_name("convolution_on", convolution_on, CONVOLUTIONS_ON)
+    if convolution_on != "inputs" and not convolution:
+        raise ValueError(f"convolution_on is {convolution_on!r}, but convolution is 0: there is none")
+    if gate_function not in GATE_FUNCTIONS:
+        raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
+    if gate_function != "silu" and not gate:
+        raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
+
+
+def checked_head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
+    """Return the width of a head. Raise ValueError unless the heads divide as they must."""
     if num_heads % num_key_heads:
         raise ValueError(f"num_key_heads must divide num_heads, but they are {num_key_heads} and {num_heads}")
     if head_dim is not None:

@@ -6,21 +6,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import given
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.token_shift import TokenShift
-from linattn.ops.state import check_part, checked_kind
+from linattn.ops.nested import check_part, checked_kind
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 
 class Call(NamedTuple):
-    """The arguments of every branch, beside x."""
+    """The arguments of a branch, beside x. One that is None is not passed on."""
 
-    key_mask: TokenMask
-    context: Context
-    context_mask: ContextMask
+    key_mask: TokenMask = None
+    context: Context = None
+    context_mask: ContextMask = None
 
     def __call__(self, branch: Any, x: Tokens) -> Any:
-        return branch(x, **self._asdict())
+        return branch(x, **given(**self._asdict()))
 
     def checked(self, attends: bool, reason: str) -> "Call":
         """Raise ValueError for a context that nothing attends to, with the reason, and for a mask without a context."""
@@ -90,19 +91,19 @@ class Branch(nn.Module):
         """Process the next tokens. The context is summed up by the first call; later calls need none."""
         if state is not None and (checked_kind(state, BranchState).shift is None) != (self.shift is None):
             check_part("shift", state.shift, None if self.shift is None else x.dtype)
-        shifted, kept = None, None if state is None else state.module
+        last_inputs, past = None, None if state is None else state.module
         x = x if self.norm is None else self.norm(x)
         if self.shift is not None:
-            x, shifted = self.shift.extend(x, state and state.shift, key_mask=key_mask)
+            x, last_inputs = self.shift.extend(x, state and state.shift, key_mask=key_mask)
         module = cast(Any, self.module)
         if self.is_cross_attention:
-            if kept is None:
+            if past is None:
                 if context is None:
                     raise ValueError("cross attention needs its context, but none was given")
-                kept = module.summarize(context, key_mask=context_mask)
-            y = module.read(x, kept)
+                past = module.summarize(context, key_mask=context_mask)
+            y = module.read(x, past)
         elif hasattr(module, "extend"):
-            y, kept = module.extend(x, kept, key_mask=key_mask)
+            y, past = module.extend(x, past, key_mask=key_mask)
         else:
             y = module(x)
-        return y if self.g is None else self.g * y, BranchState(shifted, kept)
+        return y if self.g is None else self.g * y, BranchState(last_inputs, past)

@@ -1,31 +1,9 @@
-"""Checks of the inputs of modules, made once at the boundary, so that errors show what the caller passed."""
-
-import math
-from numbers import Integral, Real
-from typing import Any
+"""Checks of tokens, the inputs of modules, made once at the boundary, so that errors show what the caller passed."""
 
 import torch
 from torch import Tensor
 
-
-def check_sizes(*, least: int = 1, **sizes: object) -> None:
-    """Raise ValueError unless the sizes, or all of a tuple, are whole numbers of at least `least`."""
-    for name, size in sizes.items():
-        for each in size if isinstance(size, tuple) else (size,):
-            if not isinstance(each, Integral) or isinstance(each, bool) or int(each) < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, but is {size!r}")
-
-
-def check_numbers(*, least: float = 0.0, **numbers: object) -> None:
-    """Raise ValueError unless the numbers are finite and at least `least`."""
-    for name, number in numbers.items():
-        if not isinstance(number, Real) or isinstance(number, bool) or not least <= float(number) < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least {least:g}, but is {number!r}")
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None."""
-    return {name: option for name, option in options.items() if option is not None}
+from linattn.checks import check_boolean
 
 
 def check_tokens(x: Tensor, dim: int, key_mask: Tensor | None = None, *, name: str = "x") -> None:
@@ -39,9 +17,8 @@ def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool 
     """Raise ValueError unless a key mask, or a mask of `starts`, is boolean (b, n), or None."""
     if mask is None:
         return
-    what, where = ("starts", "a sequence begins") if starts else ("key_mask", "a token is present")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{what} must be boolean, True where {where}, but is {mask.dtype}")
+    what, meaning = ("starts", "a sequence begins") if starts else ("key_mask", "a token is present")
+    check_boolean(mask, name=what, meaning=meaning)
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{what} must be {tuple(x.shape[:2])}, as {name}, but is {tuple(mask.shape)}")
 

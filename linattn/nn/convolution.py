@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.starts import ages
-from linattn.ops.state import check_part, checked_parts, for_batch
+from linattn.ops.nested import check_part, checked_parts, for_batch
 from linattn.ops.tokens.compaction import compact, last_tokens, pack, unpack
 from linattn.types import TokenMask, Tokens
 

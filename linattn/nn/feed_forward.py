@@ -9,6 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from linattn.checks import check_sizes
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -79,8 +81,7 @@ class Chunked(nn.Module):
 
     def __init__(self, module: nn.Module, chunks: int):
         super().__init__()
-        if chunks < 1:
-            raise ValueError(f"there must be at least one chunk, but chunks is {chunks}")
+        check_sizes(chunks=chunks)
         self.module, self.chunks = module, chunks
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:

@@ -27,7 +27,7 @@ def token_gates(
     """Make the module from `dim` input channels to the gates that an inner attention `needs`, None if it needs none.
 
     There are `num_key_heads` key heads of `key_dim` channels. A strength is at most `beta_limit`: 1, or 2 for a delta
-    rule that can also turn signs."""
+    rule that can also change signs."""
     if needs is None:
         return None
     if isinstance(needs, SplitNeeds):
@@ -43,7 +43,7 @@ def token_gates(
 
 @final
 class TokenGates(nn.Module):
-    """Makes the `Gates` that `needs` asks for: a decay per head (`HeadDecay`), per channel for the delta rule
+    """Makes the `Gates` that `needs` lists: a decay per head (`HeadDecay`), per channel for the delta rule
     (`ChannelDecay`) or for a plain sum (`SigmoidDecay`); a write is a `WriteStrength`, or the step of the decay."""
 
     def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0):
@@ -145,13 +145,13 @@ class SigmoidDecay(nn.Module):
 
 @final
 class WriteStrength(nn.Module):
-    """β = `limit` · σ(W x) per head and token, with a limit of 1 or 2: above 1 a write turns the sign of what the state
-    held at its key, with which it tracks states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
+    """β = `limit` · σ(W x) per head and token, with a limit of 1 or 2: above 1 a write changes the sign of the value
+    that the state predicts for its key, which lets a layer track states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
 
     def __init__(self, dim: int, num_heads: int, *, limit: float = 1.0):
         super().__init__()
         if not 0 < limit <= 2:
-            raise ValueError(f"the limit of β must be above 0 and at most 2, but is {limit}")
+            raise ValueError(f"beta_limit must be above 0 and at most 2, but is {limit}")
         self.limit = limit
         self.proj = nn.Linear(dim, num_heads, bias=False)
 
@@ -167,8 +167,8 @@ def _reset_rate(A_log: Tensor) -> None:
 
 @torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
-    """Set softplus(bias) to steps between 0.001 and 0.1, evenly spaced in their logarithms, ascending; after `count` of
-    them the next `count` begin."""
+    """Set softplus(bias) to steps between 0.001 and 0.1, evenly spaced in their logarithms, ascending in each run
+    of `count` numbers."""
     step = torch.exp(math.log(0.001) + math.log(100) * _quantiles(bias, count))
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 

@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.linear import LinearAttention
+from linattn.checks import check_sizes, given
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
-from linattn.nn.checks import check_sizes, given
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]
@@ -142,9 +142,9 @@ def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
     if x.ndim != 4 or channels not in (None, x.shape[1]):
         raise ValueError(f"an image must be (b, {channels or 'channels'}, h, w), but is {tuple(x.shape)}")
     if mask is not None:
-        wanted, shape = (len(x), *x.shape[2:]), tuple(mask.shape)
-        if mask.dtype != torch.bool or shape not in (wanted, (1, *wanted[1:])):
-            raise ValueError(f"a mask must be boolean {wanted}, True where a pixel is, but is {mask.dtype} {shape}")
+        expected, shape = (len(x), *x.shape[2:]), tuple(mask.shape)
+        if mask.dtype != torch.bool or shape not in (expected, (1, *expected[1:])):
+            raise ValueError(f"a mask must be boolean {expected}, True where a pixel is, but is {mask.dtype} {shape}")
     return _zero_missing(x, mask)
 
 

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
-from linattn.nn.checks import check_sizes
+from linattn.checks import check_sizes
 from linattn.nn.torch_multihead import TorchMultiheadAttention
 from linattn.ops.names import unknown_name
 

@@ -9,15 +9,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import given
 from linattn.nn.branch import Branch, Call
 from linattn.nn.reversal import run_reversibly
 from linattn.ops.names import unknown_name
-from linattn.ops.state import checked_parts
+from linattn.ops.nested import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 Step = Callable[[Any, Tokens], Tokens]
 Hidden = Float[Tensor, "b n o"]
 """The output of a stack, as wide as its input unless projections change that."""
+
+
+class Extension:
+    """A step that processes the next tokens, with the branches' states in turn; `states` are those after it."""
+
+    def __init__(self, call: Call, state: tuple[Any, ...] | None, depth: int):
+        self.call, self.past, self.states = call, iter(checked_parts(state, depth)), []
+
+    def __call__(self, branch: Any, x: Tokens) -> Tokens:
+        y, state = branch.extend(x, next(self.past), **given(**self.call._asdict()))
+        self.states.append(state)
+        return y
 
 
 class Stack(nn.Module, ABC):
@@ -49,15 +62,8 @@ class Stack(nn.Module, ABC):
         context_mask: ContextMask = None,
     ) -> tuple[Hidden, tuple[Any, ...]]:
         """Process the next tokens; only the first call needs the context."""
-        call, states = Call(key_mask, context, context_mask)._asdict(), []
-        past = iter(checked_parts(state, self.depth))
-
-        def step(branch: Any, x: Tokens) -> Tokens:
-            y, after = branch.extend(x, next(past), **call)
-            states.append(after)
-            return y
-
-        return self.run(x, step), tuple(states)
+        step = Extension(Call(key_mask, context, context_mask), state, self.depth)
+        return self.run(x, step), tuple(step.states)
 
 
 @final

@@ -85,7 +85,7 @@ def _autocast_regions(x: Tensor) -> list[tuple[str, torch.dtype]]:
 
 @contextmanager
 def _autocast(regions: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Enter the regions without their cache of converted weights, which the forward fills without gradients."""
+    """Enter autocast again with its cache of weights off, because the forward pass filled it under no_grad."""
     with ExitStack() as stack:
         for device, dtype in regions:
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))

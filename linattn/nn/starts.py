@@ -16,11 +16,11 @@ def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[T
     present = torch.ones_like(starts) if key_mask is None else key_mask
     count = present.cumsum(1)
     before = count - present.long()
-    begun = torch.where(starts, before, -UNKNOWN)
+    first = torch.where(starts, before, -UNKNOWN)
     # a first column, so that there is one with no tokens too
-    begun = torch.cat([begun.new_full((len(begun), 1), -UNKNOWN), begun], 1).cummax(1).values
-    after = torch.cat([count.new_zeros(len(count), 1), count], 1)[:, -1] - begun[:, -1]
-    return before - begun[:, 1:], after
+    first = torch.cat([first.new_full((len(first), 1), -UNKNOWN), first], 1).cummax(1).values
+    after = torch.cat([count.new_zeros(len(count), 1), count], 1)[:, -1] - first[:, -1]
+    return before - first[:, 1:], after
 
 
 def first_present(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> Bool[Tensor, "b n"]:

@@ -1,5 +1,5 @@
-"""torch's masks, where True or −inf means hidden, read as what linear attention can express, missing keys and order, or
-as what softmax attention can, additions to its scores."""
+"""torch's masks, in which True or −inf hides a key. Linear attention can express them only if they hide the same keys
+from all queries, or are causal; softmax attention adds them to its scores."""
 
 from typing import NamedTuple
 

@@ -13,7 +13,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
-from linattn.nn.checks import check_sizes, given
+from linattn.checks import check_sizes, given
 from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
 from linattn.nn.torch_masks import TorchMasks, read_masks, torch_softmax
 from linattn.types import Keys, Outputs, Queries, Values

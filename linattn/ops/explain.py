@@ -6,8 +6,9 @@ from torch import Tensor
 from linattn.ops.calls import SumCall
 from linattn.ops.delta import delta_call
 from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.nested import checked_kind
 from linattn.ops.operators import DELTA, SUM_KEYS
-from linattn.ops.state import LinearState, checked_kind
+from linattn.ops.state import LinearState
 
 
 def explain_backend(

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from linattn.checks import check_boolean
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.names import unknown_name
+from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator, align
 from linattn.ops.operator import Operator
 from linattn.ops.operators import CAUSAL, GATED, READ, SHARED, SUM_KEYS
-from linattn.ops.state import LinearState, checked_kind
+from linattn.ops.state import LinearState
 
 NORMALIZATIONS = ("output", "keys", None)
 
@@ -157,8 +159,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map:
 def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
     if key_mask is None:
         return None
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean, True where a key is present, but is {key_mask.dtype}")
+    check_boolean(key_mask)
     return expanded(k, key_mask, "key_mask")
 
 

@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from linattn.attention import named_attention
 from linattn.attention.axial import AxialAttention
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 from tests import laws
 from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, heads
 

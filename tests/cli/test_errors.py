@@ -58,7 +58,7 @@ TRAIN = {
     "missing validation": (("text", "--validation-data", "missing"), "there is no file or folder missing"),
     "missing tokenizer": (("text", "--tokenizer", "missing.json"), "there is no tokenizer missing.json"),
     "bad tokenizer": (("text", "--tokenizer", "bad.json"), "bad.json is no file of the tokenizers package"),
-    "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, but they are 3 and 16"),
+    "heads": (("text", "--num-heads", "3"), "num_heads must divide dim, or head_dim be given, but they are 3 and 16"),
     "attention": (("text", "--attention", "nonsense"), "nonsense"),
     "attention of layers": (("text", "--attention", "elu,elu,elu"), "attention names 3 layers, but depth is 1"),
     "dropout": (("text", "--dropout", "1.5"), "dropout"),
@@ -68,6 +68,8 @@ TRAIN = {
     "infinite": (("text", "--lr", "inf"), "--lr: must be a number above 0, but is 'inf'"),
     "nan": (("text", "--warmup", "nan"), "--warmup: must be a number between 0 and 1, but is 'nan'"),
     "choice": (("text", "--norm", "batch"), "--norm: invalid choice: 'batch'"),
+    "preset": (("text", "--preset", "gated_delta"), "--preset: invalid choice: 'gated_delta' (choose from"),
+    "nearest preset": (("text", "--preset", "deltanets"), "did you mean deltanet?"),
     "unknown option": (("text", "--colour", "red"), "unrecognized arguments: --colour red"),
     "abbreviation": (("text", "--dep", "1"), "unrecognized arguments: --dep 1"),
 }

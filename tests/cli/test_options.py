@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from linattn.cli.main import main, make_parser
-from linattn.cli.options import TrainOptions, flag, given_options, recorded_options
+from linattn.cli.options import TrainOptions, flag, given_options, new_options, recorded_options
 from linattn.cli.run_folder import open_run
 from linattn.cli.training import training_arguments
-from linattn.models import LanguageModel, LanguageModelConfig
+from linattn.models import PRESETS, LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
 
 FOUR_STEPS = (*TINY, *SHORT, "--steps", "4")
@@ -65,6 +65,7 @@ TRAINING = {
 """Options that change what is learned."""
 
 ELSEWHERE = {
+    "preset": "test_a_preset_gives_what_is_not_given",
     "tie_embeddings": "test_the_untied_output_has_a_matrix_of_its_own",
     "checkpointing": "test_checkpointing_recomputes",
     "cpu": "test_a_gpu_is_left_alone",
@@ -130,6 +131,23 @@ def test_options_of_the_training_change_what_is_learned(plain, text, tokenizer, 
     weights = train(text, run, flag(name), *(files.get(value, value) for value in TRAINING[name]))
     assert weights != (plain / "model.safetensors").read_bytes()
     assert json.loads((run / "run.json").read_text())["options"][name] != getattr(TrainOptions(), name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_what_is_not_given(name):
+    given = {"preset": name, "dim": 32, "depth": 5, "norm": "layer", "context": 77}
+    options = new_options(given)
+    sizes = {field: given[field] for field in ("dim", "depth", "norm")}
+    assert options.language_model(9) == LanguageModelConfig.preset(name, vocab_size=9, **sizes)
+    assert options.context == 77 and recorded_options(dataclasses.asdict(options)) == options
+
+
+def test_a_run_of_a_preset(text, tmp_path):
+    given = [*SHORT, "--preset", "kimi_linear", "--dim", "16", "--num-heads", "2", "--precision", "float32"]
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *given]) == 0
+    config = LanguageModel.load(tmp_path / "run").config
+    assert config == LanguageModelConfig.preset("kimi_linear", vocab_size=257, dim=16, num_heads=2)
+    assert open_run(tmp_path / "run").description["options"]["preset"] == "kimi_linear"
 
 
 def test_data_for_validation_are_all_validation(text, tmp_path):

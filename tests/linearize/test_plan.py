@@ -14,7 +14,7 @@ from linattn.linearize import (
     load_linearized,
     plan,
 )
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,

@@ -1,16 +1,22 @@
 import dataclasses
+import inspect
+import json
 
 import jaxtyping
 import pytest
 
 from linattn.models import LanguageModelConfig
+from linattn.nn import MultiheadAttention
+
+FIELDS = {field.name: field for field in dataclasses.fields(LanguageModelConfig)}
+ARGUMENTS = inspect.signature(MultiheadAttention).parameters.keys()
 
 
 def test_goes_to_json_and_back():
     config = LanguageModelConfig(
         vocab_size=7, depth=2, attention=("elu", "convolution:3"), rotary=None, dropout=0.5, tie_embeddings=False
     )
-    back = LanguageModelConfig.from_json(config.to_json())
+    back = LanguageModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert back == config and hash(back) == hash(config)
 
 
@@ -28,24 +34,28 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be an integer of at least 1, but is 0"),
-        ({"dim": True}, "dim must be an integer"),
-        ({"depth": -1}, "depth must be an integer"),
-        ({"num_heads": 3}, "num_heads must divide dim, but they are 3 and 256"),
+        ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, but is 0"),
+        ({"dim": True}, "dim must be a whole"),
+        ({"depth": -1}, "depth must be a whole"),
+        (
+            {"num_heads": 3},
+            "num_heads must divide dim, or head_dim be given, but they are 3 and 256",
+        ),
         ({"num_key_heads": 3}, "num_key_heads must divide num_heads, but they are 3 and 4"),
-        ({"window": 0}, "window must be an integer"),
-        ({"convolution": -1}, "convolution must be an integer of at least 0"),
+        ({"window": 0}, "window must be a whole"),
+        ({"convolution": -1}, "convolution must be a whole number of at least 0"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), but is 1.0"),
-        ({"dropout": float("nan")}, "dropout must be in"),
-        ({"beta_limit": 2.5}, "beta_limit must be above 0 and at most 2"),
+        ({"dropout": float("nan")}, "dropout must be a finite number"),
+        ({"beta_limit": 2.5, "attention": "delta"}, "beta_limit must be above 0 and at most 2"),
         ({"beta_limit": 2.0, "attention": "ssd"}, "beta_limit is of the delta rule, but is 2.0 and no layer has one"),
         ({"convolution_on": "projections"}, "convolution is 0: there is none"),
         ({"convolution_on": "values", "convolution": 2}, "convolution_on must be one of inputs, projections"),
         ({"gate_function": "sigmoid"}, "gate is false: there is none"),
         ({"attention": "gated_delta", "causal": False}, "gated_delta is causal only"),
         ({"mlp_ratio": 0.0}, "mlp_ratio must be positive"),
-        ({"mlp_ratio": float("inf")}, "mlp_ratio must be positive and finite"),
-        ({"rotary": float("nan")}, "rotary must be None or a base above 1"),
+        ({"mlp_ratio": float("inf")}, "mlp_ratio must be a finite number"),
+        ({"rotary": float("nan")}, "rotary must be a finite number"),
+        ({"rotary": 1.0}, "rotary must be None or a base above 1, but is 1.0"),
         ({"mlp_ratio": 2.0, "feed_forward": "none"}, "mlp_ratio is of the feed-forward"),
         ({"norm": "batch"}, "norm must be one of rms, layer, but is 'batch'"),
         ({"feed_forward": "relu"}, "feed_forward must be one of"),
@@ -66,6 +76,14 @@ def test_wrong_values_are_refused(fields, message):
         LanguageModelConfig(**({"vocab_size": 7} | fields))
 
 
+@pytest.mark.parametrize("name", sorted(ARGUMENTS & FIELDS.keys() - {"dim", "dropout"}))
+def test_an_option_of_the_attention_is_written_once(name):
+    """The constructor has its default and its description; those of two options suit a whole model better."""
+    argument, field = inspect.signature(MultiheadAttention).parameters[name], FIELDS[name]
+    assert field.type == argument.annotation and f"- `{name}`: {field.metadata['help']}\n" in MultiheadAttention.__doc__
+    assert name in ("num_heads", "rotary") or field.default == argument.default
+
+
 @pytest.fixture
 def unchecked_types(monkeypatch):
     """As in use, where jaxtyping's hook does not look at the types of arguments first."""
@@ -78,17 +96,15 @@ def unchecked_types(monkeypatch):
     [
         ('{"vocab_size": 7, "widht": 3, "dim": 8}', "unknown configuration 'widht'; known are vocab_size, dim, depth"),
         ("{}", "no vocab_size"),
-        ("[]", "must be a JSON object, but is a list"),
-        ("{", "not JSON"),
-        ('{"vocab_size": "7"}', "vocab_size must be an integer"),
+        ('{"vocab_size": "7"}', "vocab_size must be a whole number"),
         ('{"vocab_size": 7, "attention": 3}', "attention must be a name"),
         ('{"vocab_size": 7, "gate": 1}', "gate must be true or false"),
-        ('{"vocab_size": 7, "dropout": "0"}', "dropout must be in"),
+        ('{"vocab_size": 7, "dropout": "0"}', "dropout must be a finite number"),
     ],
 )
 def test_wrong_json_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        LanguageModelConfig.from_json(text)
+        LanguageModelConfig.from_dict(json.loads(text))
 
 
 @pytest.mark.parametrize("dim", [16, 32, 40])

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.models import LanguageModel, LanguageModelConfig
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 from tests.models.causal import NAMES, NOT_CAUSAL, VOCABULARY, every_model, small_model, some_tokens
 
 exactly = {"rtol": 1e-9, "atol": 1e-9}

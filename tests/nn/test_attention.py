@@ -1,3 +1,6 @@
+import inspect
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +9,7 @@ from torch.testing import assert_close
 from linattn.attention.named import named_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.nn import MultiheadAttention
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 DIM, HEADS = 24, 4
 OPTIONS = {
@@ -335,3 +338,8 @@ def test_the_output_may_have_a_bias_of_its_own():
 
     assert biases() == [False, False, False] and biases(bias=True) == [True, True, True]
     assert biases(out_bias=True) == [False, False, True] and biases(bias=True, out_bias=False) == [True, True, False]
+
+
+def test_every_argument_has_a_line_of_the_docstring_in_the_same_order():
+    lines = re.findall(r"^ +- `(\w+)`: .+$", MultiheadAttention.__doc__ or "", re.MULTILINE)
+    assert lines == [*inspect.signature(MultiheadAttention).parameters]

@@ -109,5 +109,5 @@ def saved_numbers(module: nn.Module) -> int:
 
 
 def test_there_is_at_least_one_chunk():
-    with pytest.raises(ValueError, match="at least one chunk"):
+    with pytest.raises(ValueError, match="chunks must be a whole number of at least 1"):
         Chunked(FeedForward(6, 10), 0)

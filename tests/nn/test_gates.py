@@ -50,7 +50,7 @@ def test_a_strength_lies_below_its_limit(limit):
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, 2.5])
 def test_no_other_limit(limit):
-    with pytest.raises(ValueError, match="the limit of β must be above 0 and at most 2"):
+    with pytest.raises(ValueError, match="beta_limit must be above 0 and at most 2"):
         token_gates(GateNeeds("head", "strength"), DIM, num_key_heads=4, key_dim=6, beta_limit=limit)
 
 

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from linattn.cli.bench import DECODING, SOFTMAX
 from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, machine_facts
 from linattn.console.errors import one_line
-from linattn.ops.state import num_bytes
+from linattn.ops.nested import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 Call = Callable[[], object]

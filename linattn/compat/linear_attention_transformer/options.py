@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from linattn.checks import check_sizes, given
 from linattn.compat.layers import LayerOptions
 from linattn.compat.options import REQUIRED, Idle
-from linattn.nn.checks import check_sizes, given
 
 
 class LinformerSettings(NamedTuple):

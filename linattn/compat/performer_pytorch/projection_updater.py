@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from linattn.checks import check_sizes, given
 from linattn.feature_maps import RandomProjection
 from linattn.feature_maps.random_projection import draw_rows
-from linattn.nn.checks import check_sizes, given
 
 
 @final

@@ -11,11 +11,11 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from linattn.ops.nested import check_tokens
 from linattn.ops.numerics import is_exporting
 from linattn.ops.softmax import flex
 from linattn.ops.softmax.kernel import among_present, fused_softmax
 from linattn.ops.softmax.window import Window
-from linattn.ops.state import check_tokens
 from linattn.ops.tokens import cutting
 from linattn.ops.tokens.compaction import last_tokens, pack_heads, per_query_head
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values

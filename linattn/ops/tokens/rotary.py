@@ -13,15 +13,15 @@ def rotate(
 
     Pairs are taken from the two halves (as in GPT-NeoX and Llama), not from neighbours. If d is odd the last channel
     stays as it is. Angles and products are float32 or better whatever the dtype of x."""
-    return turn(x, *turns(positions, x.shape[-1], x.dtype, base=base))
+    return rotate_by(x, *rotations(positions, x.shape[-1], x.dtype, base=base))
 
 
-def turns(
+def rotations(
     positions: Int[Tensor, "*b n"], channels: int, dtype: torch.dtype, /, *, base: float = 10000.0
 ) -> tuple[Float[Tensor, "*b n even"], Float[Tensor, "*b n even"]]:
     """Return [cos, cos] and [−sin, sin] of the angles, which queries and keys at the same positions share."""
     half = channels // 2
-    # in float64 and less than a full turn: a float32 product is a tenth of a radian off at the millionth token
+    # in float64 and less than 2π: a float32 product is a tenth of a radian off at the millionth token
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     channel = torch.arange(half, device=positions.device, dtype=exact)
     angles = (positions.unsqueeze(-1) * base ** (-channel / max(half, 1))).remainder(2 * torch.pi)
@@ -31,11 +31,11 @@ def turns(
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def turn(
+def rotate_by(
     x: Float[Tensor, "*b n d"], cos: Float[Tensor, "*#b n even"], sin: Float[Tensor, "*#b n even"], /
 ) -> Float[Tensor, "*b n d"]:
-    """Apply `rotate` with known cosines and sines: [l cos − r sin, r cos + l sin] of the halves l and r."""
+    """Rotate by the angles with these `rotations`: [l cos − r sin, r cos + l sin] of the halves l and r."""
     even = cos.shape[-1]
-    turned, rest = x[..., :even].to(cos.dtype), x[..., even:]
-    turned = torch.addcmul(turned * cos, turned.roll(even // 2, -1), sin).to(x.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    pairs, rest = x[..., :even].to(cos.dtype), x[..., even:]
+    pairs = torch.addcmul(pairs * cos, pairs.roll(even // 2, -1), sin).to(x.dtype)
+    return torch.cat([pairs, rest], -1) if rest.shape[-1] else pairs

@@ -19,18 +19,19 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from linattn.attention import named_attention
+from linattn.models import PRESETS
 from linattn.nn import MultiheadAttention
+from tests.models.presets import attention_options
 
 DIM, HEADS, GROUPS, HEAD_DIM, KEY_DIM, WIDTH = 16, 4, 2, 8, 12, 4
 Weights = dict[str, Tensor]
 
 
-def ours(name: str, *, key_dim: int = KEY_DIM, **options: Any) -> MultiheadAttention:
-    inner = named_attention(name, num_heads=HEADS, head_dim=key_dim, causal=True)
-    convolutions = {"convolution": WIDTH, "convolution_on": "projections"}
-    return MultiheadAttention(
-        DIM, HEADS, inner, head_dim=HEAD_DIM, key_dim=key_dim, gate=True, **convolutions, **options
-    )
+def ours(preset: str, *, key_dim: int = KEY_DIM) -> MultiheadAttention:
+    """The first layer of a published architecture, as `PRESETS` has it, in these sizes."""
+    inner = named_attention(PRESETS[preset].attention[0], num_heads=HEADS, head_dim=key_dim, causal=True)
+    options = attention_options(preset) | {"head_dim": HEAD_DIM, "key_dim": key_dim}
+    return MultiheadAttention(DIM, HEADS, inner, **options)
 
 
 def convolutions(weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int]) -> Weights:
@@ -155,13 +156,9 @@ def of_mamba2(theirs: Weights) -> Weights:
 LAYERS: dict[
     str, tuple[Callable[[], tuple[nn.Module, Any]], Callable[[], MultiheadAttention], Callable[..., Weights]]
 ] = {
-    "qwen3_next": (qwen3_next, lambda: ours("gated_delta", head_norm=True), of_qwen3_next),
-    "kimi_linear": (
-        kimi_linear,
-        lambda: ours("kda", key_dim=HEAD_DIM, head_norm=True, gate_function="sigmoid"),
-        of_kimi_linear,
-    ),
-    "mamba2": (mamba2, lambda: ours("ssd", value_skip=True, gated_norm=True), of_mamba2),
+    "qwen3_next": (qwen3_next, lambda: ours("gated_deltanet"), of_qwen3_next),
+    "kimi_linear": (kimi_linear, lambda: ours("kimi_linear", key_dim=HEAD_DIM), of_kimi_linear),
+    "mamba2": (mamba2, lambda: ours("mamba2"), of_mamba2),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 

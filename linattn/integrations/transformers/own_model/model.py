@@ -1,9 +1,9 @@
 """Our models with transformers' interface: the same weights in the same folder, no second implementation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +17,9 @@ from transformers.utils.generic import can_return_tuple
 from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
-from linattn.models.language_model import INIT_STD, Block
+from linattn.models.language_model import INIT_STD
+from linattn.nn.branch import Call
+from linattn.nn.residual import Extension
 
 
 class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
@@ -91,21 +93,22 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         self, tokens: Tensor, key_mask: Tensor | None, cache: LinattnCache | None, record: list[Tensor] | None
     ) -> Tensor:
         """Return the output of the last block, and append the input of each block to `record`."""
-        state = None if cache is None else cache.get_state()
+        state, blocks = None if cache is None else cache.get_state(), self.model.blocks
         x, position = self._embed(tokens, None if state is None else state.position, key_mask)
-        states: list[Any] = []
-        for layer, block in enumerate(cast(Iterable[Block], self.model.blocks)):
+        call = Call(key_mask)
+        extension = Extension(call, None if state is None else state.stack, blocks.depth)
+        recomputed = list(blocks)[:: self._checkpoint_every] if self.gradient_checkpointing and self.training else []
+
+        def step(block: nn.Module, x: Tensor) -> Tensor:
             if record is not None:
                 record.append(x)
-            if cache is None:
-                call = partial(block, key_mask=key_mask)
-                recompute = self.gradient_checkpointing and self.training and layer % self._checkpoint_every == 0
-                x = self._checkpoint(call, x) if recompute else call(x)
-            else:
-                x, block_state = block.extend(x, None if state is None else state.stack[layer], key_mask=key_mask)
-                states.append(block_state)
+            if cache is not None:
+                return extension(block, x)
+            return self._checkpoint(partial(call, block), x) if block in recomputed else call(block, x)
+
+        x = blocks.run(x, step)
         if cache is not None:
-            cache.put_state(TokenModelState(tuple(states), position), tokens.shape[1])
+            cache.put_state(TokenModelState(tuple(extension.states), position), tokens.shape[1])
         return x
 
     def _embed(self, tokens: Tensor, position: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
 from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Returns True where the query sees the key; the arguments are indices of row, head, query and key, which broadcast."""

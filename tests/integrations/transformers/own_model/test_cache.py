@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.integrations.transformers import LinattnCache
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 from .models import every_model, left_padded, make, prompts
 

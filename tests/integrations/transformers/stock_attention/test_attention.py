@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 from linattn.attention import ATTENTIONS, named_attention
 from linattn.integrations.transformers import attended_modules, register_attention
 from linattn.integrations.transformers.stock_attention.hooks import GATED, LEARNED, METHODS
-from linattn.ops.state import map_state
+from linattn.ops.nested import map_state
 
 from .families import (
     AUDIO,

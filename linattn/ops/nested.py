@@ -1,0 +1,85 @@
+"""States of any layer: nested tuples of tensors, each tensor with the batch in front."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_State = TypeVar("_State")
+
+
+def checked_kind(state: Any, kind: type[_State]) -> _State:
+    """Raise ValueError for a state that another kind of layer returned."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"the state must be a {kind.__name__}, as this layer returns it, but is a {type(state).__name__}"
+        )
+    return state
+
+
+def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
+    """Raise ValueError unless the state is a plain tuple of `count` parts. A state of None gives None for each part."""
+    if state is None:
+        return (None,) * count
+    if type(state) is not tuple or len(state) != count:
+        came = f"a tuple of {len(state)}" if type(state) is tuple else f"a {type(state).__name__}"
+        raise ValueError(f"the state must be a tuple of {count}, one for each part, but is {came}")
+    return state
+
+
+def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
+    """Raise ValueError unless a part of a state is (b, *sizes) of the dtype, or missing if the dtype is None."""
+    found = None if not isinstance(x, Tensor) else x.dtype
+    if x is not None if dtype is None else (found != dtype or x.shape[1:] != sizes):
+        came = type(x).__name__ if found is None else f"{tuple(x.shape)} of {found}"
+        wanted = "None" if dtype is None else f"({', '.join(map(str, ('b', *sizes)))}) of {dtype}"
+        raise ValueError(
+            f"the state's {name} must be {wanted} for this layer and these inputs, but is {came}: "
+            "it was made with other options or from other inputs"
+        )
+
+
+def check_tokens(past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, length: int) -> None:
+    """Raise ValueError unless a state's `length` keys and values per row can stand in front of k and v."""
+    for name, past, new in (("k", past_k, k), ("v", past_v, v)):
+        check_part(name, past, new.dtype, new.shape[1], length, new.shape[3])
+
+
+def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
+    """Apply `function` to every tensor of a `state`: nested tuples of tensors, each with the batch in front.
+
+    With a kind of state as `leaf`, apply it to the instances of that kind instead; other tensors stay."""
+    if isinstance(state, leaf):
+        return function(state)
+    if isinstance(state, tuple):
+        parts = [map_state(function, part, leaf=leaf) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def num_bytes(state: Any) -> int:
+    """Return the bytes of a state's tensors, each counted once."""
+    found: dict[int, int] = {}
+    map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), state)
+    return sum(found.values())
+
+
+def batch_size(state: Any) -> int | None:
+    """Return the batch size of the first tensor, None if there is no tensor."""
+    if isinstance(state, Tensor):
+        return state.shape[0] if state.ndim else None
+    for part in state if isinstance(state, tuple) else ():
+        if (size := batch_size(part)) is not None:
+            return size
+    return None
+
+
+def for_batch(state: _State, batch: int) -> _State:
+    """Return the state for `batch` sequences; that of one sequence is expanded, without a copy."""
+    made = batch_size(state)
+    if made in (batch, None):
+        return state
+    if made != 1:
+        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
+    return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)
