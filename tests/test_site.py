@@ -47,7 +47,8 @@ class Page(HTMLParser):
 def site(tmp_path_factory) -> Path:
     """Build from a copy of the pages: sphinx writes the pages of names beside them."""
     folder = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("names", "jupyter_execute"))
+    for part in ("docs", "examples"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("names", "jupyter_execute", "*.pyc"))
     build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", "site"]
     done = subprocess.run(
         build, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
