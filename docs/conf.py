@@ -53,7 +53,7 @@ html_css_files = ["site.css"]
 html_search_scorer = str(Path(__file__).parent / "_extensions/search_order.js")
 html_show_sourcelink = False
 # pages of no section need no list of its pages
-html_sidebars = {"index": [], "which_method": [], "methods": []}
+html_sidebars = {"index": [], "how_it_works": [], "which_method": [], "methods": []}
 html_theme_options = {
     "github_url": "https://github.com/linattn/linattn",
     "show_prev_next": False,
