@@ -58,6 +58,7 @@ html_theme_options = {
     "github_url": "https://github.com/linattn/linattn",
     "show_prev_next": False,
     "navbar_align": "left",
+    "header_links_before_dropdown": 7,
     "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "footer_start": ["copyright"],
     "footer_end": [],
