@@ -1,6 +1,6 @@
 """Time and memory against length, beside softmax attention: the picture on the first page.
 
-    python benchmarks/first_picture.py [--out docs/first-picture.svg] [--threads 1] [--longest 65536]
+    python -m benchmarks.first_picture [--out docs/first-picture.svg] [--threads 1] [--longest 65536]
 
 Left, the forward and backward of causal attention, 8 heads of 64 channels, elu + 1 against torch's fused softmax
 attention: medians of three turns. Right, the bytes that generation keeps for one sequence and layer: the state of the
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 import linattn
+from examples.pictures import save
 
 matplotlib.use("svg")
 from matplotlib import pyplot
 
 HEADS, CHANNELS = 8, 64
-METHODS = {"softmax": ("softmax attention", "#c0504d"), "elu": ("linear attention (elu)", "#1f6f8b")}
+METHODS = {"softmax": ("softmax attention", "#c0504d"), "elu": ("linear attention (elu)", "#2688ab")}
 # a method stops where one turn would take longer
 PATIENCE = 60.0
 
@@ -75,7 +76,7 @@ def measured(measure: Callable[[str, int], float], longest: int, limit: float) -
 
 
 def draw(panels: dict[str, dict[str, dict[int, float]]], out: Path) -> None:
-    matplotlib.rcParams.update({"svg.hashsalt": "linattn", "svg.fonttype": "none", "font.size": 11})
+    matplotlib.rcParams["font.size"] = 11
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 2.7), layout="constrained")
     for axis, (title, found) in zip(axes, panels.items(), strict=True):
         for name, values in found.items():
@@ -87,7 +88,7 @@ def draw(panels: dict[str, dict[str, dict[int, float]]], out: Path) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out)
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "_extensions")]
 
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
@@ -21,12 +23,14 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
+    "formulas",
     "sphinx_copybutton",
     "sphinx_design",
 ]
 exclude_patterns = ["reference/examples", "jupyter_execute"]
 templates_path = ["_templates"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 3
 # the notebooks hold their outputs, which `make notebooks` renews and a test compares
 nb_execution_mode = "off"
@@ -35,6 +39,7 @@ autosummary_generate = True
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
+toc_object_entries_show_parents = "hide"
 autodoc_default_options = {"show-inheritance": False}
 python_display_short_literal_types = True
 python_use_unqualified_type_names = True
@@ -45,14 +50,16 @@ html_theme = "pydata_sphinx_theme"
 html_title = "linattn"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_extensions/search_order.js")
 html_show_sourcelink = False
 # pages of no section need no list of its pages
-html_sidebars = {"index": [], "which_method": [], "methods": []}
+html_sidebars = {"index": [], "how_it_works": [], "which_method": [], "methods": []}
 html_theme_options = {
     "github_url": "https://github.com/linattn/linattn",
     "show_prev_next": False,
     "navbar_align": "left",
-    "secondary_sidebar_items": ["page-toc"],
+    "header_links_before_dropdown": 7,
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": []},
     "footer_start": ["copyright"],
     "footer_end": [],
 }
@@ -61,18 +68,15 @@ html_theme_options = {
 PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize")
 PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
+# torch's methods that print a module and draw its first weights
+CONVENTIONS = {"extra_repr", "reset_parameters"}
 # a span of code, or a character that reStructuredText would take for markup
 MARKUP = re.compile(r"`[^`]+`|[*|_\\]")
 
 
-def repeated_fields(public: str) -> list[str]:
-    """Return the fields of a record that have no docstring, so that the class explains them."""
+def public_value(public: str) -> Any:
     package, _, name = public.rpartition(".")
-    value = getattr(importlib.import_module(package), name)
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    described = ModuleAnalyzer.for_module(value.__module__).find_attr_docs() if inspect.isclass(value) else {}
-    names = getattr(value, "_fields", [each.name for each in fields])
-    return [field for field in names if (name, field) not in described]
+    return getattr(importlib.import_module(package), name)
 
 
 def example(public: str) -> str:
@@ -81,9 +85,26 @@ def example(public: str) -> str:
     return name if f"{name}.py" in EXAMPLES else name.lower()
 
 
+def members(public: str) -> dict[str, str]:
+    """Return the attributes with a docstring, properties and methods of a class, each with its directive. Where a
+    public class is among the bases, that one defines the interface: methods that it lacks are helpers."""
+    mro = getattr(public_value(public), "__mro__", ())
+    bases = [base for base in reversed(mro) if base.__module__.startswith("linattn.")]
+    interface = {name for base in bases[:-1] if base.__name__ in PUBLIC for name in vars(base)}
+    explained = {key for base in bases for key in ModuleAnalyzer.for_module(base.__module__).find_attr_docs()}
+
+    def directive(base: type, name: str, value: object) -> str:
+        method = isinstance(value, (FunctionType, classmethod, staticmethod)) and (not interface or name in interface)
+        attribute = "autoattribute" if (base.__name__, name) in explained else ""
+        return "automethod" if method else "autoproperty" if isinstance(value, property) else attribute
+
+    every = {name: directive(base, name, value) for base in bases for name, value in vars(base).items()}
+    return {name: each for name, each in every.items() if each and name[0] != "_" and name not in CONVENTIONS}
+
+
 EXAMPLES = {path.name for path in Path(__file__).parent.glob("reference/examples/*.py")}
 autosummary_context = {
-    "repeated_fields": {public: repeated_fields(public) for public in PUBLIC.values()},
+    "interface": {public: members(public) for public in PUBLIC.values()},
     "example": {public: example(public) for public in PUBLIC.values()},
 }
 
@@ -101,9 +122,9 @@ def link_to_source(app: object, page: str, text: list[str]) -> None:
 
 
 def as_restructured_text(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text with `code`, in which indented lines are formulas, and public names are links. Options
-    that the command line has too add its help texts. Each page ends with what the name's file says of itself, which
-    tells where the method comes from."""
+    """Docstrings are plain text with `code`, in which indented lines are code or formulas, and public names are links.
+    Options that the command line has too add its help texts. Each page ends with what the name's file says of itself,
+    which tells where the method comes from."""
 
     def escaped(match: re.Match[str]) -> str:
         public = PUBLIC.get(match[0].strip("`"))
@@ -121,7 +142,9 @@ def as_restructured_text(app: object, what: str, name: str, value: object, optio
         file = inspect.getmodule(value)
         lines += ["", *inspect.getdoc(file).splitlines()] if file and file.__doc__ else []
     for place, line in enumerate(lines):
-        lines[place] = f"| ``{line.strip()}``" if line.startswith("    ") else MARKUP.sub(escaped, line)
+        text = MARKUP.sub(escaped, line)
+        code = line.startswith("    ") and line.isascii()
+        lines[place] = f"| ``{line.strip()}``" if code else f"| {text.strip()}" if line.startswith("    ") else text
 
 
 def name_functions(
@@ -132,7 +155,31 @@ def name_functions(
     return named and re.sub(r"<function [^ ]*<lambda>[^>]*>", "...", named), returned
 
 
+def list_names(app: object, page: str, text: list[str]) -> None:
+    """Tables of the interface show names without their package. Its first page has a list of each layer's names."""
+    if page == "reference/index":
+        layers = re.findall(r"^\w+$", text[0].partition("{toctree}")[2], re.MULTILINE)
+        text[0] += "".join(map(layer, layers))
+    elif page.startswith("reference/"):
+        text[0] = re.sub(r"^   (linattn\.)", r"   ~\1", text[0], flags=re.MULTILINE)
+
+
+def layer(page: str) -> str:
+    """Return a section with the title and the names of a page of the interface."""
+    text = Path(__file__).with_name("reference").joinpath(f"{page}.md").read_text("utf-8")
+    names = re.findall(r"^   (linattn\.\S+)", text, re.MULTILINE)
+    links = " · ".join(f"[`{name.rpartition('.')[2]}`](names/{name}.rst)" for name in names)
+    return f"\n## [{text.splitlines()[0].removeprefix('# ')}]({page}.md)\n\n{links}\n"
+
+
+def follow_to_source(app: object, package: str, attribute: str) -> str | None:
+    """The source of a name and of its members is in the name's module, also where a member is a class of Python's."""
+    return getattr(public_value(f"{package}.{attribute.partition('.')[0]}"), "__module__", None)
+
+
 def setup(app: object) -> None:
+    app.connect("source-read", list_names)  # type: ignore[attr-defined]
     app.connect("source-read", link_to_source)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", name_functions)  # type: ignore[attr-defined]
+    app.connect("viewcode-follow-imported", follow_to_source)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", as_restructured_text)  # type: ignore[attr-defined]

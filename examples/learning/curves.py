@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from examples.learning.task import Task, label
+from examples.pictures import save
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; markers say the same once more
 COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
@@ -32,15 +33,10 @@ def shown_methods(tasks: Sequence[Task], runs: Sequence[dict[str, Any]]) -> list
     return list(dict.fromkeys(name for task in tasks for name in task.methods if (task.name, name) in done))
 
 
-def prepare() -> None:
-    """Keep text as text in the SVG, and the file the same from run to run."""
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 11})
-
-
 def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the first seed with full lines and markers, the second dashed. Other sizes of a method, and those with a
     SiLU alone, are left out."""
-    prepare()
+    plt.rcParams["font.size"] = 11
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     methods = [name for name in shown_methods([task], runs) if ":" not in name and not name.endswith("+silu")]
     for method, style in styles(methods).items():
@@ -51,7 +47,7 @@ def draw(task: Task, runs: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot([], [], linewidth=1.8, label=label(method), **style)
     _label(axes, task)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     plt.close(figure)
 
 

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.learning.curves import plt, prepare, shown_methods, styles
+from examples.learning.curves import plt, shown_methods, styles
 from examples.learning.task import Task, label
 from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
+from examples.pictures import save
 
 Run = dict[str, Any]
 
@@ -66,7 +67,7 @@ def _kind(method: str) -> str:
 
 
 def _panels(tasks: Sequence[Task], below: str) -> tuple[Any, Any]:
-    prepare()
+    plt.rcParams["font.size"] = 11
     figure, (panels,) = plt.subplots(
         1, len(tasks), figsize=(4 * len(tasks) + 2, 4.4), sharey=True, squeeze=False, layout="constrained"
     )
@@ -83,5 +84,5 @@ def _save(figure: Any, panels: Any, path: Path) -> None:
     """Save with one legend of all panels, at the right."""
     shown = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside center right", frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     plt.close(figure)

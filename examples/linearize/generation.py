@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.linearize import byte_lm
+from examples.pictures import save
 from linattn.linearize import convert, plan
 from linattn.linearize.probes import Cost, costs, fused_softmax
 
@@ -39,7 +40,7 @@ def table(pairs: Sequence[Sequence[Cost]]) -> str:
 
 
 def draw(pairs: Sequence[Sequence[Cost]], path: Path) -> None:
-    figure = Figure(figsize=(9, 3.4), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, name, factor in zip(figure.subplots(1, 2), ("seconds", "bytes"), (1e3, 1 / 1024), strict=True):
         for points, colour, label in zip(
             zip(*pairs, strict=True), ("black", "#0072b2"), ("softmax", "linear"), strict=True
@@ -51,7 +52,7 @@ def draw(pairs: Sequence[Sequence[Cost]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

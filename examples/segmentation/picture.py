@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from examples.pictures import save
 from examples.segmentation.task import Batch
 
 ROWS = 5
@@ -17,7 +18,7 @@ ROWS = 5
 
 def draw(test: Batch, runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Green is right, red is wrongly marked, blue is missed."""
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 10})
+    plt.rcParams.update({"font.size": 10})
     # a heading may not be wider than its column
     titles = ["image", "truth", *(f"{textwrap.fill(run['mixer'], 14)}\n{run['mean IoU']:.2f}" for run in runs)]
     figure, axes = plt.subplots(ROWS, len(titles), figsize=(1.5 * len(titles), 1.5 * ROWS + 0.5), layout="constrained")
@@ -29,7 +30,7 @@ def draw(test: Batch, runs: Sequence[dict[str, Any]], path: Path) -> None:
             axes[row, column].set_axis_off()
             if row == 0:
                 axes[row, column].set_title(titles[column])
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
     plt.close(figure)
 
 

@@ -1,8 +1,9 @@
-"""What all the talk's pictures have in common: colours that the colour-blind can tell apart, text that stays text."""
+"""What all the talk's pictures have in common: colours that the colour-blind can tell apart, and no background."""
 
 from pathlib import Path
 from typing import Any
 
+from examples import pictures
 from examples.learning.curves import COLOURS, plt
 
 BLACK, ORANGE, BLUE, GREEN, PINK, YELLOW, SKY, GREY = COLOURS
@@ -12,7 +13,7 @@ __all__ = ["BLACK", "BLUE", "GREEN", "GREY", "ORANGE", "PINK", "SKY", "YELLOW", 
 
 def panels(count: int, *, width: float = 5.0, height: float = 4.0) -> tuple[Any, Any]:
     """A figure and its axes, side by side."""
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "linattn", "font.size": 10})
+    plt.rcParams.update({"font.size": 10})
     return plt.subplots(1, count, figsize=(count * width, height), layout="constrained", squeeze=False)
 
 
@@ -23,6 +24,5 @@ def tidy(axes: Any, **labels: Any) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+    pictures.save(figure, path)
     plt.close(figure)

@@ -38,9 +38,9 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade, and so do the gates that `needs` asks for, per key head or, for maps without a scale per token, per feature;
-    a write multiplies v, for `normalize=None` only. Without `causal` they raise ValueError. The causal state has
-    constant size."""
+    fade at a fixed rate per head. `needs` names gates: their decay is per key head or, for maps without a scale per
+    token, per feature; their write multiplies v and requires `normalize=None`. Without `causal`, both `decay` and
+    `needs` raise ValueError. The causal state has constant size."""
 
     state_kind = LinearAttentionState
 
