@@ -1,11 +1,8 @@
 """Inner attentions map queries, keys and values, with heads already split, to outputs. `ATTENTIONS` lists all."""
 
-from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
-from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
-from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.attention.gates import GateNeeds, Gates
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
@@ -26,11 +23,8 @@ from linattn.ops.state import map_state
 
 __all__ = [
     "ATTENTIONS",
-    "AxialAttention",
-    "BlindspotAttention",
     "Decay",
     "DeltaAttention",
-    "FlooredFavorAttention",
     "GateNeeds",
     "Gates",
     "InnerAttention",

@@ -5,8 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
     Decay,
     DeltaAttention,
     GateNeeds,
@@ -179,8 +177,6 @@ def test_rotary_hands_gates_on():
         (lambda: LinearAttention(ELU, causal=True, needs="head"), "needs must be a GateNeeds"),
         (lambda: LinearAttention(ELU, causal=True, normalize=None, needs=GateNeeds("channel", "step")), "needs must"),
         (lambda: DeltaAttention(decay="heads"), "needs must be a GateNeeds"),
-        (lambda: AxialAttention(fading(), 4), "AxialAttention makes no gates, but LinearAttention needs some"),
-        (lambda: BlindspotAttention(fading(), 4), "BlindspotAttention makes no gates"),
         (lambda: TorchMultiheadAttention(8, 2, inner=DeltaAttention()), "TorchMultiheadAttention makes no gates"),
     ],
 )

@@ -9,9 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
-    FlooredFavorAttention,
     InnerAttention,
     LinearAttention,
     LocalAttention,
@@ -21,6 +18,9 @@ from linattn.attention import (
     map_state,
     named_attention,
 )
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
 from tests.attention.cases import CAUSAL, CHANNELS, HEADS, KEY_HEADS, GatesFromKeys, heads, make
 

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.testing import assert_close
 
-from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, named_attention
+from linattn.attention import LinearAttention, named_attention
 from linattn.attention.named import ATTENTIONS
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.attention.cases import GatesFromKeys

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, LinformerAttention, RotaryAttention
+from linattn.attention import LinearAttention, LinformerAttention, RotaryAttention
 from linattn.compat.layers import split_heads
 from linattn.compat.linear_attention_transformer import (
     ImageLinearAttention,
@@ -15,6 +15,8 @@ from linattn.compat.linear_attention_transformer import (
     LinformerContextSettings,
     LinformerSettings,
 )
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import effective
 from linattn.compat.weights import conversion, layers
@@ -87,12 +89,14 @@ def _attention(module: MultiheadAttention) -> Moves:
     d, orders, factors = module.head_dim, [], []
     for count, part in layers.parts(module):
         rotary = isinstance(part, RotaryAttention)
-        inner = part.inner if rotary else part
+        inner = part.inner if isinstance(part, (AxialAttention, RotaryAttention)) else part
         orders.append((count, conversion.pairs_as_halves if rotary else conversion.SAME.apply))
         # they multiply the outputs of linear heads that are not causal by d^-½
         factors += [d**-0.5 if isinstance(inner, LinearAttention) and not inner.causal else 1.0] * count * d
     turned, columns = conversion.heads(orders, d), conversion.columns(torch.tensor(factors, dtype=torch.float64))
-    yield from layers.attention(module, q=turned, k=turned, columns=columns)
+    moves = layers.attention(module, q=turned, k=turned, columns=columns)
+    # their axial attention is in a wrapper, which folds the sequence
+    yield from within("", "fn" if isinstance(module.inner, AxialAttention) else "", moves)
 
 
 CONVERSIONS: dict[type[nn.Module], Conversion] = {

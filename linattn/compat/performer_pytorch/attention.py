@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention import FlooredFavorAttention, InnerAttention, LinearAttention, LocalAttention, RotaryAttention
+from linattn.attention import InnerAttention, LinearAttention, LocalAttention, RotaryAttention
 from linattn.compat.layers import efficient_attention, split_heads
 from linattn.compat.options import takes
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 from linattn.feature_maps import FavorFeatureMap, GeneralizedFeatureMap, RandomProjection, redraw_features_

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linattn.attention import FlooredFavorAttention, InnerAttention, LocalAttention, RotaryAttention
+from linattn.attention import InnerAttention, LocalAttention, RotaryAttention
 from linattn.compat.options import effective
 from linattn.compat.performer_pytorch import FastAttention, Performer, PerformerEncDec, PerformerLM
 from linattn.compat.performer_pytorch.attention import Attention, AttentionBase, CrossAttention, SelfAttention
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
 from linattn.compat.weights import conversion, layers
