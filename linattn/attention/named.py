@@ -26,7 +26,7 @@ from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
 from linattn.feature_maps.base import FeatureMap
-from linattn.ops.names import did_you_mean
+from linattn.names import did_you_mean
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
 PROJECTED_LENGTH = 128
@@ -80,6 +80,38 @@ ATTENTIONS: dict[str, Builder] = {
     "linformer": _linformer(lambda m, r, d: LearnedProjection(m, r)),
     "linformer_mean": _linformer(lambda m, r, d: MeanPooling(m, r)),
     "linformer_conv": _linformer(StridedConvolution),
+}
+
+
+# names that papers and other packages use
+SYNONYMS = {
+    "performer": "favor",
+    "favor+": "favor",
+    "linear": "elu",
+    "linear_transformer": "elu",
+    "linear_attention": "elu",
+    "elu_plus_one": "elu",
+    "shen": "efficient",
+    "efficient_attention": "efficient",
+    "based": "taylor2",
+    "lightning": "retention",
+    "retnet": "retention",
+    "gated_linear_attention": "gla",
+    "mamba2": "ssd",
+    "mamba_2": "ssd",
+    "deltanet": "delta",
+    "delta_net": "delta",
+    "gated_deltanet": "gated_delta",
+    "gated_delta_net": "gated_delta",
+    "kimi_delta_attention": "kda",
+    "kimi_linear": "kda",
+    "sliding_window": "local",
+    "swa": "local",
+    "window": "local",
+    "bucketed": "local_bucketed",
+    "full": "softmax",
+    "sdpa": "softmax",
+    "vanilla": "softmax",
 }
 
 
@@ -172,7 +204,7 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
     unknown = [name for name, _ in pairs if name not in ATTENTIONS]
     if unknown:
-        hint = did_you_mean(unknown[0] or spec, ATTENTIONS)
+        hint = did_you_mean(unknown[0] or spec, ATTENTIONS, SYNONYMS)
         raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
     given = [count for _, count in pairs if count]
     if not given:

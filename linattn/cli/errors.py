@@ -1,7 +1,6 @@
 """Errors that a command reports to the user in one line."""
 
-import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -22,12 +21,6 @@ def explained(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise CommandError(f"{prefix}: {one_line(error)}") from error
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name."""
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def one_line(error: BaseException) -> str:

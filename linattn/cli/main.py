@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from linattn.cli import bench, generate, info, linearize, train
-from linattn.cli.errors import CommandError, did_you_mean, one_line
+from linattn.cli.errors import CommandError, one_line
+from linattn.names import did_you_mean
 from linattn.version import __version__
 
 COMMANDS = {"train": train, "generate": generate, "info": info, "linearize": linearize, "bench": bench}
@@ -31,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            error.message += did_you_mean(value, map(str, action.choices or ()))
             raise
 
     def error(self, message: str) -> NoReturn:

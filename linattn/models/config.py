@@ -12,7 +12,30 @@ import torch
 from linattn.attention.base import InnerAttention
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
-from linattn.ops.names import did_you_mean, unknown_name
+from linattn.names import did_you_mean, unknown_name
+
+# names that other packages use, of fields and of their values
+SYNONYMS = {
+    "context_length": "max_length",
+    "block_size": "max_length",
+    "d_model": "dim",
+    "n_embd": "dim",
+    "hidden_size": "dim",
+    "n_layer": "depth",
+    "num_layers": "depth",
+    "num_hidden_layers": "depth",
+    "n_head": "num_heads",
+    "nhead": "num_heads",
+    "heads": "num_heads",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_key_heads",
+    "rms_norm": "rms",
+    "rmsnorm": "rms",
+    "layer_norm": "layer",
+    "layernorm": "layer",
+    "swiglu": "gated",
+    "glu": "gated",
+}
 
 
 def _option(default: Any, description: str, *, least: int = 1, choices: tuple[str | None, ...] = ()) -> Any:
@@ -121,7 +144,7 @@ class LanguageModelConfig:
     def from_dict(fields: Mapping[str, Any]) -> "LanguageModelConfig":
         known = [field.name for field in dataclasses.fields(LanguageModelConfig)]
         if unknown := [name for name in fields if name not in known]:
-            asked = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+            asked = ", ".join(f"{name!r}{did_you_mean(name, known, SYNONYMS)}" for name in unknown)
             raise ValueError(f"unknown configuration {asked}; known are {', '.join(known)}")
         if "vocab_size" not in fields:
             raise ValueError("the configuration has no vocab_size")
@@ -155,7 +178,7 @@ def _check_fields(config: LanguageModelConfig) -> None:
         ):
             raise ValueError(f"{each.name} must be an integer of at least {least}, but is {value!r}")
         if choices and value not in choices:
-            raise unknown_name(each.name, value, choices)
+            raise unknown_name(each.name, value, choices, SYNONYMS)
 
 
 def _misfits(config: LanguageModelConfig) -> Iterator[str]:

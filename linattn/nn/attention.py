@@ -12,12 +12,12 @@ from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.feature_maps.base import unit
+from linattn.names import unknown_name
 from linattn.nn.checks import check_mask, check_sizes, check_tokens, given
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
-from linattn.ops.names import unknown_name
 from linattn.ops.state import check_part, checked_kind, for_batch
 from linattn.ops.tokens.rotary import turn, turns
 from linattn.types import Context, ContextMask, TokenMask, Tokens

@@ -6,9 +6,9 @@ from typing import Any, final
 import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
+from linattn.names import unknown_name
 from linattn.nn.checks import check_sizes
 from linattn.nn.torch_multihead import TorchMultiheadAttention
-from linattn.ops.names import unknown_name
 
 PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 

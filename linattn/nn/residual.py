@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.names import unknown_name
 from linattn.nn.branch import Branch, Call
 from linattn.nn.reversal import run_reversibly
-from linattn.ops.names import unknown_name
 from linattn.ops.state import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 

@@ -63,13 +63,13 @@ def test_without_the_extra_it_helps_and_says_what_to_install(finished, text, tmp
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (("trian",), "did you mean train?"),
-        (("train", "x", "--out", "y", "--num-head"), "did you mean --num-heads?"),
-        (("train", "x", "--out", "y", "--batch-size=4"), "did you mean --batch?"),
-        (("train", "x", "--out", "y", "--feed-forward", "gatd"), "did you mean gated?"),
-        (("bench", "--workloads", "forwards"), "did you mean forward?"),
-        (("bench", "--dtypes", "float23"), "did you mean float32?"),
-        (("bench", "--methods", "eluu"), "did you mean elu?"),
+        (("trian",), "did you mean 'train'?"),
+        (("train", "x", "--out", "y", "--num-head"), "did you mean '--num-heads'?"),
+        (("train", "x", "--out", "y", "--batch-size=4"), "did you mean '--batch'?"),
+        (("train", "x", "--out", "y", "--feed-forward", "gatd"), "did you mean 'gated'?"),
+        (("bench", "--workloads", "forwards"), "did you mean 'forward'?"),
+        (("bench", "--dtypes", "float23"), "did you mean 'float32'?"),
+        (("bench", "--methods", "eluu"), "did you mean 'elu'?"),
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(capsys, arguments, expected):

@@ -22,7 +22,8 @@ from linattn.cli.bench.page import html
 from linattn.cli.bench.peers import PEERS, installed
 from linattn.cli.bench.record import Measurement, Record, Setup, describe_machine, read_record, write_record
 from linattn.cli.bench.report import printed
-from linattn.cli.errors import CommandError, did_you_mean, explained
+from linattn.cli.errors import CommandError, explained
+from linattn.names import did_you_mean
 
 CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "local", "local+elu")
 NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from linattn.attention import ATTENTIONS
+from linattn.attention.named import SYNONYMS
 from linattn.integrations.transformers.attention import attention_forward
 from linattn.integrations.transformers.cache import ATTENTION_LAYER
 from linattn.integrations.transformers.masks import attention_mask
-from linattn.ops.names import did_you_mean
+from linattn.names import did_you_mean
 
 PREFIX = "linattn:"
 LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
@@ -40,7 +41,7 @@ def register_attention(method: str) -> str:
     for part in method.split("+"):
         name = part.partition(":")[0].strip()
         if name not in METHODS:
-            unknown = f"is no attention{did_you_mean(name, METHODS)}: there are {', '.join(METHODS)}"
+            unknown = f"is no attention{did_you_mean(name, METHODS, SYNONYMS)}: there are {', '.join(METHODS)}"
             raise ValueError(f"{name!r} in {PREFIX}{method} {UNNAMED.get(name, unknown)}")
     AttentionInterface.register(PREFIX + method, partial(attention_forward, method))
     AttentionMaskInterface.register(PREFIX + method, attention_mask)
