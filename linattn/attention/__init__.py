@@ -18,6 +18,7 @@ from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.attention.traits import Traits, traits
 from linattn.attention.weights import attention_weights
 from linattn.ops.state import map_state
 
@@ -39,8 +40,10 @@ __all__ = [
     "SoftmaxAttention",
     "SplitHeads",
     "StridedConvolution",
+    "Traits",
     "attend",
     "attention_weights",
     "map_state",
     "named_attention",
+    "traits",
 ]

@@ -18,7 +18,7 @@ from linattn.attention import (
 )
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
 from linattn.nn import TorchMultiheadAttention
-from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, gates_of, heads
+from tests.attention.cases import CHANNELS, FADING, HEADS, KEY_HEADS, gates_of, heads
 
 ELU = ElementwiseFeatureMap("elu_plus_one")
 N = 20
@@ -110,7 +110,7 @@ def test_a_decay_of_minus_infinity_begins_a_new_sequence(make, normalize):
     assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(alone, x, dy))
 
 
-@pytest.mark.parametrize("name", ["gla", "ssd", "gated_delta", "kda"])
+@pytest.mark.parametrize("name", FADING)
 def test_of_named_attentions_too(name):
     inner, x = named_attention(name, num_heads=4, num_key_heads=2, head_dim=CHANNELS, causal=True), heads(90)
     gates = gates_of(inner.needs, x[1])

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from linattn.attention import SoftmaxAttention, map_state, named_attention
+from linattn.attention import ATTENTIONS, SoftmaxAttention, map_state, named_attention, traits
 from linattn.cli.bench import MODEL_TRAINING, RATE, UNIFORM
-from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL
+from linattn.cli.bench.command import default_methods
 from linattn.cli.bench.compare import changes, compared
 from linattn.cli.bench.features import FIXED, RANDOM, measure_features
 from linattn.cli.bench.measure import Found, Measuring, alternate, peak_memory, plan, state_size
@@ -39,7 +39,7 @@ from linattn.cli.bench.workloads import PREPARE, prepare, state_at
 from linattn.cli.main import main
 
 METHODS = ("softmax", "elu", "local+elu")
-GATED = ("gla", "ssd", "delta", "gated_delta", "kda", "local+gated_delta")
+GATED = [name for name in (*ATTENTIONS, "local+gated_delta") if traits(name).gated]
 SIZES = ("--heads", "2", "--head-dim", "8", "--window", "16", "--repeats", "2", "--threads", "1", "--device", "cpu")
 TINY = Setup(heads=2, head_dim=8, window=16)
 
@@ -270,7 +270,10 @@ def test_every_work_does_the_same_when_called_again(work, dtype, method):
 
 @pytest.mark.parametrize(
     "method, causal",
-    [*((name, True) for name in dict.fromkeys((*CAUSAL, *GATED))), *((name, False) for name in NOT_CAUSAL)],
+    [
+        *((name, True) for name in dict.fromkeys((*default_methods(True), *GATED))),
+        *((name, False) for name in default_methods(False)),
+    ],
 )
 def test_every_method_can_be_trained(method, causal):
     prepared = prepare(dataclasses.replace(TINY, causal=causal), Case("training", method, "float32", 33))

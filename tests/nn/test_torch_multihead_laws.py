@@ -9,14 +9,11 @@ from torch import nn
 from torch.testing import assert_close
 
 import linattn
-from linattn import TorchMultiheadAttention, named_attention
-from tests.attention.cases import ONLY_CAUSAL
+from linattn import TorchMultiheadAttention, named_attention, traits
 from tests.nn.torch_cases import BATCH, CAUSAL, DIM, GLOBAL, HEADS, M, N, call, causal_mask, inputs, pair, self_inputs
 
 every_global = pytest.mark.parametrize("name", [*GLOBAL, "local+elu"])
 every_causal = pytest.mark.parametrize("name", [*CAUSAL, "local+elu"])
-# these count tokens, so queries are the keys' own tokens
-OF_THE_SAME_TOKENS = {"local", "local_bucketed", "roformer", "local+elu"}
 
 
 @every_global
@@ -83,7 +80,7 @@ def test_causal_by_any_sign_is_the_causal_attention(name, by):
     torch.manual_seed(0)
     made = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 3}
     causal = named_attention(name, causal=True, **made)
-    follows = named_attention(name, **made) if name not in ONLY_CAUSAL else causal
+    follows = named_attention(name, **made) if traits(name).bidirectional else causal
     always, told = (
         TorchMultiheadAttention(DIM, HEADS, batch_first=True, dtype=torch.float64, inner=inner)
         for inner in (causal, follows)
@@ -163,7 +160,7 @@ def test_keys_that_all_queries_see(name, n):
 @pytest.mark.parametrize("name", [name for name in CAUSAL if "local" not in name])
 def test_keys_that_all_queries_see_in_order(name):
     _, mine = (
-        pair(name, options={"add_bias_kv": True, "batch_first": True}) if name not in ONLY_CAUSAL else (None, None)
+        pair(name, options={"add_bias_kv": True, "batch_first": True}) if traits(name).bidirectional else (None, None)
     )
     if mine is None:
         return
@@ -220,7 +217,7 @@ def test_return_weights_false_has_none():
 @every_causal
 def test_copies_keep_their_causal_form(name):
     """It has the module's own weights: copied, moved and trained with them."""
-    if name in ONLY_CAUSAL:
+    if not traits(name).bidirectional:
         return
     inner = named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, window=3)
     mine = TorchMultiheadAttention(DIM, HEADS, batch_first=True, inner=inner)
@@ -276,7 +273,7 @@ def test_errors_say_what_would_do():
 
 @every_global
 def test_cross_attention(name):
-    if name in OF_THE_SAME_TOKENS:
+    if not traits(name).cross:
         return
     _, mine = pair(name, options={"batch_first": True})
     q, k, v = inputs({"batch_first": True})

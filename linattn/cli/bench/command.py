@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from linattn.attention.named import ATTENTIONS
+from linattn.attention import ATTENTIONS, traits
+from linattn.attention.named import SYNONYMS
 from linattn.cli.atomic import write_atomically
 from linattn.cli.bench import DECODING, DTYPES, FORWARD, MODEL_WORKLOADS, TRAINING, WORKLOADS
 from linattn.cli.bench.compare import compared
@@ -25,8 +26,9 @@ from linattn.cli.bench.report import printed
 from linattn.cli.errors import CommandError, explained
 from linattn.names import did_you_mean
 
-CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "local", "local+elu")
-NOT_CAUSAL = ("softmax", "elu", "taylor", "efficient", "favor", "linformer", "local")
+# without --methods, those that can be causal, or bidirectional
+SELECTION = ("softmax", "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "linformer", "local")
+SELECTION += ("local+elu",)
 CASES, SIZES = ("workloads", "methods", "dtypes", "lengths"), tuple(each.name for each in dataclasses.fields(Setup))
 # shares of the budget, and the most seconds: training the small model, all feature maps' errors, drawing
 TRAINING_SHARE, TRAINING_MOST, FEATURES_SHARE, REPORT_SHARE, REPORT_MOST = 0.1, 60.0, 0.2, 0.1, 10.0
@@ -45,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(printed(record))
     print(f"{arguments.out / 'report.html'} has the pictures", file=sys.stderr)
     return 0
+
+
+def default_methods(causal: bool) -> list[str]:
+    return [name for name in SELECTION if (traits(name).causal if causal else traits(name).bidirectional)]
 
 
 def _require_writable(folder: Path) -> None:
@@ -90,10 +96,10 @@ def _complete(arguments: argparse.Namespace) -> dict[str, Any]:
             raise CommandError(f"{option} are of {', '.join(known)}, but there is {unknown[0]!r}{nearest}")
     if not arguments.causal and (arguments.models or DECODING in workloads):
         raise CommandError("decoding and --models are causal, so they cannot be --not-causal")
-    methods = list(arguments.methods or (CAUSAL if arguments.causal else NOT_CAUSAL))
+    methods = arguments.methods or default_methods(arguments.causal)
     for name in methods:
         if name not in PEERS and any(part.partition(":")[0] not in ATTENTIONS for part in name.split("+")):
-            nearest = did_you_mean(name, (*ATTENTIONS, *CAUSAL, *PEERS))
+            nearest = did_you_mean(name, (*ATTENTIONS, *PEERS), SYNONYMS)
             raise CommandError(
                 f"{name!r} is no attention: docs/methods.md has their names, and peers are {', '.join(PEERS)}{nearest}"
             )
