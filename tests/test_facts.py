@@ -23,7 +23,7 @@ ALLOWED = {
     "linattn/attention/named.py": TABLES,
     "linattn/feature_maps/__init__.py": TABLES,
     "linattn/ops/elementwise.py": TABLES,
-    "linattn/ops/backends/triton/maps.py": TABLES,
+    "linattn/ops/triton/maps.py": TABLES,
     "linattn/cli/bench/command.py": "the methods that are measured unless the user names some",
     "linattn/cli/bench/features.py": "the feature maps whose errors are measured",
     "tests/attention/test_rotary.py": EXAMPLES,
