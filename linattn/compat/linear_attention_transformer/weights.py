@@ -8,20 +8,21 @@ from torch import nn
 
 from linattn.attention import LinearAttention, LinformerAttention, RotaryAttention
 from linattn.compat.layers import split_heads
-from linattn.compat.linear_attention_transformer import (
-    ImageLinearAttention,
-    LinearAttentionTransformer,
-    LinearAttentionTransformerLM,
-    LinformerContextSettings,
-    LinformerSettings,
-)
 from linattn.compat.linear_attention_transformer.axial import AxialAttention
 from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
-from linattn.compat.linear_attention_transformer.options import TransformerOptions
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
+    LinearAttentionTransformer,
+    LinearAttentionTransformerLM,
+)
+from linattn.compat.linear_attention_transformer.options import (
+    LinformerContextSettings,
+    LinformerSettings,
+    TransformerOptions,
+)
 from linattn.compat.options import effective
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, within
-from linattn.nn import GatedFeedForward, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.nn import GatedFeedForward, ImageLinearAttention, MultiheadAttention, Projected, SinusoidalPositions
 
 # accepted there, and without effect
 IGNORED = ("bucket_size", "pkm_num_keys", "pkm_layers")
@@ -73,7 +74,8 @@ def _stack(stack: nn.Module) -> Moves:
 
 
 def _feed_forward(module: nn.Module, before: MultiheadAttention) -> Moves:
-    """Move a feed-forward. After self attention theirs is never gated, whatever `ff_glu` is: our gate is always one."""
+    """Move a feed-forward. Theirs ignores `ff_glu` after self attention and is never gated; ours gets a gate that is
+    always one."""
     if isinstance(module, GatedFeedForward) and _is_main(before):
         yield from renamed(module, {"gate_proj": "w1", "down_proj": "w2"})
         yield Move("up_proj.weight", None, conversion.ZEROS)

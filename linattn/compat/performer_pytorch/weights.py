@@ -8,11 +8,17 @@ from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LocalAttention, RotaryAttention
 from linattn.compat.options import effective
-from linattn.compat.performer_pytorch import FastAttention, Performer, PerformerEncDec, PerformerLM
-from linattn.compat.performer_pytorch.attention import Attention, AttentionBase, CrossAttention, SelfAttention
+from linattn.compat.performer_pytorch.attention import (
+    Attention,
+    AttentionBase,
+    CrossAttention,
+    FastAttention,
+    SelfAttention,
+)
 from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
-from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
+from linattn.compat.performer_pytorch.performer import Performer, PerformerLM
+from linattn.compat.performer_pytorch.performer_enc_dec import FIXED, PerformerEncDec
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, within
 from linattn.feature_maps import RandomProjection
