@@ -78,7 +78,7 @@ def test_a_hidden_key_is_a_missing_key(name, kind):
 @pytest.mark.parametrize("by", ["mask", "float mask", "hint", "both", "mask for each head"])
 def test_causal_by_any_sign_is_the_causal_attention(name, by):
     torch.manual_seed(0)
-    made = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 3}
+    made = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 3, "max_length": 40}
     causal = named_attention(name, causal=True, **made)
     follows = named_attention(name, **made) if traits(name).bidirectional else causal
     always, told = (
@@ -135,7 +135,7 @@ def test_keys_that_all_queries_see(name, n):
         with pytest.raises(ValueError, match="no window has them"):
             pair(name, options=options)
         return
-    if name == "roformer" and n != M:
+    if not traits(name).cross and n != M:
         return
     _, mine = pair(name, options=options | {"batch_first": True})
     x = inputs({"batch_first": True}, n=n)
@@ -145,7 +145,7 @@ def test_keys_that_all_queries_see(name, n):
         for b in (mine.bias_k, mine.bias_v)
     ]
     k, v = (torch.cat([e.expand(BATCH, -1, -1, -1), x], -2) for e, x in zip(extra, (k, v), strict=True))
-    if name == "roformer":
+    if not traits(name).cross:
         q = torch.cat([q[..., :2, :], q], -2)
     expected = mine.inner(q, k, v)[..., -n:, :]
     y, weights = mine(*x, average_attn_weights=False)
@@ -219,7 +219,7 @@ def test_copies_keep_their_causal_form(name):
     """It has the module's own weights: copied, moved and trained with them."""
     if not traits(name).bidirectional:
         return
-    inner = named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, window=3)
+    inner = named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, window=3, max_length=40)
     mine = TorchMultiheadAttention(DIM, HEADS, batch_first=True, inner=inner)
     for copied in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         copied = copied.double()
