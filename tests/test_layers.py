@@ -19,6 +19,8 @@ LAYERS = [
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # neighbours that may look at each other, one way
 BESIDE = {("feature_maps", "ops")}
+# the files that every layer may import
+BELOW = ("version", "types", "names", "checks")
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
     "jinja2": ("linattn/console/",),
@@ -57,8 +59,8 @@ def allowed(importer: str, imported: str) -> bool:
     return DEPTH[importer] < DEPTH[imported]
 
 
-# the files beside the layers stand above them all, and no layer imports them, but that the command line shows what the
-# diagnostics say
+# the files of BELOW stand below all layers; the others beside the layers stand above them, and no layer imports them,
+# but that the command line shows what the diagnostics say
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent != PACKAGE], ids=relative)
 def test_imports_point_one_way(path):
     layer = path.relative_to(PACKAGE).parts[0]
@@ -66,7 +68,7 @@ def test_imports_point_one_way(path):
         package, _, rest = name.partition(".")
         if package == "linattn" and rest:
             target = rest.split(".")[0]
-            beside = target in ("version", "types", "checks") or (layer, target) == ("cli", "diagnostics")
+            beside = target in BELOW or (layer, target) == ("cli", "diagnostics")
             assert target in DEPTH or beside, f"{layer} imports {name}, which belongs to no layer"
             assert target not in DEPTH or allowed(layer, target), f"{layer} imports {name}"
 
@@ -90,7 +92,7 @@ def test_guests_are_imported_at_home(path):
 # inside `ops`: definitions (what is computed) ← plain (the idea in chunks) ← fast (what runs anywhere) ← triton (what
 # runs on GPUs). Each room may know those on its left and the ground floor, and nobody outside of `ops` knows any
 ROOMS = ["definitions", "plain", "fast", "triton"]
-GROUND = {"calls", "numerics", "operator", "library", "elementwise", "names", "tokens"}
+GROUND = {"calls", "numerics", "operator", "library", "elementwise", "tokens"}
 # who else knows them: the table of operators, and operators whose forms stand beside their public function
 TABLES = {"operators.py", "convolution.py"}
 PRIVATE = {*ROOMS, "operators", "operator", "library", "calls"}

@@ -22,8 +22,6 @@ TAKEN: dict[str, Callable[[str], object]] = {
     "with_inner": lambda name: linattn.with_inner(torchs, name)(*torch.randn(3, 2, 5, 32)),
 }
 REFUSED: dict[str, Callable[[str], object]] = {
-    "AxialAttention": lambda name: linattn.AxialAttention(name, 4),
-    "FlooredFavorAttention": lambda name: linattn.FlooredFavorAttention(name, epsilon=1e-3),
     "LinearAttention": lambda name: linattn.LinearAttention(name),
     "RotaryAttention": lambda name: linattn.RotaryAttention(name),
     "RotaryLinearAttention": lambda name: linattn.RotaryLinearAttention(name),
@@ -68,8 +66,7 @@ def test_elsewhere_the_error_says_how_to_make_one(public: str) -> None:
         REFUSED[public]("elu")
     command = str(error.value).split(": ")[1].removesuffix(" makes one").replace("=…", "=4")
     made = eval(command, {"linattn": linattn, "head_dim": 8, "num_heads": 4, "num_key_heads": 4})
-    if public != "FlooredFavorAttention":
-        REFUSED[public](made)
+    REFUSED[public](made)
 
 
 @pytest.mark.usefixtures("unchecked")

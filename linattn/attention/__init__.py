@@ -1,11 +1,8 @@
 """Inner attentions map queries, keys and values, with heads already split, to outputs. `ATTENTIONS` lists all."""
 
-from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
-from linattn.attention.blindspot import BlindspotAttention
 from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
-from linattn.attention.floored_favor import FlooredFavorAttention
 from linattn.attention.gates import GateNeeds, Gates
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
@@ -21,16 +18,14 @@ from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.attention.traits import Traits, traits
 from linattn.attention.weights import attention_weights
 from linattn.ops.nested import map_state
 
 __all__ = [
     "ATTENTIONS",
-    "AxialAttention",
-    "BlindspotAttention",
     "Decay",
     "DeltaAttention",
-    "FlooredFavorAttention",
     "GateNeeds",
     "Gates",
     "InnerAttention",
@@ -45,8 +40,10 @@ __all__ = [
     "SoftmaxAttention",
     "SplitHeads",
     "StridedConvolution",
+    "Traits",
     "attend",
     "attention_weights",
     "map_state",
     "named_attention",
+    "traits",
 ]

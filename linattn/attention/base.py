@@ -30,6 +30,8 @@ class InnerAttention(nn.Module, ABC):
     """The class of the causal state."""
     needs: AnyNeeds = None
     """The gates that are needed. None: there are none."""
+    same_tokens: bool = False
+    """If True, queries and keys must be those of the same tokens, also where the attention is not causal."""
 
     def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None) -> Outputs:
         q, k, v, _ = checked_heads(q, k, v, key_mask, causal=self.causal)

@@ -12,8 +12,8 @@ from linattn.attention.base import InnerAttention, finite, group_mask, group_que
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
 from linattn.feature_maps.base import FeatureMap, Features, checked_feature_map
+from linattn.names import unknown_name
 from linattn.ops.linear import NORMALIZATIONS, causal_linear_attention, checked_decay, read, summarize
-from linattn.ops.names import unknown_name
 from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, present
 from linattn.ops.scale import running_scale

@@ -23,6 +23,7 @@ class LocalAttention(InnerAttention):
     """
 
     state_kind = LocalState
+    same_tokens = True
 
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()

@@ -26,7 +26,7 @@ from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
 from linattn.feature_maps.base import FeatureMap
-from linattn.ops.names import did_you_mean
+from linattn.names import did_you_mean
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
 PROJECTED_LENGTH = 128
@@ -83,6 +83,38 @@ ATTENTIONS: dict[str, Builder] = {
 }
 
 
+# names that papers and other packages use
+SYNONYMS = {
+    "performer": "favor",
+    "favor+": "favor",
+    "linear": "elu",
+    "linear_transformer": "elu",
+    "linear_attention": "elu",
+    "elu_plus_one": "elu",
+    "shen": "efficient",
+    "efficient_attention": "efficient",
+    "based": "taylor2",
+    "lightning": "retention",
+    "retnet": "retention",
+    "gated_linear_attention": "gla",
+    "mamba2": "ssd",
+    "mamba_2": "ssd",
+    "deltanet": "delta",
+    "delta_net": "delta",
+    "gated_deltanet": "gated_delta",
+    "gated_delta_net": "gated_delta",
+    "kimi_delta_attention": "kda",
+    "kimi_linear": "kda",
+    "sliding_window": "local",
+    "swa": "local",
+    "window": "local",
+    "bucketed": "local_bucketed",
+    "full": "softmax",
+    "sdpa": "softmax",
+    "vanilla": "softmax",
+}
+
+
 def named_attention(
     spec: str,
     *,
@@ -121,8 +153,21 @@ def untrained_attention(spec: str, **sizes: Any) -> InnerAttention:
 
     They are sampled on the CPU, so that every device has the same features."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
+        # torch.manual_seed would seed the other devices too
+        torch.default_generator.manual_seed(0)
         return named_attention(spec, **sizes)
+
+
+def names_in(spec: str) -> list[str]:
+    """Return the names in a mixture, without numbers of heads. Raises ValueError if one is unknown."""
+    if not isinstance(spec, str):
+        raise ValueError(f"an attention is given by its name, but this is {spec!r}")
+    names = [part.strip().partition(":")[0] for part in spec.split("+")]
+    for name in names:
+        if name not in ATTENTIONS:
+            hint = did_you_mean(name or spec, ATTENTIONS, SYNONYMS)
+            raise ValueError(f"{name!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
+    return names
 
 
 def resolved_attention(
@@ -167,23 +212,17 @@ def attend(
 
 def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     """Split a mixture into names and their numbers of heads."""
-    if not isinstance(spec, str):
-        raise ValueError(f"an attention is told by its name, but this is {spec!r}")
-    pairs = [part.strip().partition(":")[::2] for part in spec.split("+")]
-    unknown = [name for name, _ in pairs if name not in ATTENTIONS]
-    if unknown:
-        hint = did_you_mean(unknown[0] or spec, ATTENTIONS)
-        raise ValueError(f"{unknown[0]!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
-    given = [count for _, count in pairs if count]
-    if not given:
-        if num_heads % len(pairs):
+    names = names_in(spec)
+    counts = [count for part in spec.split("+") if (count := part.strip().partition(":")[2])]
+    if not counts:
+        if num_heads % len(names):
             raise ValueError(f"{num_heads} heads do not split equally over {spec!r}: give numbers, as in local:1+elu:3")
-        return [(name, num_heads // len(pairs)) for name, _ in pairs]
-    if len(given) < len(pairs) or not all(count.isdecimal() and int(count) for count in given):
+        return [(name, num_heads // len(names)) for name in names]
+    if len(counts) < len(names) or not all(count.isdecimal() and int(count) for count in counts):
         raise ValueError(f"number all parts of a mixture, from 1 head on, or none, but it is {spec!r}")
-    if sum(map(int, given)) != num_heads:
-        raise ValueError(f"{spec!r} has {sum(map(int, given))} heads, but num_heads is {num_heads}")
-    return [(name, int(count)) for name, count in pairs]
+    if sum(map(int, counts)) != num_heads:
+        raise ValueError(f"{spec!r} has {sum(map(int, counts))} heads, but num_heads is {num_heads}")
+    return list(zip(names, map(int, counts), strict=True))
 
 
 def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, causal: bool) -> InnerAttention:

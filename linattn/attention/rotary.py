@@ -31,6 +31,7 @@ class RotaryAttention(InnerAttention):
     depends on absolute positions too. Masked tokens have no position."""
 
     state_kind = RotaryState
+    same_tokens = True
 
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()

@@ -40,6 +40,7 @@ class RotaryLinearAttention(InnerAttention):
     φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
 
     state_kind = RotaryLinearAttentionState
+    same_tokens = True
 
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()

@@ -32,6 +32,7 @@ class SplitHeads(InnerAttention):
         self.heads = tuple(count for count, _ in parts)
         self.parts = nn.ModuleList(part for _, part in parts)
         self.causal = parts[0][1].causal
+        self.same_tokens = any(part.same_tokens for _, part in parts)
         needs = tuple(part.needs for _, part in parts)
         self.needs = SplitNeeds(self.heads, needs) if any(needs) else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from linattn.ops.names import unknown_name
+from linattn.names import unknown_name
 
 Parsing = dict[str, Any]
 """Keywords of argparse's `add_argument`."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from linattn.cli import bench, generate, info, linearize, train
 from linattn.console.errors import CommandError, one_line
-from linattn.ops.names import did_you_mean
+from linattn.names import did_you_mean
 from linattn.version import __version__
 
 COMMANDS = {"train": train, "generate": generate, "info": info, "linearize": linearize, "bench": bench}
@@ -24,7 +24,10 @@ class OneLineParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            # imported with torch, which takes a second
+            from linattn.models.config import SYNONYMS
+
+            nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions, SYNONYMS)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
         return parsed, unknown
 
@@ -32,7 +35,7 @@ class OneLineParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            error.message += did_you_mean(value, map(str, action.choices or ()))
             raise
 
     def error(self, message: str) -> NoReturn:

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from linattn.checks import check_sizes
+from linattn.names import did_you_mean
 
 
 @final
 class Required(int):
-    """The default of an option that has none: every such option is a number."""
+    """The default of an option that has none, a number because every such option is one: records are type-checked."""
 
 
 REQUIRED = Required(-1)
@@ -60,11 +61,7 @@ def takes(
             if args and isinstance(args[0], record):
                 init(self, args[0])
                 return
-            try:
-                arguments = signature.bind(self, *args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
-            init(self, _checked(record, arguments))
+            init(self, _checked(record, _bound(signature, self, args, kwargs)))
 
         vars(__init__)["__signature__"] = signature
         return __init__
@@ -90,6 +87,20 @@ def _signature(record: type[Options], names: str, defaults: Mapping[str, Any]) -
         default = inspect.Parameter.empty if default is REQUIRED else default
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=options[name].type))
     return inspect.Signature(parameters)
+
+
+def _bound(
+    signature: inspect.Signature, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    known = [name for name in signature.parameters if name != "self"]
+    for name in kwargs:
+        if name not in known:
+            # before anything is missed, which may be what is misspelt
+            raise TypeError(f"{type(model).__name__} takes no argument {name!r}{did_you_mean(name, known)}")
+    try:
+        return signature.bind(model, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}: {error}") from None
 
 
 def _checked(record: type[Record], arguments: inspect.BoundArguments) -> Record:

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.feature_maps.base import FeatureMap, Features
-from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.names import unknown_name
+from linattn.names import unknown_name
+from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
 
 
 @final
@@ -21,7 +21,7 @@ class ElementwiseFeatureMap(FeatureMap):
     def __init__(self, function: str):
         super().__init__()
         if function not in ELEMENTWISE:
-            raise unknown_name("an elementwise feature map", function, ELEMENTWISE)
+            raise unknown_name("an elementwise feature map", function, ELEMENTWISE, SYNONYMS)
         self.function = function
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:

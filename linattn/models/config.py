@@ -15,9 +15,32 @@ from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
 from linattn.checks import check_numbers, check_sizes
 from linattn.models.presets import PRESETS
+from linattn.names import did_you_mean, unknown_name
 from linattn.nn import GatedConvolution, MultiheadAttention
 from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_dim
-from linattn.ops.names import did_you_mean, unknown_name
+
+# names that other packages use, of fields and of their values
+SYNONYMS = {
+    "context_length": "max_length",
+    "block_size": "max_length",
+    "d_model": "dim",
+    "n_embd": "dim",
+    "hidden_size": "dim",
+    "n_layer": "depth",
+    "num_layers": "depth",
+    "num_hidden_layers": "depth",
+    "n_head": "num_heads",
+    "nhead": "num_heads",
+    "heads": "num_heads",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_key_heads",
+    "rms_norm": "rms",
+    "rmsnorm": "rms",
+    "layer_norm": "layer",
+    "layernorm": "layer",
+    "swiglu": "gated",
+    "glu": "gated",
+}
 
 _ARGUMENTS = inspect.signature(MultiheadAttention).parameters
 # the docstring has a line per argument; without docstrings, as python -OO has it, there are no help texts
@@ -144,7 +167,7 @@ class LanguageModelConfig:
     def from_dict(fields: Mapping[str, Any]) -> "LanguageModelConfig":
         known = [field.name for field in dataclasses.fields(LanguageModelConfig)]
         if unknown := [name for name in fields if name not in known]:
-            asked = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+            asked = ", ".join(f"{name!r}{did_you_mean(name, known, SYNONYMS)}" for name in unknown)
             raise ValueError(f"unknown configuration {asked}; known are {', '.join(known)}")
         if "vocab_size" not in fields:
             raise ValueError("the configuration has no vocab_size")
@@ -173,7 +196,7 @@ def _check_field(each: dataclasses.Field, value: Any) -> None:
     if each.type is float or (each.type == float | None and value is not None):
         check_numbers(least=0.0, **{each.name: value})
     if choices and value not in choices:
-        raise unknown_name(each.name, value, choices)
+        raise unknown_name(each.name, value, choices, SYNONYMS)
 
 
 def _check_combinations(config: LanguageModelConfig) -> None:

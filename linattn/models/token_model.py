@@ -188,6 +188,6 @@ def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, 
     """Apply the stack. If it is causal, first move the present tokens to the left: padding on the right is future,
     so that no layer needs a mask."""
     if call.key_mask is None or not causal:
-        return call(stack, x)
+        return stack(x, **call._asdict())
     where = compact(call.key_mask)
     return unpack(call._replace(key_mask=None)(stack, pack(x, where)), where, call.key_mask)

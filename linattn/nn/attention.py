@@ -14,12 +14,12 @@ from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
 from linattn.checks import check_sizes, given
 from linattn.feature_maps.base import unit
+from linattn.names import unknown_name
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
-from linattn.ops.names import unknown_name
 from linattn.ops.nested import check_part, checked_kind, for_batch
 from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import Context, ContextMask, TokenMask, Tokens

@@ -7,8 +7,8 @@ import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
 from linattn.checks import check_sizes
+from linattn.names import unknown_name
 from linattn.nn.torch_multihead import TorchMultiheadAttention
-from linattn.ops.names import unknown_name
 
 PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.checks import given
+from linattn.names import unknown_name
 from linattn.nn.branch import Branch, Call
 from linattn.nn.reversal import run_reversibly
-from linattn.ops.names import unknown_name
 from linattn.ops.nested import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 

@@ -53,3 +53,4 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "softplus": Elementwise(_softplus, lambda x, _: x.copy_(_softplus(x)), lambda y, _: -torch.expm1(-y)),
     "sigmoid": Elementwise(torch.sigmoid, lambda x, _: x.sigmoid_(), lambda y, _: y * (1 - y)),
 }
+SYNONYMS = {"elu": "elu_plus_one", "elu+1": "elu_plus_one"}

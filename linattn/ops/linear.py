@@ -10,9 +10,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from linattn.checks import check_boolean
+from linattn.names import unknown_name
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
-from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.names import unknown_name
+from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
 from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator, align
 from linattn.ops.operator import Operator
@@ -147,7 +147,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map:
     if normalize not in NORMALIZATIONS:
         raise unknown_name("normalize", normalize, NORMALIZATIONS)
     if feature_map not in ELEMENTWISE:
-        raise unknown_name("feature_map", feature_map, ELEMENTWISE)
+        raise unknown_name("feature_map", feature_map, ELEMENTWISE, SYNONYMS)
     if not q.dtype == k.dtype == v.dtype:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
+from linattn.names import unknown_name
 from linattn.ops import library
 from linattn.ops.library import differentiable
-from linattn.ops.names import unknown_name
 from linattn.ops.numerics import is_exporting, without_autocast
 
 Tensors = tuple[Tensor | None, ...]

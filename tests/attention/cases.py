@@ -8,19 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linattn.attention import ATTENTIONS, Gates, InnerAttention, named_attention
+from linattn.attention import ATTENTIONS, Gates, InnerAttention, named_attention, traits
 from linattn.attention.gates import AnyGates, AnyNeeds, SplitNeeds
 from linattn.ops.numerics import accumulator
 
 HEADS, KEY_HEADS, CHANNELS, WINDOW, LONGEST = 4, 2, 6, 17, 256
 SPECS = (*ATTENTIONS, "local+elu", "softmax:2+local_bucketed:2", "local:2+gated_delta:2")
-# a new attention that can only be one of them fails here until it is listed
-GATED = {"gla", "ssd", "delta", "gated_delta", "kda"}
-ONLY_CAUSAL = {"retention", *GATED, "local:2+gated_delta:2"}
-NEVER_CAUSAL = {"linformer", "linformer_mean", "linformer_conv"}
-
-CAUSAL = [(spec, True) for spec in SPECS if spec not in NEVER_CAUSAL]
-GLOBAL = [(spec, False) for spec in SPECS if spec not in ONLY_CAUSAL]
+CAUSAL = [(spec, True) for spec in SPECS if traits(spec).causal]
+GLOBAL = [(spec, False) for spec in SPECS if traits(spec).bidirectional]
+GATED = [name for name in ATTENTIONS if traits(name).gated]
+FADING = [name for name in GATED if named_attention(name, num_heads=1, head_dim=2, causal=True).needs.decay]
 
 
 def over(cases: list[tuple[str, bool]]) -> pytest.MarkDecorator:

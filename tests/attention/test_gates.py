@@ -5,8 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
     Decay,
     DeltaAttention,
     GateNeeds,
@@ -20,7 +18,7 @@ from linattn.attention import (
 )
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
 from linattn.nn import TorchMultiheadAttention
-from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, gates_of, heads
+from tests.attention.cases import CHANNELS, FADING, HEADS, KEY_HEADS, gates_of, heads
 
 ELU = ElementwiseFeatureMap("elu_plus_one")
 N = 20
@@ -112,7 +110,7 @@ def test_a_decay_of_minus_infinity_begins_a_new_sequence(make, normalize):
     assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(alone, x, dy))
 
 
-@pytest.mark.parametrize("name", ["gla", "ssd", "gated_delta", "kda"])
+@pytest.mark.parametrize("name", FADING)
 def test_of_named_attentions_too(name):
     inner, x = named_attention(name, num_heads=4, num_key_heads=2, head_dim=CHANNELS, causal=True), heads(90)
     gates = gates_of(inner.needs, x[1])
@@ -179,8 +177,6 @@ def test_rotary_hands_gates_on():
         (lambda: LinearAttention(ELU, causal=True, needs="head"), "needs must be a GateNeeds"),
         (lambda: LinearAttention(ELU, causal=True, normalize=None, needs=GateNeeds("channel", "step")), "needs must"),
         (lambda: DeltaAttention(decay="heads"), "needs must be a GateNeeds"),
-        (lambda: AxialAttention(fading(), 4), "AxialAttention makes no gates, but LinearAttention needs some"),
-        (lambda: BlindspotAttention(fading(), 4), "BlindspotAttention makes no gates"),
         (lambda: TorchMultiheadAttention(8, 2, inner=DeltaAttention()), "TorchMultiheadAttention makes no gates"),
     ],
 )

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.attention import InnerAttention, LinearAttention, RotaryLinearAttention, SplitHeads, map_state
+from linattn.attention import InnerAttention, LinearAttention, RotaryLinearAttention, SplitHeads, map_state, traits
 from tests import laws
 from tests.attention.cases import (
     CAUSAL,
     CHANNELS,
     GLOBAL,
     HEADS,
-    NEVER_CAUSAL,
-    ONLY_CAUSAL,
+    SPECS,
     WINDOW,
     GatesFromKeys,
     every_attention,
@@ -49,11 +48,11 @@ def test_agrees_with_the_definition(spec, causal, n):
 @pytest.mark.parametrize(("n", "m"), [(3, 65), (65, 3), (1, 0)])
 def test_queries_and_keys_may_differ_in_number(spec, causal, n, m):
     inner, x = make(spec, causal), heads(n, m)
-    if "local" in spec or spec == "roformer":
+    if traits(spec).cross:
+        assert_close(inner(*x), define(inner, *x) if m else torch.zeros(2, 4, n, 6, dtype=torch.float64))
+    else:
         with pytest.raises(ValueError, match=r"as many queries as keys|the same tokens"):
             inner(*x)
-    else:
-        assert_close(inner(*x), define(inner, *x) if m else torch.zeros(2, 4, n, 6, dtype=torch.float64))
 
 
 @every_attention
@@ -210,7 +209,7 @@ def test_the_causal_form_agrees_with_the_definition(spec, causal):
     """It is there unless the attention never can be causal, and shares the weights."""
     inner, x = make(spec, causal), heads(65)
     form = inner.as_causal()
-    assert (form is None) == (spec in NEVER_CAUSAL)
+    assert (form is not None) == traits(spec).causal
     if form is not None:
         assert form.causal and not inner.causal
         assert_close(form(*x), define(form, *x))
@@ -240,7 +239,8 @@ def test_batch_elements_do_not_mix(spec, causal):
     laws.batch_elements_do_not_mix(make(spec, causal), *heads(70))
 
 
-@over([(spec, causal) for spec, causal in GLOBAL if not any(x in spec for x in ("local", "linformer", "roformer"))])
+# what knows the places of keys, or projects them by their places, sees their order
+@over([(spec, causal) for spec, causal in GLOBAL if traits(spec).cross and not traits(spec).fixed_length])
 def test_keys_may_be_permuted(spec, causal):
     laws.keys_may_be_permuted(make(spec, causal), *heads(70))
 
@@ -301,10 +301,11 @@ def test_inputs_are_not_modified(spec, causal):
     laws.inputs_are_not_modified(make(spec, causal), *heads(70), key_mask=laws.masks(70)["holes"])
 
 
-def test_only_those_that_say_so_are_causal_or_not():
-    for spec in NEVER_CAUSAL:
-        with pytest.raises(ValueError, match="cannot be causal"):
-            make(spec, True)
-    for spec in ONLY_CAUSAL:
-        with pytest.raises(ValueError, match="causal only"):
-            make(spec, False)
+def test_what_cannot_be_causal_or_bidirectional_says_so():
+    for spec in SPECS:
+        if not traits(spec).causal:
+            with pytest.raises(ValueError, match="cannot be causal"):
+                make(spec, True)
+        if not traits(spec).bidirectional:
+            with pytest.raises(ValueError, match="causal only"):
+                make(spec, False)

@@ -11,14 +11,14 @@ from linattn.attention import (
     SplitHeads,
     attend,
     named_attention,
+    traits,
 )
 from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
 from linattn.nn import HeadNorm
-from tests.attention.cases import GATED, over
+from tests.attention.cases import CAUSAL, GATED, GLOBAL, over
 
-LEARNED = {"t2r", "hedgehog", "linformer", "linformer_conv"}
-CALLABLE = [(name, causal) for name in ATTENTIONS if name not in LEARNED | GATED for causal in (False, True)]
-CALLABLE = [case for case in CALLABLE if case not in (("retention", False), ("linformer_mean", True))]
+LEARNED = [name for name in ATTENTIONS if traits(name).learned]
+CALLABLE = [(name, causal) for name, causal in CAUSAL + GLOBAL if not (traits(name).learned or traits(name).gated)]
 
 
 def make(spec: str, *, num_heads: int = 8, num_key_heads: int | None = None, head_dim: int = 4, **options):
@@ -59,10 +59,10 @@ def test_mixtures():
         ("linformer", {"causal": True, "max_length": 9}, "cannot be causal"),
         ("retention", {}, "retention is causal only"),
         ("gated_delta", {}, "gated_delta is causal only"),
-        ("local", {"window": 0}, "window is 0"),
+        ("local", {"window": 0}, "window must be a whole number of at least 1, but is 0"),
         ("elu", {"num_heads": 0}, "at least one head and one channel, but num_heads is 0, num_key_heads 0"),
         ("favor", {"head_dim": 0}, "at least one head and one channel, but .* head_dim 0"),
-        (3, {}, "an attention is told by its name, but this is 3"),
+        (3, {}, "an attention is given by its name, but this is 3"),
     ],
 )
 def test_errors(spec, options, message):
@@ -111,13 +111,13 @@ def test_attend_takes_every_method_that_needs_no_training(spec, causal):
     assert torch.equal(y, attend(q, k, v, spec, is_causal=causal)), "random features come from a fixed seed"
 
 
-@pytest.mark.parametrize("name", sorted(LEARNED))
+@pytest.mark.parametrize("name", LEARNED)
 def test_attend_refuses_what_needs_training(name):
     with pytest.raises(ValueError, match="build the module with named_attention"):
-        attend(*some_heads(), name)
+        attend(*some_heads(), name, is_causal=not traits(name).bidirectional)
 
 
-@pytest.mark.parametrize("name", sorted(GATED))
+@pytest.mark.parametrize("name", GATED)
 def test_attend_refuses_what_needs_gates(name):
     with pytest.raises(ValueError, match=f"'{name}' needs gates, .*: build MultiheadAttention"):
         attend(*some_heads(), name, is_causal=True)
@@ -127,6 +127,11 @@ def test_attend_draws_nothing_from_the_callers_generator():
     x, before = some_heads(), torch.get_rng_state()
     attend(*x, "favor")
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_attend_seeds_no_other_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("the caller's random state changes"))
+    attend(*some_heads(), "favor")
 
 
 def test_attend_takes_modules():

@@ -9,9 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
-    FlooredFavorAttention,
     InnerAttention,
     LinearAttention,
     LocalAttention,
@@ -21,8 +18,11 @@ from linattn.attention import (
     map_state,
     named_attention,
 )
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
-from tests.attention.cases import CAUSAL, CHANNELS, HEADS, KEY_HEADS, GatesFromKeys, heads, make
+from tests.attention.cases import CAUSAL, CHANNELS, HEADS, KEY_HEADS, LONGEST, GatesFromKeys, heads, make
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -88,7 +88,8 @@ def test_a_state_of_other_inputs_is_refused(spec: str) -> None:
         h: int = HEADS, hk: int = KEY_HEADS, d: int = CHANNELS, dv: int = CHANNELS, dtype: Any = torch.float64
     ) -> Any:
         name = spec if h == HEADS else spec.replace(":2", ":4")
-        other = named_attention(name, num_heads=h, num_key_heads=hk, head_dim=d, causal=True, window=17).to(dtype)
+        sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d}
+        other = named_attention(name, causal=True, window=17, max_length=LONGEST, **sizes).to(dtype)
         other = other if other.needs is None else GatesFromKeys(other)
         return other.extend(*(torch.randn(2, *size, dtype=dtype) for size in ((h, 5, d), (hk, 5, d), (hk, 5, dv))))[1]
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from linattn.attention import SoftmaxAttention, map_state, named_attention
+from linattn.attention import ATTENTIONS, SoftmaxAttention, map_state, named_attention, traits
 from linattn.cli.bench import SOFTMAX, WORKLOADS
 from linattn.cli.bench.attentions import prepare, state_at
-from linattn.cli.bench.command import CAUSAL, NOT_CAUSAL, case_groups
+from linattn.cli.bench.command import case_groups, default_methods
 from linattn.cli.bench.compare import comparison, differ
 from linattn.cli.bench.measure import Benchmark, Cost, Workload, call_cost, interleaved_times
 from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, read_record, write_record
@@ -26,7 +26,7 @@ from linattn.cli.bench.report import SPEED_UP, panels
 from linattn.cli.main import main
 
 METHODS = ("softmax", "elu", "local+elu")
-GATED = ("gla", "ssd", "delta", "gated_delta", "kda", "local+gated_delta")
+GATED = [name for name in (*ATTENTIONS, "local+gated_delta") if traits(name).gated]
 SIZES = ("--heads", "2", "--head-dim", "8", "--window", "16", "--repeats", "2", "--threads", "1", "--device", "cpu")
 TINY = Setup(heads=2, head_dim=8, window=16)
 
@@ -267,7 +267,10 @@ def test_every_work_does_the_same_when_called_again(work, dtype, method):
 
 @pytest.mark.parametrize(
     "method, causal",
-    [*((name, True) for name in dict.fromkeys((*CAUSAL, *GATED))), *((name, False) for name in NOT_CAUSAL)],
+    [
+        *((name, True) for name in dict.fromkeys((*default_methods(True), *GATED))),
+        *((name, False) for name in default_methods(False)),
+    ],
 )
 def test_every_method_can_be_trained(method, causal):
     prepared = prepare(dataclasses.replace(TINY, causal=causal), Case("training", method, "float32", 33))

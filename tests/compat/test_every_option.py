@@ -3,7 +3,9 @@
 The constructors' signatures are walked, so a parameter without a row here fails. Weights are set by their names and
 random features by one seed: an option that only moved the random generator would change nothing."""
 
+import importlib
 import inspect
+import pkgutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from linattn import compat
 from linattn.attention.linformer import LearnedProjection
 from linattn.compat import fast_transformers, linear_attention_transformer, linformer, performer_pytorch
 from linattn.compat.linear_attention_transformer import (
@@ -529,16 +532,33 @@ def built(case: Case, options: Options) -> nn.Module:
     return normalised(case.constructor(**made))
 
 
-def public_constructors() -> set[type]:
-    modules = (performer_pytorch, linear_attention_transformer, linformer, fast_transformers)
-    found = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
-    return {kind for kind in found if issubclass(kind, nn.Module) and kind.__module__.startswith("linattn.compat")}
+def public_constructors() -> dict[type, str]:
+    """Return the modules that the packages of the folder list, each with its package."""
+    names = [f"linattn.compat.{module.name}" for module in pkgutil.iter_modules(compat.__path__)]
+    packages = {name: importlib.import_module(name) for name in names}
+    listed = [
+        (getattr(package, each), name) for name, package in packages.items() for each in getattr(package, "__all__", ())
+    ]
+    return {value: name for value, name in listed if inspect.isclass(value) and issubclass(value, nn.Module)}
 
 
 def test_every_constructor_has_a_case():
+    assert {ImageLinearAttention, LinearMultiheadAttention, PerformerLM} <= public_constructors().keys()
     cases = {case.constructor for case in CASES}
-    assert public_constructors() <= cases | {performer_pytorch.attention.AttentionBase}
-    assert {ImageLinearAttention, LinearMultiheadAttention} <= cases
+    without = [f"{name}.{kind.__name__}" for kind, name in public_constructors().items() if kind not in cases]
+    assert not without, "constructors without a case"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.constructor.__name__)
+@pytest.mark.usefixtures("unchecked")
+def test_a_misspelt_required_argument_is_named(case):
+    """Also where its absence alone would be an error that names another."""
+    if not hasattr(case.constructor.__init__, "__signature__"):
+        return
+    for name in case.required:
+        misspelt = {key if key != name else key + "s": value for key, value in case.required.items()}
+        with pytest.raises(TypeError, match=f"takes no argument '{name}s' .did you mean '{name}'"):
+            case.constructor(**misspelt)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.constructor.__module__ + "." + case.constructor.__name__)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.testing import assert_close
 
-from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, named_attention
-from linattn.attention.named import ATTENTIONS
+from linattn.attention import ATTENTIONS, LinearAttention, named_attention, traits
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.attention.cases import GatesFromKeys
@@ -21,8 +22,6 @@ LENGTH = Dim("n", min=2, max=100_000)
 # without `strict`, torch 2.11 cannot merge two dimensions in front of one of any length, as grouped heads do
 export = partial(torch.export.export, strict=torch.__version__.startswith("2.11."))
 ELU = FEATURE_MAPS["elu"](8, 4, 2)
-# they project a sequence of one greatest length, and have no causal form
-LINFORMER = {"linformer", "linformer_mean", "linformer_conv"}
 
 
 class Module(nn.Module):
@@ -68,9 +67,10 @@ def test_the_operator(operator: Callable[..., Tensor], grad: bool) -> None:
         same_gradients(program.module()(*others), operator(*others), others)
 
 
-@pytest.mark.parametrize("name", [*(name for name in ATTENTIONS if name not in LINFORMER), "local+elu"])
+@pytest.mark.parametrize("name", [*(name for name in ATTENTIONS if traits(name).causal), "local+elu"])
 def test_every_causal_attention(name: str) -> None:
-    inner = named_attention(name, num_heads=4, num_key_heads=2, head_dim=8, causal=True, window=5).double()
+    sizes = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "window": 5, "max_length": 200}
+    inner = named_attention(name, causal=True, **sizes).double()
     inner = inner if inner.needs is None else GatesFromKeys(inner)
     # what is traced without gradients may be asked for them, and the other way round
     modes = [(False, torch.no_grad), (True, torch.enable_grad)]

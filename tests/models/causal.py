@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.attention.named import ATTENTIONS
+from linattn.attention import ATTENTIONS, traits
 from linattn.models import LanguageModel, LanguageModelConfig
 
 VOCABULARY = 13
-NOT_CAUSAL = {"linformer", "linformer_conv", "linformer_mean"}
-NAMES = sorted(set(ATTENTIONS) - NOT_CAUSAL)
+NAMES = sorted(name for name in ATTENTIONS if traits(name).causal and not traits(name).fixed_length)
 
 # what the configuration offers beside the attention, each with a window smaller than the sequences
 OPTIONS: dict[str, dict[str, Any]] = {

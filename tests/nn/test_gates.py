@@ -12,9 +12,9 @@ from linattn.attention import GateNeeds, named_attention
 from linattn.attention.gates import SplitNeeds
 from linattn.nn import MultiheadAttention, token_gates
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
+from tests.attention.cases import GATED
 
 DIM, HEADS, KEY_DIM = 24, 4, 6
-GATED = ["gla", "ssd", "delta", "gated_delta", "kda"]
 
 
 def some_inputs(n: int = 9) -> torch.Tensor:

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from linattn.attention.named import named_attention
 from linattn.nn import MultiheadAttention, ShortConvolution
 from linattn.nn.starts import UNKNOWN, ages
+from tests.attention.cases import FADING
 
 # heads have more channels than there are tokens, so that shapes tell them apart
 DIM, HEADS, N = 96, 2, 40
@@ -18,7 +19,7 @@ OPTIONS = {
     "rotary": {"rotary": 100.0},
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-every_fading = pytest.mark.parametrize("name", ["gla", "ssd", "gated_delta", "kda", "ssd+kda"])
+every_fading = pytest.mark.parametrize("name", [*FADING, "ssd+kda"])
 
 
 def layer(name: str, **options) -> MultiheadAttention:

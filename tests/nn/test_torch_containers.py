@@ -8,13 +8,11 @@ from torch import nn
 from torch.testing import assert_close
 
 import linattn
-from linattn import ATTENTIONS, TorchMultiheadAttention, named_attention, replace_attention
-from tests.attention.cases import NEVER_CAUSAL, ONLY_CAUSAL
+from linattn import ATTENTIONS, TorchMultiheadAttention, named_attention, replace_attention, traits
 
 DIM, HEADS, N, BATCH = 24, 4, 9, 3
-NAMES = [name for name in ATTENTIONS if name not in ONLY_CAUSAL]
-CAUSAL = [name for name in NAMES if name not in NEVER_CAUSAL]
-OF_THE_SAME_TOKENS = {"local", "local_bucketed", "roformer"}
+NAMES = [name for name in ATTENTIONS if traits(name).bidirectional]
+CAUSAL = [name for name in NAMES if traits(name).causal]
 every_global = pytest.mark.parametrize("name", NAMES)
 every_causal = pytest.mark.parametrize("name", CAUSAL)
 
@@ -107,7 +105,7 @@ def test_an_encoder_with_a_causal_mask_is_causal(name):
 
 @every_causal
 def test_a_decoder_keeps_order_and_padding(name):
-    cross = "elu" if name in OF_THE_SAME_TOKENS else name
+    cross = name if traits(name).cross else "elu"
     layer = nn.TransformerDecoderLayer(DIM, HEADS, 32, dropout=0.0, batch_first=True)
     layer.self_attn, layer.multihead_attn = attention(name, batch_first=True), attention(cross, batch_first=True)
     model = nn.TransformerDecoder(layer, 2).double()

@@ -9,14 +9,11 @@ from torch import nn
 from torch.testing import assert_close
 
 import linattn
-from linattn import TorchMultiheadAttention, named_attention
-from tests.attention.cases import ONLY_CAUSAL
+from linattn import TorchMultiheadAttention, named_attention, traits
 from tests.nn.torch_cases import BATCH, CAUSAL, DIM, GLOBAL, HEADS, M, N, call, causal_mask, inputs, pair, self_inputs
 
 every_global = pytest.mark.parametrize("name", [*GLOBAL, "local+elu"])
 every_causal = pytest.mark.parametrize("name", [*CAUSAL, "local+elu"])
-# these count tokens, so queries are the keys' own tokens
-OF_THE_SAME_TOKENS = {"local", "local_bucketed", "roformer", "local+elu"}
 
 
 @every_global
@@ -81,9 +78,9 @@ def test_a_hidden_key_is_a_missing_key(name, kind):
 @pytest.mark.parametrize("by", ["mask", "float mask", "hint", "both", "mask for each head"])
 def test_causal_by_any_sign_is_the_causal_attention(name, by):
     torch.manual_seed(0)
-    made = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 3}
+    made = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 3, "max_length": 40}
     causal = named_attention(name, causal=True, **made)
-    follows = named_attention(name, **made) if name not in ONLY_CAUSAL else causal
+    follows = named_attention(name, **made) if traits(name).bidirectional else causal
     always, told = (
         TorchMultiheadAttention(DIM, HEADS, batch_first=True, dtype=torch.float64, inner=inner)
         for inner in (causal, follows)
@@ -138,7 +135,7 @@ def test_keys_that_all_queries_see(name, n):
         with pytest.raises(ValueError, match="no window has them"):
             pair(name, options=options)
         return
-    if name == "roformer" and n != M:
+    if not traits(name).cross and n != M:
         return
     _, mine = pair(name, options=options | {"batch_first": True})
     x = inputs({"batch_first": True}, n=n)
@@ -148,7 +145,7 @@ def test_keys_that_all_queries_see(name, n):
         for b in (mine.bias_k, mine.bias_v)
     ]
     k, v = (torch.cat([e.expand(BATCH, -1, -1, -1), x], -2) for e, x in zip(extra, (k, v), strict=True))
-    if name == "roformer":
+    if not traits(name).cross:
         q = torch.cat([q[..., :2, :], q], -2)
     expected = mine.inner(q, k, v)[..., -n:, :]
     y, weights = mine(*x, average_attn_weights=False)
@@ -163,7 +160,7 @@ def test_keys_that_all_queries_see(name, n):
 @pytest.mark.parametrize("name", [name for name in CAUSAL if "local" not in name])
 def test_keys_that_all_queries_see_in_order(name):
     _, mine = (
-        pair(name, options={"add_bias_kv": True, "batch_first": True}) if name not in ONLY_CAUSAL else (None, None)
+        pair(name, options={"add_bias_kv": True, "batch_first": True}) if traits(name).bidirectional else (None, None)
     )
     if mine is None:
         return
@@ -220,9 +217,9 @@ def test_return_weights_false_has_none():
 @every_causal
 def test_copies_keep_their_causal_form(name):
     """It has the module's own weights: copied, moved and trained with them."""
-    if name in ONLY_CAUSAL:
+    if not traits(name).bidirectional:
         return
-    inner = named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, window=3)
+    inner = named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, window=3, max_length=40)
     mine = TorchMultiheadAttention(DIM, HEADS, batch_first=True, inner=inner)
     for copied in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         copied = copied.double()
@@ -276,7 +273,7 @@ def test_errors_say_what_would_do():
 
 @every_global
 def test_cross_attention(name):
-    if name in OF_THE_SAME_TOKENS:
+    if not traits(name).cross:
         return
     _, mine = pair(name, options={"batch_first": True})
     q, k, v = inputs({"batch_first": True})

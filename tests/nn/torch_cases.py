@@ -3,13 +3,12 @@
 import torch
 from torch import nn
 
-from linattn import ATTENTIONS, TorchMultiheadAttention, named_attention
-from tests.attention.cases import GATED, NEVER_CAUSAL, ONLY_CAUSAL
+from linattn import ATTENTIONS, TorchMultiheadAttention, named_attention, traits
 
 DIM, HEADS, N, M, BATCH = 24, 4, 9, 7, 3
-GLOBAL = [name for name in ATTENTIONS if name not in ONLY_CAUSAL]
+GLOBAL = [name for name in ATTENTIONS if traits(name).bidirectional]
 # torch's arguments have no place for gates
-CAUSAL = [name for name in ATTENTIONS if name not in NEVER_CAUSAL | GATED]
+CAUSAL = [name for name in ATTENTIONS if traits(name).causal and not traits(name).gated]
 
 SHAPES = {
     "plain": {},

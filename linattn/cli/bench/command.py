@@ -6,6 +6,7 @@ from itertools import product
 from tempfile import TemporaryFile
 from typing import Any
 
+from linattn.attention import traits
 from linattn.cli.bench import DECODING, SOFTMAX, WORKLOADS
 from linattn.cli.bench.attentions import build_attention, prepare
 from linattn.cli.bench.compare import comparison
@@ -15,8 +16,9 @@ from linattn.cli.bench.report import html, printed
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 
-CAUSAL = (SOFTMAX, "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "local", "local+elu")
-NOT_CAUSAL = (SOFTMAX, "elu", "taylor", "efficient", "favor", "linformer", "local")
+# without --methods, those that can be causal, or bidirectional
+SELECTION = (SOFTMAX, "elu", "taylor", "efficient", "favor", "retention", "gated_delta", "linformer", "local")
+SELECTION += ("local+elu",)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,7 +41,7 @@ def complete_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options for measuring, with the methods checked."""
     options = {name: x for name, x in vars(arguments).items() if name not in ("command", "out", "compare", "redraw")}
     options["workloads"] = options["workloads"] or WORKLOADS[: 3 if arguments.causal else 2]
-    options["methods"] = options["methods"] or (CAUSAL if arguments.causal else NOT_CAUSAL)
+    options["methods"] = options["methods"] or default_methods(arguments.causal)
     if not arguments.causal and DECODING in options["workloads"]:
         raise CommandError("decoding is causal, so it cannot be --not-causal")
     setup = Setup(**{name: options[name] for name in Setup.__annotations__})
@@ -47,6 +49,11 @@ def complete_options(arguments: argparse.Namespace) -> dict[str, Any]:
         with explained("--methods", ValueError):
             build_attention(setup, name, max(arguments.lengths))
     return options
+
+
+def default_methods(causal: bool) -> list[str]:
+    """Return the methods of the selection that can be causal, or bidirectional."""
+    return [name for name in SELECTION if (traits(name).causal if causal else traits(name).bidirectional)]
 
 
 def case_groups(options: dict[str, Any]) -> list[list[Case]]:

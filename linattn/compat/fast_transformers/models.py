@@ -13,10 +13,10 @@ from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention
 from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
+from linattn.names import unknown_name
 from linattn.nn import Branch, FeedForward, MultiheadAttention
 from linattn.nn.branch import Call
 from linattn.nn.residual import PostNormSequence
-from linattn.ops.names import unknown_name
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 MakeFeatureMap = Callable[[int], FeatureMap]

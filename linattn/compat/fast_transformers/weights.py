@@ -4,8 +4,7 @@ from functools import partial
 
 from torch import nn
 
-from linattn.compat.fast_transformers import TransformerDecoder, TransformerEncoder
-from linattn.compat.fast_transformers.models import TransformerOptions
+from linattn.compat.fast_transformers.models import TransformerDecoder, TransformerEncoder, TransformerOptions
 from linattn.compat.options import effective
 from linattn.compat.weights.conversion import TRANSPOSED, Conversion, Move, Moves, renamed, within
 from linattn.feature_maps import RandomProjection

@@ -1,6 +1,7 @@
 """linear-attention-transformer 0.19.1 on our parts: the same constructors, `from
 linattn.compat.linear_attention_transformer import …`. docs/compat.md has the differences, and why."""
 
+from linattn.compat.linear_attention_transformer import weights
 from linattn.compat.linear_attention_transformer.autopadder import Autopadder
 from linattn.compat.linear_attention_transformer.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.linear_attention_transformer.images import ImageLinearAttention
@@ -10,6 +11,9 @@ from linattn.compat.linear_attention_transformer.linear_attention_transformer im
     LinformerContextSettings,
     LinformerSettings,
 )
+from linattn.compat.weights.loading import CONVERSIONS
+
+CONVERSIONS.update(weights.CONVERSIONS)
 
 __all__ = [
     "Autopadder",

@@ -8,8 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import (
-    AxialAttention,
-    BlindspotAttention,
     InnerAttention,
     LearnedProjection,
     LinformerAttention,
@@ -17,6 +15,8 @@ from linattn.attention import (
     RotaryAttention,
 )
 from linattn.compat.layers import Pair, efficient_attention, make_pair, make_stack, split_heads
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
 from linattn.compat.linear_attention_transformer.options import LinformerSettings as LinformerSettings
 from linattn.compat.linear_attention_transformer.options import TransformerOptions

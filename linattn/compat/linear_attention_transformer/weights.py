@@ -6,20 +6,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from linattn.attention import AxialAttention, BlindspotAttention, LinearAttention, LinformerAttention, RotaryAttention
+from linattn.attention import LinearAttention, LinformerAttention, RotaryAttention
 from linattn.compat.layers import split_heads
-from linattn.compat.linear_attention_transformer import (
-    ImageLinearAttention,
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
+from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
     LinearAttentionTransformer,
     LinearAttentionTransformerLM,
+)
+from linattn.compat.linear_attention_transformer.options import (
     LinformerContextSettings,
     LinformerSettings,
+    TransformerOptions,
 )
-from linattn.compat.linear_attention_transformer.options import TransformerOptions
 from linattn.compat.options import effective
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, within
-from linattn.nn import GatedFeedForward, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.nn import GatedFeedForward, ImageLinearAttention, MultiheadAttention, Projected, SinusoidalPositions
 
 # accepted there, and without effect
 WITHOUT_EFFECT = ("bucket_size", "pkm_num_keys", "pkm_layers")
@@ -71,7 +74,8 @@ def _stack(stack: nn.Module) -> Moves:
 
 
 def _feed_forward(module: nn.Module, before: MultiheadAttention) -> Moves:
-    """Move a feed-forward. After self attention theirs is never gated, whatever `ff_glu` is: our gate is always one."""
+    """Move a feed-forward. Theirs ignores `ff_glu` after self attention and is never gated; ours gets a gate that is
+    always one."""
     if isinstance(module, GatedFeedForward) and _is_main(before):
         yield from renamed(module, {"gate_proj": "w1", "down_proj": "w2"})
         yield Move("up_proj.weight", None, conversion.ZEROS)
@@ -87,12 +91,14 @@ def _attention(module: MultiheadAttention) -> Moves:
     d, orders, factors = module.head_dim, [], []
     for count, part in layers.parts(module):
         rotary = isinstance(part, RotaryAttention)
-        inner = part.inner if rotary else part
+        inner = part.inner if isinstance(part, (AxialAttention, RotaryAttention)) else part
         orders.append((count, conversion.pairs_as_halves if rotary else conversion.SAME.apply))
         # they multiply the outputs of linear heads that are not causal by d^-½
         factors += [d**-0.5 if isinstance(inner, LinearAttention) and not inner.causal else 1.0] * count * d
     turned, columns = conversion.heads(orders, d), conversion.columns(torch.tensor(factors, dtype=torch.float64))
-    yield from layers.attention(module, q=turned, k=turned, columns=columns)
+    moves = layers.attention(module, q=turned, k=turned, columns=columns)
+    # their axial attention is in a wrapper, which folds the sequence
+    yield from within("", "fn" if isinstance(module.inner, AxialAttention) else "", moves)
 
 
 CONVERSIONS: dict[type[nn.Module], Conversion] = {

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from linattn.compat.linformer import Linformer, LinformerLM, LinformerSelfAttention
+from linattn.compat.linformer.linformer import Linformer, LinformerLM, LinformerSelfAttention
 from linattn.compat.weights import layers
 from linattn.compat.weights.conversion import Conversion, Moves, renamed, within
 

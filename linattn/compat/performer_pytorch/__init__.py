@@ -1,6 +1,7 @@
 """performer-pytorch 1.1.4 on our parts: the same constructors, `from linattn.compat.performer_pytorch import …`.
 docs/compat.md has the differences, and why."""
 
+from linattn.compat.performer_pytorch import weights
 from linattn.compat.performer_pytorch.attention import Attention, CrossAttention, FastAttention, SelfAttention
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper, top_k, top_p
 from linattn.compat.performer_pytorch.kernels import (
@@ -15,6 +16,9 @@ from linattn.compat.performer_pytorch.kernels import (
 from linattn.compat.performer_pytorch.performer import Performer, PerformerLM
 from linattn.compat.performer_pytorch.performer_enc_dec import PerformerEncDec
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
+from linattn.compat.weights.loading import CONVERSIONS
+
+CONVERSIONS.update(weights.CONVERSIONS)
 
 __all__ = [
     "Attention",

@@ -3,15 +3,17 @@ are fast and the others local."""
 
 from abc import ABC
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.attention import FlooredFavorAttention, InnerAttention, LinearAttention, LocalAttention, RotaryAttention
+from linattn.attention import InnerAttention, LinearAttention, LocalAttention, RotaryAttention
 from linattn.compat.layers import efficient_attention, split_heads
 from linattn.compat.options import takes
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater
 from linattn.feature_maps import FavorFeatureMap, GeneralizedFeatureMap, RandomProjection, redraw_features_
@@ -19,14 +21,17 @@ from linattn.feature_maps.random_projection import default_num_features
 from linattn.nn import MultiheadAttention
 from linattn.types import Context, ContextMask, KeyMask, Keys, Outputs, Queries, TokenMask, Tokens, Values
 
+# the base of the angles of all rotary positions
+ROTARY = 10_000.0
+
 
 @final
-class FastAttention(InnerAttention):
+class FastAttention(nn.Module):
     """FAVOR+; or, `generalized_attention`, kernel_fn(Ωu) + kernel_epsilon; or, `no_projection`, Efficient Attention.
 
     `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
     with 0 there is none. An option that has no effect, such as `kernel_fn` without `generalized_attention`, is an error
-    unless it is the default."""
+    unless it is the default. `inner` is the same as an inner attention for linattn's own modules."""
 
     @takes(
         PerformerOptions,
@@ -37,7 +42,16 @@ class FastAttention(InnerAttention):
         super().__init__()
         self.dim_heads, self.causal = options.dim_heads, options.causal
         self.inner = _inner_attention(options)
-        self.state_kind = self.inner.state_kind
+
+    def forward(self, q: Queries, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Outputs:
+        """Attend with split heads. `key_mask` is True where a key is present."""
+        return self.inner(q, k, v, key_mask=key_mask)
+
+    def extend(
+        self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None
+    ) -> tuple[Outputs, Any]:
+        """Attend from the next tokens of sequences whose past is in `state`."""
+        return self.inner.extend(q, k, v, state, key_mask=key_mask)
 
     @property
     def projection_matrix(self) -> Float[Tensor, "f d"] | None:
@@ -55,18 +69,6 @@ class FastAttention(InnerAttention):
         if device is not None and rows is not None and torch.device(device).type != rows.device.type:
             raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
         redraw_features_(self)
-
-    def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        return self.inner(q, k, v, key_mask=key_mask)
-
-    def _extend(self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask) -> tuple[Outputs, Any]:
-        return self.inner.extend(q, k, v, state, key_mask=key_mask)
-
-    def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> Any:
-        return self.inner.summarize(k, v, key_mask=key_mask)
-
-    def read(self, q: Queries, summary: Any) -> Outputs:
-        return self.inner.read(q, summary)
 
 
 class AttentionBase(nn.Module, ABC):
@@ -89,8 +91,8 @@ class AttentionBase(nn.Module, ABC):
         self.looks_at_places = options.local_heads > 0 or options.rotary_position_emb
         if self.crosses:
             self._check_cross_attention()
-        inner = mixed_heads(options, options.local_heads)
-        self.attention = make_attention(options, inner, dropout=options.dropout, crosses=self.crosses)
+        make = cross_attention if self.crosses else partial(self_attention, local_heads=options.local_heads)
+        self.attention = make(options, dropout=options.dropout)
         self.proj_updater = ProjectionUpdater(self.attention, options.feature_redraw_interval)
 
     def _attend(self, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> Tensor:
@@ -142,37 +144,49 @@ class CrossAttention(AttentionBase):
         return self._attend(x, context, context_mask)
 
 
-def make_attention(
-    options: PerformerOptions, inner: InnerAttention, *, dropout: float, crosses: bool = False
+def self_attention(options: PerformerOptions, local_heads: int, *, dropout: float) -> MultiheadAttention:
+    """Return fast heads, then local ones, which have buckets of a window's tokens and always rotary positions."""
+    heads = options.heads
+    if not 0 <= local_heads <= heads:
+        raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local_heads}")
+    local = LocalAttention(options.local_window_size, causal=options.causal, bucketed=True)
+    if local_heads == heads:
+        return _between_projections(options, local, dropout=dropout, rotary=ROTARY)
+    fast = _fast_heads(options)
+    if options.rotary_position_emb:
+        inner = split_heads((heads - local_heads, fast), (local_heads, local))
+        return _between_projections(options, inner, dropout=dropout, rotary=ROTARY)
+    inner = split_heads((heads - local_heads, fast), (local_heads, RotaryAttention(local, base=ROTARY)))
+    return _between_projections(options, inner, dropout=dropout)
+
+
+def cross_attention(options: PerformerOptions, *, dropout: float) -> MultiheadAttention:
+    """Return fast heads that attend to a context."""
+    return _between_projections(options, _fast_heads(options), dropout=dropout, context_dim=options.dim)
+
+
+def _fast_heads(options: PerformerOptions) -> InnerAttention:
+    return _inner_attention(replace(options, dim_heads=options.channels))
+
+
+def _between_projections(
+    options: PerformerOptions,
+    inner: InnerAttention,
+    *,
+    dropout: float,
+    rotary: float | None = None,
+    context_dim: int | None = None,
 ) -> MultiheadAttention:
     return MultiheadAttention(
         options.dim,
         options.heads,
         inner,
         head_dim=options.channels,
-        context_dim=options.dim if crosses else None,
+        context_dim=context_dim,
         bias=options.qkv_bias,
         out_bias=options.attn_out_bias,
+        rotary=rotary,
         dropout=dropout,
-    )
-
-
-def fast_heads(options: PerformerOptions, *, causal: bool) -> FastAttention:
-    return FastAttention(replace(options, dim_heads=options.channels, causal=causal))
-
-
-def mixed_heads(options: PerformerOptions, local: int) -> InnerAttention:
-    """Return fast heads, then local ones, which have buckets of a window's tokens and always rotary positions."""
-    heads = options.heads
-    if not 0 <= local <= heads:
-        raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local}")
-    window = LocalAttention(options.local_window_size, causal=options.causal, bucketed=True)
-    if local == heads:
-        return RotaryAttention(window)
-    fast = fast_heads(options, causal=options.causal)
-    return split_heads(
-        (heads - local, RotaryAttention(fast) if options.rotary_position_emb else fast),
-        (local, RotaryAttention(window)),
     )
 
 

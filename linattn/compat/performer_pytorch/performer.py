@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linattn.compat.layers import Pair, make_pair, make_stack
 from linattn.compat.options import takes
-from linattn.compat.performer_pytorch.attention import fast_heads, make_attention, mixed_heads
+from linattn.compat.performer_pytorch.attention import cross_attention, self_attention
 from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.projection_updater import ProjectionUpdater, Redrawing
 from linattn.models.token_model import TokenModel, TokenModelState
@@ -131,14 +131,13 @@ def _pairs(options: PerformerOptions) -> Iterator[Pair]:
         shift = (0, 1) if options.causal else (-1, 0, 1)
     norm = ScaleNorm if options.use_scalenorm else nn.LayerNorm
     pair = partial(make_pair, options, norm=None if options.use_rezero else norm, rezero=options.use_rezero)
-    attention = partial(make_attention, options, dropout=options.attn_dropout)
     counts, depth = options.local_counts, options.depth
     if len(counts) not in (1, depth):
         raise ValueError(f"local_attn_heads needs a number, or one a layer, of {depth}, but is {counts}")
     for local in counts if len(counts) == depth else counts * depth:
-        yield pair(attention(mixed_heads(options, local)), shift=shift)
+        yield pair(self_attention(options, local, dropout=options.attn_dropout), shift=shift)
         if options.cross_attend:
-            yield pair(attention(fast_heads(options, causal=False), crosses=True))
+            yield pair(cross_attention(replace(options, causal=False), dropout=options.attn_dropout))
 
 
 def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:

@@ -6,12 +6,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linattn.attention import FlooredFavorAttention, InnerAttention, LocalAttention, RotaryAttention
+from linattn.attention import InnerAttention, LocalAttention, RotaryAttention
 from linattn.compat.options import effective
-from linattn.compat.performer_pytorch import FastAttention, Performer, PerformerEncDec, PerformerLM
-from linattn.compat.performer_pytorch.attention import Attention, AttentionBase, CrossAttention, SelfAttention
+from linattn.compat.performer_pytorch.attention import (
+    Attention,
+    AttentionBase,
+    CrossAttention,
+    FastAttention,
+    SelfAttention,
+)
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.compat.performer_pytorch.options import PerformerOptions
-from linattn.compat.performer_pytorch.performer_enc_dec import FIXED
+from linattn.compat.performer_pytorch.performer import Performer, PerformerLM
+from linattn.compat.performer_pytorch.performer_enc_dec import FIXED, PerformerEncDec
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, within
 from linattn.feature_maps import RandomProjection
@@ -57,24 +64,23 @@ def _layer(model: AttentionBase, aligned: bool) -> Moves:
 
 
 def _attention(module: MultiheadAttention, aligned: bool) -> Moves:
-    parts, d = layers.parts(module), module.head_dim
-    q = conversion.heads([(count, _rows(part, delayed=not aligned)) for count, part in parts], d)
-    k = conversion.heads([(count, _rows(part)) for count, part in parts], d)
+    parts, d, rotary = layers.parts(module), module.head_dim, module.rotary is not None
+    q = conversion.heads([(count, _rows(part, rotary=rotary, delayed=not aligned)) for count, part in parts], d)
+    k = conversion.heads([(count, _rows(part, rotary=rotary)) for count, part in parts], d)
     yield from layers.attention(module, q=q, k=k)
-    rotary = any(_rows(part) is conversion.pairs_as_halves for _, part in parts)
     yield from within("inner", "", _features("fast_attention.projection_matrix", module.inner, rotary=rotary))
 
 
-def _rows(part: InnerAttention, *, delayed: bool = False) -> Callable[[Tensor], Tensor]:
-    """Return what happens to the rows of queries or keys.
+def _rows(part: InnerAttention, *, rotary: bool, delayed: bool = False) -> Callable[[Tensor], Tensor]:
+    """Return the change of the rows of queries or keys of some heads, which for fast heads is due if they are `rotary`.
 
-    Since local-attention 1.7.2 queries of heads that look both ways are `delayed`: they have the angles of a window
-    later. Weights that learned so are rotated here."""
+    Since local-attention 1.7.2 queries of local heads that see both sides are `delayed`: they have the angles of a
+    window later. Weights that learned so are rotated here."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention):
-        turned = partial(conversion.rotated_by, places=inner.window.size)
-        return turned if delayed and not inner.causal else conversion.SAME.apply
-    return conversion.SAME.apply if inner is part else conversion.pairs_as_halves
+        delay = partial(conversion.rotated_by, places=inner.window.size)
+        return delay if delayed and not inner.causal else conversion.SAME.apply
+    return conversion.pairs_as_halves if rotary else conversion.SAME.apply
 
 
 def _features(theirs: str, module: nn.Module, *, rotary: bool = False) -> Moves:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from linattn.attention import AxialAttention, InnerAttention, LinformerAttention, SplitHeads
+from linattn.attention import InnerAttention, LinformerAttention, SplitHeads
 from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, Moves, axis, half, renamed, within
 from linattn.models.token_model import TokenModel
 from linattn.nn import (
@@ -57,7 +57,7 @@ def stack(
         if isinstance(part, Chunked):
             part, name = part.module, "module.module"
         if isinstance(part, MultiheadAttention):
-            before, inside, steps = part, attention(part), isinstance(part.inner, AxialAttention)
+            before, inside, steps = part, attention(part), 0
         else:
             inside, steps = feed_forward(part, before), wrappers
         # their module has a wrapper for each step before it
@@ -100,7 +100,6 @@ def linformer(module: MultiheadAttention) -> Moves:
 
 def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
     """Return the inner attentions, each with its number of heads."""
-    inner = module.inner.inner if isinstance(module.inner, AxialAttention) else module.inner
-    if isinstance(inner, SplitHeads):
+    if isinstance(inner := module.inner, SplitHeads):
         return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
     return [(module.q_proj.out_features // module.head_dim, inner)]

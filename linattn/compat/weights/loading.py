@@ -9,21 +9,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from linattn.compat.fast_transformers import weights as fast_transformers
-from linattn.compat.linear_attention_transformer import weights as linear_attention_transformer
-from linattn.compat.linformer import weights as linformer
-from linattn.compat.performer_pytorch import weights as performer_pytorch
 from linattn.compat.weights.conversion import Conversion, Move
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = Mapping[str, Tensor]
 
-CONVERSIONS: dict[type[nn.Module], Conversion] = {
-    **linear_attention_transformer.CONVERSIONS,
-    **performer_pytorch.CONVERSIONS,
-    **linformer.CONVERSIONS,
-    **fast_transformers.CONVERSIONS,
-}
+CONVERSIONS: dict[type[nn.Module], Conversion] = {}
+"""The conversion of each constructor, which its package adds when it is imported."""
 
 # what training puts around a model, and so before each name: DistributedDataParallel, torch.compile, and the packages'
 # own AutoregressiveWrapper and Autopadder
@@ -47,10 +39,10 @@ def load(
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
     before 1.7.2: since then queries there are turned by one window too many, which is folded into their weights."""
     if constructor not in CONVERSIONS:
-        known = ", ".join(kind.__name__ for kind in CONVERSIONS)
+        known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
-            f"old weights load into {known} of linattn.compat, but {constructor.__name__} came; what is in a wrapper "
-            "is loaded alone, and wrapped again"
+            f"old weights load into a constructor of linattn.compat{known}, but {constructor.__name__} came; what is "
+            "in a wrapper is loaded alone, and wrapped again"
         )
     conversion = CONVERSIONS[constructor]
     model = constructor(**conversion.arguments(constructor, config))

@@ -9,12 +9,12 @@ pytest.importorskip("linear_attention_transformer")
 import linear_attention_transformer as package
 from linear_attention_transformer import linear_attention_transformer as original
 
-from linattn.attention.axial import AxialAttention
 from linattn.attention.base import InnerAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import LinformerAttention
 from linattn.attention.split_heads import SplitHeads
 from linattn.compat.linear_attention_transformer import LinearAttentionTransformer, LinearAttentionTransformerLM
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
 from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention, Projected
 
 __all__ = ["package", "take_language_model", "take_transformer"]

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from performer_pytorch import performer_pytorch as original
 
 from linattn.compat.performer_pytorch import FastAttention, Performer
+from linattn.feature_maps import RandomProjection
 from linattn.nn import Branch, Chunked, GatedFeedForward, MultiheadAttention
 
 
@@ -24,10 +25,10 @@ def fast_attention(ours: FastAttention, **options: Any) -> nn.Module:
     return take_features(theirs, ours)
 
 
-def take_features(theirs: nn.Module, ours: FastAttention, order: Tensor | None = None) -> nn.Module:
-    matrix = ours.projection_matrix
-    if matrix is not None:
-        theirs.projection_matrix.copy_(matrix if order is None else matrix[:, order])
+def take_features(theirs: nn.Module, ours: nn.Module, order: Tensor | None = None) -> nn.Module:
+    for part in ours.modules():
+        if isinstance(part, RandomProjection):
+            theirs.projection_matrix.copy_(part.rows if order is None else part.rows[:, order])
     theirs.causal_linear_fn = partial(original.causal_linear_attention_noncuda, eps=0)
     return theirs
 
@@ -52,9 +53,8 @@ def take_attention(theirs: nn.Module, ours: MultiheadAttention, rotary: bool = F
     rows = (order + channels * torch.arange(heads)[:, None]).flatten()
     take_linear(theirs.to_q, ours.q_proj, rows), take_linear(theirs.to_k, ours.k_proj, rows)
     take_linear(theirs.to_v, ours.v_proj), take_linear(theirs.to_out, ours.o_proj)
-    for part in ours.modules():
-        if isinstance(part, FastAttention):
-            take_features(theirs.fast_attention, part, neighbours(channels) if rotary else None)
+    if hasattr(theirs, "fast_attention"):
+        take_features(theirs.fast_attention, ours.inner, neighbours(channels) if rotary else None)
     return theirs
 
 

@@ -1,5 +1,6 @@
 """All of a checkpoint, or nothing and the names of what does not fit. Checkpoints here are of random numbers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from linattn import compat
 from linattn.compat import weights
 from linattn.compat.fast_transformers import TransformerEncoder
 from linattn.compat.linear_attention_transformer import Autopadder, LinearAttentionTransformerLM
@@ -14,6 +16,7 @@ from linattn.compat.linformer import Linformer, LinformerLM
 from linattn.compat.performer_pytorch import Performer, PerformerLM
 from linattn.compat.weights.loading import CONVERSIONS
 
+COMPAT = Path(compat.__file__).parent
 ENCODER = {"n_layers": 1, "n_heads": 2, "query_dimensions": 3, "value_dimensions": 4, "feed_forward_dimensions": 5}
 LANGUAGE_MODEL = {"num_tokens": 5, "dim": 8, "depth": 1, "max_seq_len": 16, "heads": 2, "dim_head": 4}
 LANGUAGE_MODEL |= {"local_attn_window_size": 4}
@@ -42,6 +45,16 @@ def test_every_constructor_says_what_is_missing():
             rest = {key: value for key, value in whole.items() if key != name}
             with pytest.raises(ValueError, match=f"missing: {name}"):
                 weights.load(constructor, config, rest)
+
+
+def test_loading_knows_no_package():
+    """A package adds its conversions itself, and a file of tests is named after it."""
+    packages = {path.parent.name for path in COMPAT.glob("*/weights.py")}
+    assert {kind.__module__.split(".")[2] for kind in CONVERSIONS if "compat" in kind.__module__} == packages
+    for path in (COMPAT / "weights").glob("*.py"):
+        assert not any(f"linattn.compat.{package}" in path.read_text("utf-8") for package in packages)
+    for package in packages:
+        assert Path(__file__).with_name(f"test_{package}.py").exists(), package
 
 
 class TestRefused:

@@ -13,23 +13,29 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, cache_utils
 
-from linattn.attention import ATTENTIONS
+from linattn.attention import ATTENTIONS, traits
+from linattn.attention.named import SYNONYMS
 from linattn.integrations.transformers.stock_attention.attention import attention_forward
 from linattn.integrations.transformers.stock_attention.cache import ATTENTION_LAYER
 from linattn.integrations.transformers.stock_attention.masks import attention_mask
-from linattn.ops.names import did_you_mean
+from linattn.names import did_you_mean
 
 PREFIX = "linattn:"
-LEARNED = ("hedgehog", "t2r", "linformer", "linformer_conv", "linformer_mean")
-GATED = ("gla", "ssd", "delta", "gated_delta", "kda")
-UNNAMED = {
-    **dict.fromkeys(LEARNED, "has weights or a length of its own, which a name cannot hold"),
-    **dict.fromkeys(GATED, "needs gates, which are made from the layer's input, where a name cannot hold them"),
-}
-"""Attentions that `attn_implementation` cannot name, each with the reason."""
-METHODS = tuple(sorted(set(ATTENTIONS) - set(UNNAMED)))
 REPLACED = {"full_attention", "sliding_attention"}
 """transformers' names of cache layers that ours replace."""
+
+
+def _obstacle(name: str) -> str | None:
+    """Return why transformers cannot use the attention by its name alone; None: it can."""
+    facts = traits(name)
+    if facts.learned or facts.fixed_length:
+        return "has weights or a length of its own, which a name cannot hold"
+    if facts.gated:
+        return "needs gates, which are made from the layer's input, where a name cannot hold them"
+    return None
+
+
+METHODS = tuple(sorted(name for name in ATTENTIONS if _obstacle(name) is None))
 
 
 def register_attention(method: str) -> str:
@@ -40,8 +46,9 @@ def register_attention(method: str) -> str:
     for part in method.split("+"):
         name = part.partition(":")[0].strip()
         if name not in METHODS:
-            unknown = f"is no attention{did_you_mean(name, METHODS)}: there are {', '.join(METHODS)}"
-            raise ValueError(f"{name!r} in {PREFIX}{method} {UNNAMED.get(name, unknown)}")
+            unknown = f"is no attention{did_you_mean(name, METHODS, SYNONYMS)}: there are {', '.join(METHODS)}"
+            reason = _obstacle(name) if name in ATTENTIONS else unknown
+            raise ValueError(f"{name!r} in {PREFIX}{method} {reason}")
     AttentionInterface.register(PREFIX + method, partial(attention_forward, method))
     AttentionMaskInterface.register(PREFIX + method, attention_mask)
     return PREFIX + method

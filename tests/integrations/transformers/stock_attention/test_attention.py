@@ -9,9 +9,9 @@ import transformers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
-from linattn.attention import ATTENTIONS, named_attention
+from linattn.attention import ATTENTIONS, traits
 from linattn.integrations.transformers import attended_modules, register_attention
-from linattn.integrations.transformers.stock_attention.hooks import GATED, LEARNED, METHODS
+from linattn.integrations.transformers.stock_attention.hooks import METHODS
 from linattn.ops.nested import map_state
 
 from .families import (
@@ -292,18 +292,6 @@ def test_going_back_gives_the_original():
     assert torch.equal(logits(model, input_ids=ids), expected)
 
 
-def test_the_names_that_need_weights_are_known():
-    for name in ATTENTIONS:
-        options = {"num_heads": 2, "head_dim": 8, "causal": name == "retention" or name in GATED}
-        if name.startswith("linformer"):
-            assert name in LEARNED
-        else:
-            inner = named_attention(name, **options)
-            assert bool([*inner.parameters()]) == (name in LEARNED)
-            assert (inner.needs is not None) == (name in GATED)
-    assert {*METHODS, *LEARNED, *GATED} == {*ATTENTIONS}
-
-
 OTHERS = {
     "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": VOCABULARY}),
     "deberta": ("DebertaV2Model", TEXT),
@@ -415,9 +403,11 @@ def test_names_are_checked():
     model = make(DECODERS["llama"])
     with pytest.raises(ValueError, match="did you mean 'elu'"):
         model.set_attn_implementation("linattn:elux")
-    for name in LEARNED:
-        with pytest.raises(ValueError, match="of its own, which a name cannot hold"):
-            model.set_attn_implementation(f"linattn:elu+{name}")
+    for name in ATTENTIONS:
+        if name not in METHODS:
+            message = "needs gates" if traits(name).gated else "of its own"
+            with pytest.raises(ValueError, match=f"{message}, which .*a name cannot hold"):
+                model.set_attn_implementation(f"linattn:elu+{name}")
     with pytest.raises(ValueError, match="causal only"):
         bert = make(ENCODERS["bert"])
         bert.set_attn_implementation("linattn:retention")

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.attention import named_attention
-from linattn.attention.axial import AxialAttention
+from linattn.compat.linear_attention_transformer.axial import AxialAttention
 from linattn.ops.nested import map_state
 from tests import laws
 from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, heads
@@ -78,6 +78,9 @@ def test_gradients():
 
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_arguments_are_refused():
+    gated = named_attention("gla", num_heads=4, head_dim=6, causal=True)
+    with pytest.raises(ValueError, match="AxialAttention makes no gates, but LinearAttention needs some"):
+        AxialAttention(gated, 4)
     with pytest.raises(ValueError, match="at least one token"):
         make("elu", True, window=0)
     with pytest.raises(ValueError, match=r"must be \(b, 1, n\)"):

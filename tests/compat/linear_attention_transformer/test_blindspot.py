@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.attention import BlindspotAttention, Decay, LinearAttention, LocalAttention
+from linattn.attention import Decay, GateNeeds, LinearAttention, LocalAttention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap
 from tests import laws
 from tests.attention.cases import CHANNELS, HEADS, KEY_HEADS, heads
@@ -112,3 +113,6 @@ def test_what_it_cannot_be_is_refused() -> None:
     for size in (-1, 0, 1):
         with pytest.raises(ValueError, match=f"at least 2 to hide any, but is {size}"):
             BlindspotAttention(linear, size)
+    gated = LinearAttention(linear.feature_map, causal=True, needs=GateNeeds(decay="head"))
+    with pytest.raises(ValueError, match="BlindspotAttention makes no gates, but LinearAttention needs some"):
+        BlindspotAttention(gated, 4)

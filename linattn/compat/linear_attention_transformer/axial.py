@@ -29,6 +29,7 @@ class AxialAttention(InnerAttention):
     The last row may be short. A masked token is a missing token: rows count present tokens only."""
 
     state_kind = AxialState
+    same_tokens = True
 
     def __init__(self, inner: InnerAttention, window: int):
         super().__init__()

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import InnerAttention, LinearAttention
-from linattn.attention.floored_favor import FlooredFavorAttention
+from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.feature_maps import FavorFeatureMap
 from tests import laws
 
