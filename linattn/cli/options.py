@@ -15,7 +15,7 @@ from linattn.cli import argument_types as parse
 from linattn.cli.typed_json import read_json
 from linattn.console.errors import CommandError, explained
 from linattn.models import PRESETS, LanguageModelConfig
-from linattn.models.config import preset_fields
+from linattn.models.config import preset_fields, upgraded
 
 # how argparse reads an option of a type; the least value of an integer is the option's own
 BY_TYPE: dict[Any, parse.Parsing] = {
@@ -28,6 +28,7 @@ MODEL_PARSING: dict[str, parse.Parsing] = {
     "attention": {"type": parse.comma_separated, "metavar": "METHOD"},
     "rotary": {"type": parse.base_or_none, "metavar": "X"},
     "dropout": parse.NOT_NEGATIVE,
+    "head_norm_eps": parse.NOT_NEGATIVE,
 }
 # what learns well on a few megabytes of text
 MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
@@ -168,7 +169,7 @@ def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
     if unknown := sorted(recorded.keys() - OPTIONS):
         raise CommandError(f"the run was made with options that this version does not know: {', '.join(unknown)}")
     with explained("the run was made with options that no run has", ValueError):
-        return read_json(TrainOptions, json.dumps(dict(recorded)))
+        return read_json(TrainOptions, json.dumps(upgraded(recorded)))
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:

@@ -91,6 +91,7 @@ class LanguageModelConfig:
     unit_keys: bool = _attention_option("unit_keys")
     head_norm: bool = _attention_option("head_norm")
     gated_norm: bool = _attention_option("gated_norm")
+    head_norm_eps: float = _attention_option("head_norm_eps")
     feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
     mlp_ratio: float = _option(
         4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
@@ -185,6 +186,13 @@ def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {size: options.get(size, getattr(LanguageModelConfig, size)) for size in ("dim", "depth", "num_heads")}
     check_sizes(**sizes)
     return PRESETS[name].fields(**sizes)
+
+
+def upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that any version wrote, with the values of options that were added later:
+    the first norms of heads had no epsilon."""
+    has_norm = fields.get("head_norm") or fields.get("gated_norm")
+    return {"head_norm_eps": 0.0, **fields} if has_norm else dict(fields)
 
 
 def _check_field(each: dataclasses.Field, value: Any) -> None:

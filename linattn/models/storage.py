@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from linattn.models.config import LanguageModelConfig
+from linattn.models.config import LanguageModelConfig, upgraded
 from linattn.version import __version__
 
 CONFIG = "config.json"
@@ -91,7 +91,7 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
     if not isinstance(fields.get("language_model"), dict):
         raise ValueError(f"{path} has no language_model, the model's configuration")
     try:
-        return LanguageModelConfig.from_dict(fields["language_model"])
+        return LanguageModelConfig.from_dict(upgraded(fields["language_model"]))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

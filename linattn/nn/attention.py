@@ -18,7 +18,7 @@ from linattn.names import unknown_name
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
-from linattn.nn.norms import HeadNorm
+from linattn.nn.norms import HEAD_NORM_EPS, HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
 from linattn.ops.nested import check_part, checked_kind, for_batch
 from linattn.ops.tokens.rotary import rotate_by, rotations
@@ -79,6 +79,7 @@ class MultiheadAttention(nn.Module):
     - `unit_keys`: divide q and k of each head by their lengths, as the delta rule always does
     - `head_norm`: RMSNorm of each head's output, which un-normalised attention needs, as in RetNet
     - `gated_norm`: RMSNorm of all heads' output together, after the gate, as in Mamba-2
+    - `head_norm_eps`: epsilon of `head_norm` and `gated_norm`, added to the mean square
 
     Biases and dropout:
 
@@ -107,6 +108,7 @@ class MultiheadAttention(nn.Module):
         unit_keys: bool = False,
         head_norm: bool = False,
         gated_norm: bool = False,
+        head_norm_eps: float = HEAD_NORM_EPS,
         bias: bool = False,
         out_bias: bool | None = None,
         dropout: float = 0.0,
@@ -137,8 +139,10 @@ class MultiheadAttention(nn.Module):
             self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
         )
         self.value_skip = nn.Parameter(torch.empty(num_heads)) if value_skip else None
-        self.head_norm = HeadNorm(self.head_dim) if head_norm else None
-        self.gated_norm = HeadNorm(width) if gated_norm else None
+        self.head_norm = HeadNorm(self.head_dim, eps=head_norm_eps) if head_norm else None
+        self.gated_norm = HeadNorm(width, eps=head_norm_eps) if gated_norm else None
+        if head_norm_eps != HEAD_NORM_EPS and not (head_norm or gated_norm):
+            raise ValueError(f"head_norm_eps is of head_norm and gated_norm, but is {head_norm_eps} without either")
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
         self.is_cross_attention = context_dim is not None
         if self.is_cross_attention:

@@ -1,4 +1,4 @@
-"""Norms without an epsilon: the input may have any scale, and zeros stay zeros."""
+"""Root-mean-square norms of inputs of any scale, in half precision too. Zeros stay zeros."""
 
 from typing import final
 
@@ -6,18 +6,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import check_numbers
+
+HEAD_NORM_EPS = 1e-4
+
 
 @final
 class HeadNorm(nn.Module):
-    """y = w ⊙ x / √mean(x²) over the `head_dim` channels of a head, which un-normalised attention needs.
+    """y = w ⊙ x / √(mean(x²) + eps) over the `head_dim` channels of a head, which un-normalised attention needs.
     Sun et al., Retentive Network, https://arxiv.org/abs/2307.08621; Qin et al., TransNormer,
     https://arxiv.org/abs/2210.10340
 
-    The sums of un-normalised attention are products of three small numbers when training starts: the customary epsilon
-    would leave them small."""
+    Where q and the state nearly cancel, x is little more than rounding error. An `eps` of 0 makes it as large as all
+    other outputs, and its gradient too large for float16; see docs/gates.md for what each value gives."""
 
-    def __init__(self, head_dim: int):
+    def __init__(self, head_dim: int, *, eps: float = HEAD_NORM_EPS):
         super().__init__()
+        check_numbers(eps=eps)
+        self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
         self.reset_parameters()
 
@@ -25,7 +31,10 @@ class HeadNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return _rms_normalized(x, self.weight)
+        return _rms_normalized(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}"
 
 
 @final
@@ -43,17 +52,19 @@ class ScaleNorm(nn.Module):
         nn.init.constant_(self.g, self.dim**0.5)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return _rms_normalized(x, self.g / self.dim**0.5)
+        return _rms_normalized(x, self.g / self.dim**0.5, 0.0)
 
     def extra_repr(self) -> str:
         return f"{self.dim}"
 
 
-def _rms_normalized(x: Float[Tensor, "*b d"], factor: Tensor) -> Float[Tensor, "*b d"]:
-    """Return x / √mean(x²) times the factor, computed in float32 or better."""
+def _rms_normalized(x: Float[Tensor, "*b d"], factor: Tensor, eps: float) -> Float[Tensor, "*b d"]:
+    """Return x / √(mean(x²) + eps) times the factor, computed in float32 or better."""
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
-    # the square of a small number would be zero; a constant factor changes neither the norm nor its gradient
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    x = x / largest.masked_fill(largest == 0, 1)
-    square = x.square().mean(-1, keepdim=True)
+    # squares of small and of large numbers leave float32's range; a factor of x and √eps changes neither the result nor
+    # its gradient
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps**0.5)
+    largest = largest.masked_fill(largest == 0, 1)
+    x = x / largest
+    square = x.square().mean(-1, keepdim=True) + (eps**0.5 / largest).square()
     return (x * square.masked_fill(square == 0, 1).rsqrt() * factor).to(dtype)

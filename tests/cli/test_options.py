@@ -32,6 +32,7 @@ CONFIGURED = {
     "unit_keys": ((), True),
     "value_skip": ((), True),
     "head_norm": ((), True),
+    "head_norm_eps": (("0.001", "--head-norm"), 1e-3),
     "gate": ((), True),
     "gate_function": (("sigmoid", "--gate"), "sigmoid"),
     "gated_norm": ((), True),

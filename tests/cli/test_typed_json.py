@@ -135,6 +135,11 @@ def test_a_damaged_log_is_told(tmp_path, line):
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_a_run_from_before_the_epsilon_of_norms_keeps_none():
+    assert recorded_options({"head_norm": True}).head_norm_eps == 0
+    assert recorded_options({"head_norm": True, "head_norm_eps": 1e-5}).head_norm_eps == 1e-5
+
+
 def test_recorded_options_have_their_types():
     assert recorded_options({"attention": ["elu", "local"], "lr": 1}) == TrainOptions(attention=("elu", "local"), lr=1)
     for wrong in ({"batch": "4"}, {"cpu": 1}, {"attention": [1]}, {"lr": None}, {"steps": 1.5}):

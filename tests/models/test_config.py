@@ -52,6 +52,8 @@ def test_is_frozen():
         ({"convolution_on": "values", "convolution": 2}, "convolution_on must be one of inputs, projections"),
         ({"gate_function": "sigmoid"}, "gate is false: there is none"),
         ({"attention": "gated_delta", "causal": False}, "gated_delta is causal only"),
+        ({"head_norm": True, "head_norm_eps": -1e-6}, "head_norm_eps must be a finite number of at least 0"),
+        ({"head_norm_eps": 1e-5}, "head_norm_eps is of head_norm and gated_norm"),
         ({"mlp_ratio": 0.0}, "mlp_ratio must be positive"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio must be a finite number"),
         ({"rotary": float("nan")}, "rotary must be a finite number"),

@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+import linattn.integrations.transformers  # noqa: F401
 from linattn.models import LanguageModel, storage
 from tests.models.causal import every_model, small_model, some_tokens
 
@@ -46,6 +48,21 @@ def test_the_names_of_weights_stay_so_that_old_folders_load(tmp_path):
     parts += ["feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj", "feed_forward_norm"]
     expected = {"model.embedding.weight", "model.norm.weight", *(f"model.blocks.0.{part}.weight" for part in parts)}
     assert set(load_file(tmp_path / "model.safetensors")) == expected
+
+
+@pytest.mark.parametrize("option", ["head_norm", "gated_norm"])
+def test_a_folder_from_before_the_epsilon_computes_as_it_did(option, tmp_path):
+    model = small_model({"attention": "ssd", option: True, "head_norm_eps": 0.0})
+    model.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["language_model"]["head_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model
+    for loaded in (LanguageModel.load(tmp_path), theirs):
+        assert loaded.config == model.config
+    tokens = some_tokens(2, 20)
+    assert torch.equal(LanguageModel.load(tmp_path)(tokens), model(tokens))
+    assert small_model({"attention": "ssd", option: True}).config.head_norm_eps > 0
 
 
 def test_what_other_programs_add_to_the_configuration_does_not_matter(tmp_path):

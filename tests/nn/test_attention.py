@@ -164,7 +164,7 @@ def test_heads_may_be_spread_over_ranks():
 
 
 def test_the_norm_makes_heads_of_length_one():
-    module, x = attention("linear_unnormalized", head_norm=True), some_inputs()
+    module, x = attention("linear_unnormalized", head_norm=True, head_norm_eps=0.0), some_inputs()
     heads = []
     module.o_proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0].unflatten(-1, (HEADS, -1))))
     module(x)
@@ -201,7 +201,7 @@ def test_the_skip_adds_values():
 
 def test_the_norm_after_the_gate_is_of_all_heads():
     options = {"gate": True, "gate_function": "sigmoid"}
-    plain, normed = attention("elu", **options), attention("elu", **options, gated_norm=True)
+    plain, normed = attention("elu", **options), attention("elu", **options, gated_norm=True, head_norm_eps=0.0)
     plain.load_state_dict(normed.state_dict(), strict=False)
     x = some_inputs()
     y = outputs_of_heads(plain, x)

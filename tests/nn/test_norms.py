@@ -42,15 +42,28 @@ def test_half_precision_is_near(dtype):
 
 
 def test_head_norm_is_rms_norm():
-    module, x = HeadNorm(6).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
-    nn.init.normal_(module.weight)
-    assert_close(module(x), nn.functional.rms_norm(x, (6,), module.weight, eps=0))
+    for eps in (0.0, 1e-5, 0.3):
+        module, x = HeadNorm(6, eps=eps).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
+        nn.init.normal_(module.weight)
+        assert_close(module(x), nn.functional.rms_norm(x, (6,), module.weight, eps=eps))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-def test_heads_may_be_scaled(scale):
-    module, x = HeadNorm(6), torch.randn(2, 3, 6)
+def test_heads_may_be_scaled_without_an_epsilon(scale):
+    module, x = HeadNorm(6, eps=0.0), torch.randn(2, 3, 6)
     assert_close(module(x * scale), module(x))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-12, 1e-3, 1e12, 1e30])
+def test_an_epsilon_is_that_of_float64_at_any_scale(scale):
+    module, x = HeadNorm(6), torch.randn(2, 3, 6) * scale
+    assert_close(module(x).double(), HeadNorm(6).double()(x.double()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-5", True])
+def test_epsilons_that_cannot_be_are_refused(eps, unchecked):
+    with pytest.raises(ValueError, match="eps must be a finite number of at least 0, but is"):
+        HeadNorm(6, eps=eps)
 
 
 def test_head_norm_of_zeros_has_no_gradient():
@@ -68,8 +81,9 @@ def test_head_norm_computes_half_precision_in_float32(dtype):
     assert_close(module(x).double(), HeadNorm(6).double()(x.double()), rtol=1e-2, atol=1e-3)
 
 
-def test_head_norm_gradients():
-    module, x = HeadNorm(6).double(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+def test_head_norm_gradients(eps):
+    module, x = HeadNorm(6, eps=eps).double(), torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(
         lambda x, weight: torch.func.functional_call(module, {"weight": weight}, (x,)), (x, module.weight)
     )

@@ -46,7 +46,8 @@ def _states(maps: Tensor, S: Tensor, steps: int) -> Tensor:
     """Return the states before each chunk and after the last, (… c+1 d dv), from the first and the chunks' maps."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
     for distance in (2**i for i in range(steps)):
-        earlier = maps.index_select(-3, (index - distance).clamp(min=0))
+        # not index_select, see `join`
+        earlier = maps[..., (index - distance).clamp(min=0), :, :]
         joined = maps[..., :d] @ earlier + F.pad(maps[..., d:], (d, 0))
         maps = torch.where((index >= distance).view(-1, 1, 1), joined, maps)
     S = S.unsqueeze(-3)

@@ -23,8 +23,9 @@ def cut(x: Tensor, length: int) -> Tensor:
 
 def join(chunks: Tensor, n: int) -> Tensor:
     """The first n tokens of (… c length d), as (… n d)."""
-    # a slice would be contiguous for some lengths only, which are then another graph
-    return chunks.flatten(-3, -2).index_select(-2, torch.arange(n, device=chunks.device))
+    # a slice would be contiguous for some lengths only, which are then another graph; and not index_select, whose
+    # gradient inductor computes wrongly under vmap (torch 2.13)
+    return chunks.flatten(-3, -2)[..., torch.arange(n, device=chunks.device), :]
 
 
 def running_max(x: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 gradients and cached decoding. They compute in float32, and ours in float64 here.
 
 Ours has every projection by itself and a head of q and k for each of v: where theirs share a group over heads, its
-weights are repeated, and gradients are summed. Their norms have an epsilon, nearly zero here, but for 1e-6 in the
-lengths of q and k, which are about 1 here."""
+weights are repeated, and gradients are summed. Their lengths of q and k, about 1 here, have an epsilon of 1e-6."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +23,14 @@ from linattn.nn import MultiheadAttention
 from tests.models.presets import attention_options
 
 DIM, HEADS, GROUPS, HEAD_DIM, KEY_DIM, WIDTH = 16, 4, 2, 8, 12, 4
+EPS = 1e-3
 Weights = dict[str, Tensor]
 
 
 def ours(preset: str, *, key_dim: int = KEY_DIM) -> MultiheadAttention:
     """The first layer of a published architecture, as `PRESETS` has it, in these sizes."""
     inner = named_attention(PRESETS[preset].attention[0], num_heads=HEADS, head_dim=key_dim, causal=True)
-    options = attention_options(preset) | {"head_dim": HEAD_DIM, "key_dim": key_dim}
+    options = attention_options(preset) | {"head_dim": HEAD_DIM, "key_dim": key_dim, "head_norm_eps": EPS}
     return MultiheadAttention(DIM, HEADS, inner, **options)
 
 
@@ -58,7 +58,7 @@ def qwen3_next() -> tuple[nn.Module, Any]:
         linear_conv_kernel_dim=WIDTH,
         layer_types=["linear_attention"],
         num_hidden_layers=1,
-        rms_norm_eps=1e-12,
+        rms_norm_eps=EPS,
     )
     return Qwen3NextGatedDeltaNet(config, 0), config
 
@@ -93,7 +93,7 @@ def kimi_linear() -> tuple[nn.Module, Any]:
         linear_conv_kernel_dim=WIDTH,
         layer_types=["linear_attention"],
         num_hidden_layers=1,
-        rms_norm_eps=1e-12,
+        rms_norm_eps=EPS,
     )
     return KimiLinearDeltaAttention(config, 0), config
 
@@ -124,7 +124,7 @@ def mamba2() -> tuple[nn.Module, Any]:
         conv_kernel=WIDTH,
         chunk_size=32,
         num_hidden_layers=1,
-        layer_norm_epsilon=1e-12,
+        layer_norm_epsilon=EPS,
     )
     return Mamba2Mixer(config, 0), config
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, no_type_check
 from transformers import PreTrainedConfig
 
 from linattn.models import LanguageModelConfig
+from linattn.models.config import upgraded
 from linattn.models.storage import AUTO_MAP, MODEL_TYPE, check_version, write_loader
 from linattn.version import __version__
 
@@ -48,6 +49,8 @@ class LinattnConfig(NotCopied, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.linattn_version is not None:
             check_version(self.linattn_version, Path("config.json"))
+            if isinstance(self.language_model, dict):
+                self.language_model = upgraded(self.language_model)
         self.linattn_version = __version__
         if self.language_model is None:
             raise ValueError("LinattnConfig needs language_model: a LanguageModelConfig or its fields as a dict")

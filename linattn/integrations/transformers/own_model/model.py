@@ -1,9 +1,9 @@
 """Our models with transformers' interface: the same weights in the same folder, no second implementation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -151,7 +151,9 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
             for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             if _is_loaded(tensor)
         ]
-        self.model.reset_parameters()
+        # the model, and the head of a classifier
+        for module in cast(Iterable[LanguageModel | nn.Linear], self.children()):
+            module.reset_parameters()
         for module, name, tensor in loaded:
             getattr(module, name).copy_(tensor)
 

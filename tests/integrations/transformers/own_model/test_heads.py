@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
 from transformers import (
     AutoModel,
@@ -12,11 +13,13 @@ from transformers import (
 
 from linattn.integrations.transformers import LinattnForCausalLM, LinattnModel
 from linattn.models import LanguageModel
+from linattn.models.storage import CLASSES
 
 from .models import config, every_model, left_padded, make, prompts
 from .test_trainer import trainer
 
 ENCODERS = ["elu", "softmax"]
+MODELS = [auto for auto in CLASSES if auto != "AutoConfig"]
 both = pytest.mark.parametrize("causal", [True, False])
 
 
@@ -39,6 +42,23 @@ def test_the_base_model_gives_what_the_logits_are_made_of(name, tmp_path):
     assert_close(output.hidden_states[-1], output.last_hidden_state)
     again = base(tokens[:, -1:], past_key_values=base(tokens[:, :-1], use_cache=True).past_key_values)
     assert_close(again.last_hidden_state, output.last_hidden_state[:, -1:])
+
+
+@pytest.mark.parametrize("target", MODELS)
+@pytest.mark.parametrize("source", MODELS)
+@pytest.mark.parametrize("name", ["elu", "layers"])
+def test_weights_that_another_class_lacks_are_those_of_a_new_model(name, source, target, tmp_path):
+    """Uninitialised memory is NaN here, see tests/conftest.py."""
+    given = config(name)
+    given.num_labels = 50
+    saved, new = (getattr(transformers, auto).from_config(given) for auto in (source, target))
+    saved.save_pretrained(tmp_path)
+    kept, loaded = saved.state_dict(), getattr(transformers, target).from_pretrained(tmp_path).state_dict()
+    for key, tensor in new.state_dict().items():
+        if key in kept:
+            assert_close(loaded[key], kept[key], rtol=0, atol=0)
+        else:
+            assert_close(loaded[key].abs().mean(), tensor.abs().mean(), rtol=0.5, atol=0)
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -46,10 +46,12 @@ def test_every_auto_class_loads_a_folder(folder, tmp_path):
         """
 import json, sys, torch, transformers
 assert not any(name.startswith("linattn") for name in sys.modules)
+torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
 kinds = ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
 models = [getattr(transformers, kind).from_pretrained(sys.argv[1], trust_remote_code=True) for kind in kinds]
 tokens = torch.arange(12).reshape(2, 6)
 models[1].save_pretrained(sys.argv[2])
+assert all(weight.isfinite().all() for model in models for weight in model.state_dict().values())
 print(json.dumps({"classes": [type(model).__name__ for model in models], "logits": models[1](tokens).logits.tolist()}))
 """,
         folder,

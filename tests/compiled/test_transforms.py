@@ -1,0 +1,71 @@
+"""Function transforms in a graph give what they give without one."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.func import grad, jacrev, vjp, vmap
+from torch.nn.functional import normalize
+from torch.testing import assert_close
+
+from linattn.ops import causal_delta_attention
+from linattn.ops.plain.delta import _states
+from linattn.ops.tokens.cutting import cut, join
+from tests.operators import causal, decaying, gated, over_all
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor writes C++")
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_delta_attention(q, normalize(k, dim=-1), v, q[..., 0].sigmoid(), log_decay=-k.exp())[0]
+
+
+def loss(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *x: operator(*x).sin().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "vmap": lambda f: lambda q, k, v: vmap(f, in_dims=(0, None, 0))(q, k[0], v),
+    "vmap of gradients": lambda f: vmap(grad(loss(f), (0, 1, 2))),
+    "gradient of vmap": lambda f: grad(loss(vmap(f)), (0, 1, 2)),
+    "many cotangents": lambda f: lambda *x: vmap(vjp(f, *x)[1])(torch.ones(4, *x[2].shape, dtype=x[2].dtype)),
+    "jacobian": lambda f: jacrev(f, (0, 1, 2)),
+    "hessian": lambda f: jacrev(grad(loss(f), 1), 1),
+}
+
+
+def inspect(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+    """Run the graph as it is, without generating code, unless inductor 2.13 would compute it wrongly: it writes into a
+    broadcast tensor as if that had memory for each of its elements."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.index_put.default:
+            target = node.args[0].meta["val"]
+            assert all(stride or size == 1 for stride, size in zip(target.stride(), target.shape, strict=True)), node
+    return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize("operator", [causal, over_all, decaying, gated, delta])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_in_a_graph_is_the_transform(transform: str, operator: Callable[..., Tensor]) -> None:
+    torch.compiler.reset()
+    inputs = tuple(torch.randn(2, 1, 4, d, dtype=torch.float64) for d in (3, 3, 2))
+    run = TRANSFORMS[transform](operator)
+    backend = aot_autograd(fw_compiler=inspect, decompositions=select_decomp_table())
+    assert_close(torch.compile(run, backend=backend)(*inputs), run(*inputs))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: join(cut(x, 2), x.shape[-2]), lambda x: _states(x.unflatten(-2, (3, 2)), x[:2, 2:], 2)],
+)
+def test_inductor_computes_gradients_of_the_chunks_under_vmap(part: Callable[[Tensor], Tensor]) -> None:
+    torch.compiler.reset()
+    run, x = vmap(grad(loss(part))), torch.randn(3, 6, 4)
+    assert_close(torch.compile(run)(x), run(x))
