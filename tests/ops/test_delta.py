@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention, explain_backend, packed_log_decay
-from linattn.ops.fast import delta as fast_delta
+from linattn.ops.fast import blocks
 from tests import laws
 from tests.laws import LENGTHS
 from tests.recurrence import relative
@@ -126,7 +126,7 @@ def test_outputs_states_and_gradients_agree_with_the_definition(backend: str, de
 @every_decay
 def test_segments_make_the_whole(decay: str | None) -> None:
     """Several segments and a rest: one holds 256 tokens here."""
-    given = inputs(600, decay, lead=(4,), d=fast_delta.BLOCK // 1024, dv=4)
+    given = inputs(600, decay, lead=(4,), d=blocks.BLOCK // 1024, dv=4)
     upstream = upstream_of(given)
     expected = everything(given, upstream, backend="reference")
     assert_same(everything(given, upstream, backend="chunked"), expected, rtol=1e-9, atol=1e-9)
@@ -136,7 +136,7 @@ def test_segments_make_the_whole(decay: str | None) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_rows_make_the_batch(monkeypatch: pytest.MonkeyPatch, decay: str | None, shared: bool) -> None:
     """Where the states of all rows do not fit the cache, rows follow one another, each in segments of 64 tokens."""
-    monkeypatch.setattr(fast_delta, "BLOCK", 1)
+    monkeypatch.setattr(blocks, "BLOCK", 1)
     given = inputs(150, decay, lead=(3, 2))
     if shared:
         given |= {name: x[:, :1] for name, x in given.items() if name != "q"}
@@ -302,6 +302,21 @@ def test_gradients_of_decays_that_are_all_strong(backend: str, decay: str, stren
     ours = everything({name: x.float() for name, x in given.items()}, upstream, backend=backend)
     for name, x in exact.items():
         assert (ours[name].double() - x).norm() <= 1e-4 * x.norm() + 1e-30, name
+
+
+@every_backend
+@every_decay
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20])
+def test_values_near_the_ends_of_the_range_of_float32(backend: str, decay: str | None, scale: float) -> None:
+    given = inputs(70, decay)
+    if decay:
+        given["log_decay"] = -4 * torch.rand_like(given["log_decay"])
+    given |= {name: scale * given[name] for name in ("v", "state")}
+    upstream = upstream_of(given)
+    exact = everything(given, upstream, backend="reference")
+    ours = everything({name: x.float() for name, x in given.items()}, upstream, backend=backend)
+    for name, x in exact.items():
+        assert (ours[name].double() - x).norm() <= 1e-4 * x.norm(), name
 
 
 @every_backend

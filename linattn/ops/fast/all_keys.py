@@ -50,7 +50,7 @@ def sum_keys_gradient(call: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
     for part in _segments(call.k):
         k, v, mask = _keys(call, part, work)
         of_k = present((v @ dS.mT).add_(dz.unsqueeze(-2)), mask)
-        of_k = work.through_map(of_k, k, ELEMENTWISE[call.feature_map])
+        of_k = work.map_gradient(of_k, k, ELEMENTWISE[call.feature_map])
         for x, of_x in ((dk[..., part, :], of_k), (dv[..., part, :], k @ dS)):
             x.copy_(of_x.sum_to_size(x.shape))
     return dk, dv, None
@@ -92,7 +92,7 @@ def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
             of_q.add_(dd * z.unsqueeze(-2))
             dz += (features * dd).sum(-2).sum_to_size(z.shape)
         dT += (features.mT @ dN).sum_to_size(T.shape)
-        target.copy_(work.through_map(of_q.sum_to_size(target.shape), features, ELEMENTWISE[feature_map]))
+        target.copy_(work.map_gradient(of_q.sum_to_size(target.shape), features, ELEMENTWISE[feature_map]))
     return (
         (dq, divide(dT, z.unsqueeze(-1)), -divide(dT * T, z.unsqueeze(-1)).sum(-1))
         if normalize == "keys"

@@ -1,60 +1,85 @@
-"""Matrices of a chunk (C, C), built from the blocks of 1, 2, 4 … tokens on its diagonal."""
+"""Matrices (C, C) of a chunk as a tree over its tokens: blocks of 1, 2, 4 … tokens on the diagonal, of which two
+neighbours are joined by the block below the diagonal in which the second's tokens meet the first's. C is a power of
+two."""
 
 import torch
 from torch import Tensor
 
-# products of matrices smaller than this are slower than substitution
+# matrix products with fewer rows take longer than substitution
 SUBSTITUTED = 8
 
 
+def as_blocks(x: Tensor, size: int) -> Tensor:
+    """View tokens (…, C, e) as blocks (…, C/s, s, e)."""
+    return x.unflatten(-2, (x.shape[-2] // size, size))
+
+
 def halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the second of each two neighbouring blocks, of (…, m, s, e)."""
+    """Return the first and the second blocks of all pairs of neighbours among blocks (…, m, s, e)."""
     first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
     return first, second
 
 
-def in_blocks(x: Tensor, size: int) -> Tensor:
-    """(…, C, e) as (…, C/size, size, e)"""
-    return x.unflatten(-2, (x.shape[-2] // size, size))
-
-
-def corners(A: Tensor, size: int) -> Tensor:
-    """View the blocks of (…, C, C) in which a second block's tokens meet the first's: (…, C/2s, s, s)."""
-    return _blocks(A, size, 2 * size, size)
-
-
-def diagonal(A: Tensor, size: int) -> Tensor:
-    """View the blocks of (…, C, C) on its diagonal: (…, C/s, s, s)."""
+def diagonal_blocks(A: Tensor, size: int) -> Tensor:
+    """View the blocks on the diagonal of (…, C, C), (…, C/s, s, s)."""
     return _blocks(A, size, size, 0)
 
 
-def _blocks(A: Tensor, size: int, step: int, down: int) -> Tensor:
-    """View the blocks of (…, C, C) that begin `down` rows under its diagonal, every `step` rows."""
+def off_diagonal(A: Tensor, size: int) -> Tensor:
+    """View the blocks of (…, C, C) with the rows of a pair's second block and the columns of its first,
+    (…, C/2s, s, s)."""
+    return _blocks(A, size, 2 * size, size)
+
+
+def _blocks(A: Tensor, size: int, step: int, offset: int) -> Tensor:
+    """View the blocks of (…, C, C) that begin `offset` rows below the diagonal, one every `step` rows."""
     *lead, C, _ = A.shape
     *strides, row, column = A.stride()
     shape, strides = (*lead, C // step, size, size), (*strides, step * (row + column), row, column)
-    return A.as_strided(shape, strides, A.storage_offset() + down * row)
+    return A.as_strided(shape, strides, A.storage_offset() + offset * row)
+
+
+def row_blocks(x: Tensor, size: int) -> Tensor:
+    """View rows (B r C d) as (B m r s d)."""
+    return as_blocks(x, size).movedim(1, 2)
+
+
+def block_products(rows: Tensor, keys: Tensor) -> Tensor:
+    """Return the products (B m r s s) of rows (B m r s d) and keys (B m s d)."""
+    # matrix products of one row and one key take longer than elementwise ones
+    if keys.shape[-2] == 1:
+        return (rows * keys.unsqueeze(2)).sum(-1, keepdim=True)
+    return (rows.flatten(2, 3) @ keys.mT).view(*rows.shape[:-1], keys.shape[-2])
+
+
+def block_products_gradient(rows: Tensor, keys: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and keys from that of their products."""
+    if keys.shape[-2] == 1:
+        return G * keys.unsqueeze(2), (G * rows).sum(2)
+    G = G.flatten(2, 3)
+    return (G @ keys).view(rows.shape), G.mT @ rows.flatten(2, 3)
 
 
 def inverse(A: Tensor, M: Tensor) -> Tensor:
-    """Return (1 + A)⁻¹ in M, for strictly lower triangular A (B, C, C). Each step is exact, and no power of A, which
-    would overflow where keys repeat, is formed."""
+    """Write (1 + A)⁻¹ to M and return it, for strictly lower triangular A (B, C, C). Two inverted blocks M₁, M₂ on the
+    diagonal and the block A₂₁ below them give M₂₁ = −M₂ A₂₁ M₁. Powers of A, which would overflow where keys repeat, do
+    not occur."""
     size = min(SUBSTITUTED, A.shape[-1])
     M.resize_(A.shape).zero_()
-    _substitute(diagonal(A, size), diagonal(M, size))
+    _substitute(diagonal_blocks(A, size), diagonal_blocks(M, size))
     while size < A.shape[-1]:
-        first, second = halves(diagonal(M, size))
-        corners(M, size).sub_(second @ corners(A, size) @ first)
+        first, second = halves(diagonal_blocks(M, size))
+        off_diagonal(M, size).sub_(second @ off_diagonal(A, size) @ first)
         size *= 2
     return M
 
 
 def _substitute(A: Tensor, M: Tensor) -> None:
-    """Likewise, row after row of small matrices (B, m, s, s): M_i = 1_i − Σ_j A_ij M_j."""
+    """Write (1 + A)⁻¹ to M for small matrices (B, m, s, s), row after row: M_i = 1_i − Σ_j A_ij M_j."""
     # with the rows and columns in front, each operation is one on long vectors
-    rows = A.permute(2, 3, 0, 1).contiguous()
-    found = torch.zeros_like(rows)
-    found.diagonal(dim1=0, dim2=1).fill_(1)
-    for j in range(rows.shape[0] - 1):
-        found[j + 1 :, : j + 1].addcmul_(rows[j + 1 :, j, None], found[j, : j + 1], value=-1)
-    M.copy_(found.permute(2, 3, 0, 1))
+    A = A.permute(2, 3, 0, 1).contiguous()
+    rows = torch.zeros_like(A)
+    rows.diagonal(dim1=0, dim2=1).fill_(1)
+    for j in range(A.shape[0] - 1):
+        rows[j + 1 :, : j + 1].addcmul_(A[j + 1 :, j, None], rows[j, : j + 1], value=-1)
+    M.copy_(rows.permute(2, 3, 0, 1))

@@ -1,300 +1,296 @@
-"""Products inside chunks under a decay per head or per channel, and their gradients.
+"""Products inside chunks of C tokens between which something decays, and their gradients.
 
-`asking` (B r C d) are queries, and keys under the delta rule; they meet keys, which are `written` (B C d). Decays are
-(B C 1) or (B C d). Each kind holds `asking_in`, since the chunk began, the token's own decay included, `written_out`,
-until the chunk ends, `over`, what decays over the chunk, (B e 1), and `products` (B r C C), those of asking_i and
-written_j with what decays between them for j ≤ i, else 0. Its `gradient` turns the gradients of the first two into
-those of `asking` and `written`, in place, given also that of `over`, and returns that of the decays' logarithms, which
-is a sum over what crosses each token.
+Let α_t be the decay of token t, exp(log_decay_t), a number per head or one per channel. Token j has decayed at token
+i ≥ j of its chunk by D_ij, the product of α_t over j < t ≤ i; since the chunk began, token i by r_i, that over t ≤ i;
+until the chunk ends, token j by w_j, that over t > j; and over all of the chunk, by a. A chunked form needs
 
-Decays per channel are those of Yang et al., Gated Linear Attention, https://arxiv.org/abs/2312.06635."""
+    P_ij = Σ_e rows_ie D_ij,e keys_je  for j ≤ i, else 0        r ∘ rows        w ∘ keys        a
+
+where rows are the tokens that read: queries, and under the delta rule keys too. The quotients D_ij = r_i / r_j would
+overflow, so no kind of decay divides by r. Decays per channel: Yang et al., Gated Linear Attention,
+https://arxiv.org/abs/2312.06635.
+
+Shapes: rows are (B r C d), r per key; keys (B C d); decays (B C 1) per head or (B C d) per channel."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.fast.block_tree import corners, diagonal, halves, in_blocks
+from linattn.ops.fast.block_tree import (
+    as_blocks,
+    block_products,
+    block_products_gradient,
+    diagonal_blocks,
+    halves,
+    off_diagonal,
+    row_blocks,
+)
 from linattn.ops.fast.blocks import Workspace
-
-# in leaves of so many tokens decays of −RANGE and more are divided by: factors are between 2^−58 and 2^58, and times
-# queries, keys and gradients they are far from the ends of float32's range
-LEAF, RANGE, UNIT = 16, 5.3, 2.0**58
+from linattn.ops.fast.decay_weights import decay_weights, sum_crossing
 
 
-def decayed_products(
-    asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace, number: int
-) -> "PerHead | PerChannel | FromStrongDecays":
-    """Return the products under the kind of decay that is given, of `number` chunks per sequence. The decays are
-    overwritten."""
+class Decays(ABC):
+    """The decays of the chunks of one block, applied to their rows and keys."""
+
+    rows_since_start: Tensor
+    """r ∘ rows, what the rows are to the state that enters the chunk: (B r C d)."""
+
+    keys_until_end: Tensor
+    """w ∘ keys, what the keys add to the state that leaves the chunk: (B C d)."""
+
+    chunk_decay: Tensor | None
+    """a, (B e 1), with e = 1 per head and e = d per channel; None if nothing decays."""
+
+    @abstractmethod
+    def products(self) -> Tensor:
+        """Compute P, (B r C C), in memory that the next block overwrites."""
+
+    @abstractmethod
+    def gradient(
+        self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None
+    ) -> Tensor | None:
+        """Return the gradient of log α, (B C e), None if nothing decays, from P and the gradients of all four members,
+        which are overwritten: `drows`, that of r ∘ rows, becomes that of rows, and `dkeys` likewise that of keys."""
+
+
+def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Workspace) -> Decays:
+    """Apply the kind of decay that the shape of `log_decay` tells, which is overwritten. C must be a power of two for
+    decays per channel."""
+    if log_decay is None:
+        return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:
-        return PerHead(asking, written, log_decay, work)
-    # another device would have to wait for what it is asked
-    size = min(LEAF, log_decay.shape[-2]) if log_decay.device.type == "cpu" and log_decay.numel() else 1
-    # a NaN is not above anything, nor can it be divided by
-    if size == 1 or log_decay.amin() >= -RANGE:
-        return PerChannel(asking, written, log_decay, work, size)
-    strong = ~(log_decay >= -RANGE).all(-1).unflatten(0, (number, -1))
-    return FromStrongDecays(asking, written, log_decay, work, strong)
+        return PerHead(rows, keys, log_decay, work)
+    # leaves of many tokens look at numbers, for which other devices would wait
+    leaf = min(LEAF, log_decay.shape[-2]) if log_decay.device.type == "cpu" and log_decay.numel() else 1
+    return PerChannel(rows, keys, _exp(log_decay), work, leaf)
 
 
+def _exp(x: Tensor) -> Tensor:
+    """Overwrite x with exp(x): on a CPU torch's exp2 takes a fifth of the time of exp."""
+    return x.mul_(math.log2(math.e)).exp2_()
+
+
+@final
 @dataclass
-class NoDecay:
-    """The products of `inside.py` where nothing decays."""
+class NoDecay(Decays):
+    """D = r = w = a = 1, so P = tril(rows keysᵀ)."""
 
-    asking_in: Tensor
-    written_out: Tensor
+    rows_since_start: Tensor
+    keys_until_end: Tensor
     work: Workspace
-    over: None = None
+    chunk_decay: Tensor | None = None
 
-    @cached_property
     def products(self) -> Tensor:
-        products = torch.bmm(self.asking_in.flatten(1, 2), self.written_out.mT, out=self.work("products"))
-        return products.view(*self.asking_in.shape[:-1], self.asking_in.shape[-2]).tril_()
+        rows = self.rows_since_start
+        products = torch.bmm(rows.flatten(1, 2), self.keys_until_end.mT, out=self.work("products"))
+        return products.view(*rows.shape[:-1], rows.shape[-2]).tril_()
 
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> None:
+    def gradient(self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None) -> None:
         G = dproducts.tril_().flatten(1, 2)
-        dasking.flatten(1, 2).baddbmm_(G, self.written_out)
-        dwritten.baddbmm_(G.mT, self.asking_in.flatten(1, 2))
+        drows.flatten(1, 2).baddbmm_(G, self.keys_until_end)
+        dkeys.baddbmm_(G.mT, self.rows_since_start.flatten(1, 2))
 
 
-class PerHead:
-    def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace):
-        self.asking, self.written, self.work = asking, written, work
-        self.between, since, until = decay_weights(log_decay)
-        self.since, self.until = since.squeeze(1), until.squeeze(1)
-        self.over = self.since[:, -1:]
-        self.asking_in = torch.mul(asking, since, out=work("asking_in"))
-        self.written_out = torch.mul(written, self.until, out=work("written_out"))
+@final
+class PerHead(Decays):
+    """D is one matrix per head, so P = tril(rows keysᵀ ∘ D)."""
 
-    @cached_property
+    def __init__(self, rows: Tensor, keys: Tensor, log_decay: Tensor, work: Workspace):
+        self.rows, self.keys, self.work = rows, keys, work
+        self.D, self.r, w = decay_weights(log_decay)
+        self.w = w.squeeze(1)
+        self.chunk_decay = self.a = self.r[:, 0, -1:]
+        self.rows_since_start = torch.mul(rows, self.r, out=work("rows_since_start"))
+        self.keys_until_end = torch.mul(keys, self.w, out=work("keys_until_end"))
+
     def products(self) -> Tensor:
-        products = torch.bmm(self.asking.flatten(1, 2), self.written.mT, out=self.work("products"))
-        # what must not be seen is overwritten, not multiplied by zero: it may be infinite
-        return products.view(*self.asking.shape[:-1], self.asking.shape[-2]).mul_(self.between).tril_()
+        products = torch.bmm(self.rows.flatten(1, 2), self.keys.mT, out=self.work("products"))
+        # products with later keys are overwritten, not multiplied by zero: they may be infinite
+        return products.view(*self.rows.shape[:-1], self.rows.shape[-2]).mul_(self.D).tril_()
 
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> Tensor:
-        assert dover is not None
-        dasking.mul_(self.since.unsqueeze(1))
-        dwritten.mul_(self.until)
-        since = torch.mul(self.asking, dasking, out=self.work("scratch")).sum(-1).sum(1)
-        until = torch.mul(self.written, dwritten, out=self.work("scratch")).sum(-1)
-        pairs = torch.mul(dproducts, self.products, out=self.work("scratch")).sum(1)
-        G = dproducts.mul_(self.between).tril_().flatten(1, 2)
-        dasking.flatten(1, 2).baddbmm_(G, self.written)
-        dwritten.baddbmm_(G.mT, self.asking.flatten(1, 2))
-        dlog_decay = sum_crossing(pairs, since.unsqueeze(-1), until.unsqueeze(-1))
-        return dlog_decay + self.over * dover.sum((1, 2), keepdim=True)
-
-
-def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what decays between tokens of chunks, (B 1 C C), since they began and until they end, (B 1 C 1), given
-    (B C 1). Logarithms are summed in float64, so that differences of long sums stay exact; −inf starts a sequence."""
-    log_decay, dtype = log_decay.mT, log_decay.dtype
-    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    fresh = log_decay == -torch.inf
-    # on a CPU torch's exp2 takes a fifth of the time of exp
-    total = log_decay.to(exact).masked_fill(fresh, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
-    inside = (total - total.mT).to(dtype).exp2_().tril_()
-    since, until = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
-    if log_decay.device.type != "cpu" or fresh.any():
-        count = fresh.cumsum(-1).unsqueeze(-1)
-        inside.mul_(count == count.mT)
-        since.mul_(count == 0)
-        until.mul_(count[..., -1:, :] == count)
-    return inside, since, until
+    def gradient(self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None) -> Tensor:
+        assert da is not None
+        drows.mul_(self.r)
+        dkeys.mul_(self.w)
+        of_rows = torch.mul(self.rows, drows, out=self.work("scratch")).sum(-1).sum(1)
+        of_keys = torch.mul(self.keys, dkeys, out=self.work("scratch")).sum(-1)
+        pairs = torch.mul(dproducts, products, out=self.work("scratch")).sum(1)
+        G = dproducts.mul_(self.D).tril_().flatten(1, 2)
+        drows.flatten(1, 2).baddbmm_(G, self.keys)
+        dkeys.baddbmm_(G.mT, self.rows.flatten(1, 2))
+        dlog_decay = sum_crossing(pairs, of_rows.unsqueeze(-1), of_keys.unsqueeze(-1))
+        return dlog_decay + self.a * da.sum((1, 2), keepdim=True)
 
 
-def sum_crossing(pairs: Tensor, Q: Tensor, K: Tensor) -> Tensor:
-    """Sum the `pairs` (cb C C) that cross each token, i ≥ t > j, Q_i (cb C 1) over i ≥ t, for the state before the
-    chunk, and K_j (cb C 1) over j < t, for the state after it. A difference of sums over all pairs, or all keys, would
-    leave their rounding where decays are strong."""
-    before = Q + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1) + F.pad(K[:, :-1].cumsum(1), (0, 0, 1, 0))
+@final
+class PerChannel(Decays):
+    """A tree over the chunk. Its leaves are blocks of `leaf` tokens; neighbouring blocks are joined two by two until
+    one is left. A row and a key of different leaves belong to the second and the first of two such neighbours exactly
+    once, and D_ij is then the decay of the key until the border between them, times that of the row since the border.
+    No such factor is above 1. Leaves have their own products."""
 
+    def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, work: Workspace, leaf: int):
+        self.rows, self.keys, self.work = rows, keys, work
+        since = self.rows_since_start = work(f"rows_since_start{leaf}", rows.shape)
+        until = self.keys_until_end = work(f"keys_until_end{leaf}", keys.shape)
+        self.leaves = (_Tokens if leaf == 1 else _Leaves)(rows, keys, as_blocks(alpha, leaf), since, until, work)
+        self.joints, decay = list[_Joint](), self.leaves.decay
+        while decay.shape[1] > 1:
+            self.joints.append(_Joint(decay, since, until, work))
+            decay = self.joints[-1].decay
+        self.chunk_decay = self.a = decay.squeeze(1).mT
 
-class _Level(NamedTuple):
-    """Blocks of `size` tokens meet: those that ask, (B m r s d), and those written, (B m s d), decayed since or until
-    their border; and what decays over each block, (B 2m 1 d)."""
-
-    size: int
-    asking: Tensor
-    written: Tensor
-    over: Tensor
-
-
-class PerChannel:
-    """A chunk is cut into leaves of `size` tokens, which are joined two by two again and again. A query and a key of
-    different leaves are in two neighbouring blocks of s tokens for exactly one s, and what decays between them is what
-    decays from the key until the border times what decays since the border: no factor is above 1. Inside a leaf it is
-    f_i / f_j, with f what decays after its first token, times UNIT. Leaves of one token divide by nothing, and serve
-    decays of any strength."""
-
-    def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace, size: int):
-        self.asking, self.written, self.work, self.levels = asking, written, work, list[_Level]()
-        # on a CPU torch's exp2 takes a fifth of the time of exp
-        self.first = in_blocks(log_decay.mul_(math.log2(math.e)).exp2_(), size)
-        view = in_blocks(asking, size).movedim(1, 2)
-        self.asking_in, self.written_out = work("asking_in", asking.shape), work("written_out", written.shape)
-        if size > 1:
-            self._divide(view, in_blocks(written, size))
-        else:
-            self.leaves = _Level(size, view, written.unsqueeze(-2), self.first)
-            self.written_out.copy_(written)
-        torch.mul(self.leaves.asking, self.first.unsqueeze(2), out=in_blocks(self.asking_in, size).movedim(1, 2))
-        over = self.leaves.over
-        while size < asking.shape[-2]:
-            over = self._double(size, over)
-            size *= 2
-        self.over = over.squeeze(1).mT
-
-    def _divide(self, asking: Tensor, written: Tensor) -> None:
-        """Take leaves apart, given the decays of their tokens as `first`."""
-        self.since, work, size = self.first, self.work, written.shape[-2]
-        self.first = self.since[..., :1, :] / UNIT
-        self.since[..., :1, :] = UNIT
-        for before, x in pairwise(self.since.unbind(-2)):
-            x.mul_(before)
-        last = self.since[..., -1:, :]
-        asking = torch.mul(asking, self.since.unsqueeze(2), out=work("leaves_asking", asking.shape))
-        written = torch.div(written, self.since, out=work("leaves_written"))
-        torch.mul(written, last, out=in_blocks(self.written_out, size))
-        self.leaves = _Level(size, asking, written, self.first * last)
-
-    @cached_property
     def products(self) -> Tensor:
-        products = self.work("products", (*self.asking.shape[:-1], self.asking.shape[-2])).zero_()
-        diagonal(products, self.leaves.size).copy_(_meeting(self.leaves).tril_().movedim(2, 1))
-        for level in self.levels:
-            corners(products, level.size).copy_(_meeting(level).movedim(2, 1))
+        products = self.work(f"products{self.leaves.size}", (*self.rows.shape[:-1], self.rows.shape[-2])).zero_()
+        diagonal_blocks(products, self.leaves.size).copy_(self.leaves.products().movedim(2, 1))
+        for joint in self.joints:
+            off_diagonal(products, joint.size).copy_(block_products(joint.rows, joint.keys).movedim(2, 1))
         return products
 
-    def _double(self, size: int, over: Tensor) -> Tensor:
-        (second, first), work = self._sides(self.asking_in, self.written_out, size), self.work
-        level = _Level(size, work(f"second{size}", second.shape), work(f"first{size}", first.shape), over)
-        level.asking.copy_(second)
-        level.written.copy_(first)
-        self.levels.append(level)
-        over_first, over_second = halves(over)
-        torch.mul(level.asking, over_first.unsqueeze(2), out=second)
-        torch.mul(level.written, over_second, out=first)
-        return over_first * over_second
+    def gradient(self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None) -> Tensor:
+        assert da is not None
+        return self.tree_gradient(dproducts, drows, dkeys, (self.a * da).mT.unsqueeze(1))
 
-    def _sides(self, asking: Tensor, written: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """View the second blocks as (B m r s d) and the first as (B m s d)."""
-        return halves(in_blocks(asking, size))[1].movedim(1, 2), halves(in_blocks(written, size))[0]
-
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> Tensor:
-        assert dover is not None
-        dlog_over = (self.over * dover).mT.unsqueeze(1)
-        for level in reversed(self.levels):
-            dlog_over = self._halve(level, corners(dproducts, level.size), dasking, dwritten, dlog_over)
+    def tree_gradient(self, dproducts: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
+        """Do the same from the gradient of log a, (B 1 1 d), going back from the root of the tree to its leaves."""
+        for joint in reversed(self.joints):
+            dlog = joint.gradient(off_diagonal(dproducts, joint.size).movedim(1, 2), drows, dkeys, dlog)
         # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
         same = dproducts.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        G = diagonal(dproducts, self.leaves.size).tril(-1)
-        dlog_decay = self._of_leaves(G, dasking, dwritten, dlog_over)
-        for asking, dx, g in zip(self.asking.unbind(1), dasking.unbind(1), same.unbind(1), strict=True):
-            dx.addcmul_(g, self.written)
-            dwritten.addcmul_(g, asking)
-        return dlog_decay
-
-    def _of_leaves(self, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
-        """Return the gradients of the logarithms of decays, given those of `over` and of products of two tokens."""
-        size, asking, written, _ = self.leaves
-        dasking, dwritten = in_blocks(dasking, size).movedim(1, 2), in_blocks(dwritten, size)
-        dlog = dlog_over if size == 1 else torch.zeros_like(dwritten)
-        # a loop over heads needs no memory for its terms
-        for x, dx in zip(asking.unbind(2), dasking.unbind(2), strict=True):
-            dlog.addcmul_(x, dx.mul_(self.first))
-        if size == 1:
-            return dlog.flatten(1, 2)
-        dlog_first = dlog_over + dlog.sum(-2, keepdim=True)
-        until = torch.mul(written, dwritten.mul_(self.since[..., -1:, :]), out=self.work("until"))
-        through_asking, through_written = _meeting_gradient(self.leaves, G.movedim(1, 2))
-        dlog.add_(torch.mul(asking, through_asking, out=self.work("scratch")).sum(2))
-        dlog.addcmul_(written, through_written, value=-1)
-        dasking.add_(through_asking).mul_(self.since.unsqueeze(2))
-        dwritten.add_(through_written).div_(self.since)
-        sum_up(dlog.unbind(-2)[::-1])
-        sum_up(until.unbind(-2))
-        dlog[..., 1:, :] += dlog_over + until[..., :-1, :]
-        dlog[..., :1, :] = dlog_first
-        return dlog.flatten(1, 2)
-
-    def _halve(self, level: _Level, G: Tensor, dasking: Tensor, dwritten: Tensor, dlog_over: Tensor) -> Tensor:
-        """Go back from blocks of 2s tokens to those of s; return the gradients of the logarithms of `over`."""
-        (dsecond, dfirst), (over_first, over_second) = self._sides(dasking, dwritten, level.size), halves(level.over)
-        dlog_first = over_first * (level.asking * dsecond).sum((2, 3)).unsqueeze(-2)
-        dlog_second = over_second * (level.written * dfirst).sum(2, keepdim=True)
-        through_second, through_first = _meeting_gradient(level, G.movedim(1, 2))
-        torch.addcmul(through_second, dsecond, over_first.unsqueeze(2), out=dsecond)
-        torch.addcmul(through_first, dfirst, over_second, out=dfirst)
-        return torch.stack([dlog_first, dlog_second], 2).add_(dlog_over.unsqueeze(2)).flatten(1, 2)
+        G = diagonal_blocks(dproducts, self.leaves.size).tril(-1).movedim(1, 2)
+        dlog = self.leaves.gradient(G, drows, dkeys, dlog).flatten(1, 2)
+        for x, dx, g in zip(self.rows.unbind(1), drows.unbind(1), same.unbind(1), strict=True):
+            dx.addcmul_(g, self.keys)
+            dkeys.addcmul_(g, x)
+        return dlog
 
 
-class FromStrongDecays:
-    """The rows of a sequence have leaves of one token from the first decay on that is too strong for larger ones. So
-    they depend on no later token, not even in their rounding. One form has all chunks, and the other those, `at`, of
-    which it has rows. Given is which tokens have `strong` decays, (c b C)."""
+@final
+class _Joint:
+    """Two neighbouring blocks of s tokens become one. `rows` (B m r s d) of the second blocks have decayed since the
+    border between the two, `keys` (B m s d) of the first until it; then both are multiplied by what decays over the
+    other block, in `since` and `until`. `decay` (B m 1 d) is that of both."""
 
-    def __init__(self, asking: Tensor, written: Tensor, log_decay: Tensor, work: Workspace, strong: Tensor):
-        count, _, chunk = strong.shape
-        rows = (strong.movedim(0, 1).flatten(1).cumsum(1) > 0).unflatten(1, (count, chunk)).movedim(1, 0).flatten(0, 1)
-        chunks, leaf = rows.any(-1), min(LEAF, chunk)
-        most_strong = bool(2 * chunks.sum() > len(chunks))
-        rows, chunks = rows != most_strong, chunks != most_strong
-        self.at = at = rows.any(-1).nonzero().squeeze(-1)
-        self.rows, self.chunks = rows[at, None, :, None], chunks[at, None, None]
-        some = asking[at], written[at], log_decay[at]
-        self.some = PerChannel(*some, work.apart("some"), leaf if most_strong else 1)
-        self.all = PerChannel(asking, written, log_decay, work, 1 if most_strong else leaf)
-        self.asking_in = self._joined(self.rows, self.all.asking_in, self.some.asking_in)
-        self.written_out = self._joined(self.chunks, self.all.written_out, self.some.written_out)
-        self.over = self._joined(self.chunks, self.all.over, self.some.over)
+    def __init__(self, decays: Tensor, since: Tensor, until: Tensor, work: Workspace):
+        self.size = since.shape[-2] // decays.shape[1]
+        (second, first), (of_first, of_second) = self._sides(since, until), halves(decays)
+        self.of_first, self.of_second, self.decay = of_first, of_second, of_first * of_second
+        self.rows = work(f"rows{self.size}", second.shape).copy_(second)
+        self.keys = work(f"keys{self.size}", first.shape).copy_(first)
+        torch.mul(self.rows, of_first.unsqueeze(2), out=second)
+        torch.mul(self.keys, of_second, out=first)
 
-    @cached_property
+    def _sides(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """View the rows of the second blocks, (B m r s d), and the keys of the first, (B m s d)."""
+        return halves(as_blocks(rows, self.size))[1].movedim(1, 2), halves(as_blocks(keys, self.size))[0]
+
+    def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
+        """Go back from the joined blocks to the two, in place, and from the gradient of log `decay`, (B m 1 d), to
+        those of both blocks, (B 2m 1 d)."""
+        dsecond, dfirst = self._sides(drows, dkeys)
+        dlog_first = self.of_first * (self.rows * dsecond).sum((2, 3)).unsqueeze(-2)
+        dlog_second = self.of_second * (self.keys * dfirst).sum(2, keepdim=True)
+        of_rows, of_keys = block_products_gradient(self.rows, self.keys, G)
+        torch.addcmul(of_rows, dsecond, self.of_first.unsqueeze(2), out=dsecond)
+        torch.addcmul(of_keys, dfirst, self.of_second, out=dfirst)
+        return torch.stack([dlog_first, dlog_second], 2).add_(dlog.unsqueeze(2)).flatten(1, 2)
+
+
+@final
+class _Tokens:
+    """Leaves of one token (B C 1 d), inside of which nothing decays."""
+
+    size = 1
+
+    def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, since: Tensor, until: Tensor, work: Workspace):
+        self.rows, self.keys, self.decay = rows, keys, alpha
+        torch.mul(rows, alpha.squeeze(2).unsqueeze(1), out=since)
+        until.copy_(keys)
+
     def products(self) -> Tensor:
-        return self._joined(self.rows, self.all.products, self.some.products)
+        return block_products(row_blocks(self.rows, 1), as_blocks(self.keys, 1))
 
-    def _joined(self, where: Tensor, every: Tensor, some: Tensor) -> Tensor:
-        """Put `some` where it counts into what `every` chunk has."""
-        return every.index_copy_(0, self.at, torch.where(where, some, every[self.at]))
-
-    def gradient(self, dproducts: Tensor, dasking: Tensor, dwritten: Tensor, dover: Tensor | None) -> Tensor:
-        assert dover is not None
-        if not self.chunks.any():
-            return self.all.gradient(dproducts, dasking, dwritten, dover)
-        upstream = tuple(x[self.at] for x in (dproducts, dasking, dwritten, dover))
-        of_some = self.some.gradient(*upstream)
-        dlog_decay = self.all.gradient(dproducts, dasking, dwritten, dover)
-        self._joined(self.chunks.unsqueeze(1), dasking, upstream[1])
-        self._joined(self.chunks, dwritten, upstream[2])
-        return self._joined(self.chunks, dlog_decay, of_some)
+    def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
+        # a loop over heads needs no memory for its terms
+        for x, dx in zip(self.rows.unbind(1), drows.unbind(1), strict=True):
+            dlog.addcmul_(as_blocks(x, 1), as_blocks(dx, 1).mul_(self.decay))
+        return dlog
 
 
-def sum_up(tokens: Sequence[Tensor]) -> None:
-    """Add to each token those before it, in place, in a third of the time of torch's cumsum."""
-    for before, x in pairwise(tokens):
-        x.add_(before)
+# tokens per leaf; f at a leaf's first token, and the least f, whose ratio leaves half of the range of float32 to values
+# and gradients; the least decay of one token
+LEAF, FIRST, LEAST, STRONGEST = 16, 2.0**25, 2.0**-25, 2.0**-8
 
 
-def _meeting(level: _Level) -> Tensor:
-    """Return the products of blocks that ask and those written, (B m r s s)."""
-    # products of matrices as small as 1 take longer than elementwise ones
-    if level.size == 1:
-        return (level.asking * level.written.unsqueeze(2)).sum(-1, keepdim=True)
-    return (level.asking.flatten(2, 3) @ level.written.mT).view(*level.asking.shape[:-1], level.size)
+@final
+class _Leaves:
+    """Leaves of s = 2 to 16 tokens with products by division. Let f_i be what decays after the leaf's first token until
+    token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ).
 
+    From the first token on that decays too strongly for that, a leaf's rows are those of a tree of tokens, `exact`.
+    So a row depends on no later token, not even in its rounding."""
 
-def _meeting_gradient(level: _Level, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of blocks that ask and those written, given that of their products."""
-    if level.size == 1:
-        return G * level.written.unsqueeze(2), (G * level.asking).sum(2)
-    G = G.flatten(2, 3)
-    return (G @ level.written).view(level.asking.shape), G.mT @ level.asking.flatten(2, 3)
+    def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, since: Tensor, until: Tensor, work: Workspace):
+        self.size, self.work, self.exact = alpha.shape[-2], work, None
+        rows, since = (row_blocks(x, self.size) for x in (rows, since))
+        keys, until = (as_blocks(x, self.size) for x in (keys, until))
+        f = self.f = F.threshold(alpha, STRONGEST, 0)
+        f[..., :1, :] = FIRST
+        for before, x in pairwise(f.unbind(-2)):
+            x.mul_(before)
+        self.first, self.last = alpha[..., :1, :] / FIRST, f[..., -1:, :]
+        self.rows = torch.mul(rows, f.unsqueeze(2), out=work("leaf_rows", rows.shape))
+        self.keys = torch.div(keys, f, out=work("leaf_keys"))
+        torch.mul(self.rows, self.first.unsqueeze(2), out=since)
+        torch.mul(self.keys, self.last, out=until)
+        self.decay = self.first * self.last
+        # a NaN is not above anything either
+        if not self.last.amin() >= LEAST:
+            weak = (f >= LEAST).all(-1)
+            self.at = (~weak[..., -1]).nonzero(as_tuple=True)
+            self.weak = weak[self.at][:, None, :, None]
+            self.exact = PerChannel(rows[self.at], keys[self.at], alpha[self.at], work, 1)
+            since[self.at] = torch.where(self.weak, since[self.at], self.exact.rows_since_start)
+            until[self.at], self.decay[self.at] = self.exact.keys_until_end, self.exact.a.mT
+
+    def products(self) -> Tensor:
+        products = block_products(self.rows, self.keys).tril_()
+        if self.exact is not None:
+            products[self.at] = torch.where(self.weak, products[self.at], self.exact.products())
+        return products
+
+    def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
+        drows, dkeys = row_blocks(drows, self.size), as_blocks(dkeys, self.size)
+        if self.exact is None:
+            return self._gradient(G, drows, dkeys, dlog)
+        of_rows, of_keys = drows[self.at], dkeys[self.at]
+        of_decays = self.exact.tree_gradient(G[self.at], of_rows, of_keys, dlog[self.at].unsqueeze(1))
+        dlog = self._gradient(G, drows, dkeys, dlog)
+        dlog[self.at], drows[self.at], dkeys[self.at] = of_decays, of_rows, of_keys
+        return dlog
+
+    def _gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog_leaf: Tensor) -> Tensor:
+        dlog = torch.zeros_like(dkeys)
+        # a loop over heads needs no memory for its terms
+        for x, dx in zip(self.rows.unbind(2), drows.unbind(2), strict=True):
+            dlog.addcmul_(x, dx.mul_(self.first))
+        dlog_first = dlog_leaf + dlog.sum(-2, keepdim=True)
+        until = torch.mul(self.keys, dkeys.mul_(self.last), out=self.work("until"))
+        of_rows, of_keys = block_products_gradient(self.rows, self.keys, G)
+        dlog.add_(torch.mul(self.rows, of_rows, out=self.work("scratch")).sum(2)).addcmul_(self.keys, of_keys, value=-1)
+        drows.add_(of_rows).mul_(self.f.unsqueeze(2))
+        dkeys.add_(of_keys).div_(self.f)
+        # in a third of the time of torch's cumsum
+        for later, x in pairwise(dlog.unbind(-2)[::-1]):
+            x.add_(later)
+        for before, x in pairwise(until.unbind(-2)):
+            x.add_(before)
+        dlog[..., 1:, :] += dlog_leaf + until[..., :-1, :]
+        dlog[..., :1, :] = dlog_first
+        return dlog

@@ -1,89 +1,78 @@
-"""Matrix products inside chunks of tokens, a running state between them: the form for training and prefill. Yang et
-al., https://arxiv.org/abs/2406.06484, section 3.2, the WY form.
+"""The chunked form of the delta rule: matrix products inside chunks of tokens, a running state between them. It serves
+training and prefill. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2, the WY representation.
 
-Token t writes β_t k_t e_tᵀ, where e_t is v_t less what the decayed state before t says at k_t. So keys ask as queries
-do, and what they are told is taken off the values. With what decays between tokens in
-[P, A] = [tril(q (β k)ᵀ), tril(k (β k)ᵀ, −1)], since the chunk began in [Q⁺, K⁺], and until it ends in K⁻:
+Token t writes β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
+its key. So keys read the state as queries do, and the predictions that they read are subtracted from the values. Let D,
+r, w and a be the decays of decays.py. For a chunk of queries, keys, values, and the state S that enters it,
 
-    E = V − A E − K⁺ S        y = P E + Q⁺ S        S ← a S + K⁻ᵀ E
+    P = tril(q (β k)ᵀ ∘ D)        A = tril(k (β k)ᵀ ∘ D, −1)                intra-chunk
+    E = (1 + A)⁻¹ (V − (r k) S)                                             errors of the predictions
+    y = P E + (r q) S                                                       outputs
+    S ← a S + (w β k)ᵀ E                                                    inter-chunk
 
-Shapes: a segment has c chunks, of C tokens, of b states, B = c b, and g queries share a state."""
+Shapes: a block has c chunks of b states, B = c b, and g queries share a state. Rows are g queries, then the key."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from linattn.ops.calls import DeltaCall
 from linattn.ops.fast.block_tree import inverse
-from linattn.ops.fast.blocks import Place, Sizes, Workspace, beside_tokens, empty_like
-from linattn.ops.fast.decays import decayed_products
-from linattn.ops.fast.linear import NoDecay
+from linattn.ops.fast.blocks import Place, Sizes, Workspace, empty_like, group_view, scan
+from linattn.ops.fast.decays import intra_chunk
 
-# half of the products inside a chunk is thrown away, so short chunks save work; their states cost memory traffic
-SHORTEST, LONGEST = 16, 32
-# numbers of a segment's keys or values: a megabyte in float32; segments of fewer tokens would save a state too often
-BLOCK, SEGMENT = 2**18, 64
+# tokens: longer chunks waste products, shorter blocks would save a state too often
+LONGEST, SEGMENT = 32, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each segment, (i b d dv), and E
-    and [P, A, M] of all chunks, (c b C dv) and (c b g+2 C C)."""
+    """Return outputs, the last state and, if `save`, the states that enter each block, (i b d dv), and of all chunks
+    the errors E, (c b C dv), and the matrices [P, A, (1 + A)⁻¹], (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
-    y, S_end, S_saved, E_saved, kept = results
-    given, (y_view,) = arrange(call, y)
-    S_end = S_end.view(given.S.shape)
-    for states, places in sizes(call).cut(call.S.shape[:-2], call.q.shape[-2]):
-        S = given.S[states]
-        for i, place in enumerate(places):
-            if save:
-                S_saved[i, states] = S
-            segment = Segment(given, place, work)
-            if save:
-                segment.keep(of_chunks(kept, place, states))
-                E = of_chunks(E_saved, place, states)
-            else:
-                E = work("E", (len(S), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
-            y_part, S = segment.run(place.chunks(given.v), S, E)
-            place.write(y_view, y_part)
-        S_end[states] = S
+    y, S, S_saved, E_saved, matrices = results
+    views, (y_view,) = arrange(call, y)
+    S = S.view(views.S.shape).copy_(views.S)
+    for place in sizes(call).places(call.S.shape[:-2], call.q.shape[-2]):
+        rows, block = place.states, Block(views, place, work)
+        if save:
+            S_saved[place.position, rows] = S[rows]
+            block.save(saved_view(matrices, place))
+            E = saved_view(E_saved, place)
+        else:
+            E = work("E", (len(S[rows]), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
+        place.write(y_view, block.outputs(place.chunks(views.v), S[rows], E))
     return results
 
 
 def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return results without numbers."""
+    """Return uninitialized results. Works with a symbolic length."""
     *lead, d, dv = call.S.shape
     y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
     states = call.S.new_empty(sizes(call).count(n), math.prod(lead), d, dv)
-    chunk, sharing = sizes(call).chunk, math.prod(q for q, k in zip(call.q.shape, lead, strict=False) if q != k)
+    chunk, groups = sizes(call).chunk, math.prod(q for q, k in zip(call.q.shape, lead, strict=False) if q != k)
     chunks = -(-n // chunk), math.prod(lead)
-    saved = (empty_like(call.S, (*chunks, *shape)) for shape in ((chunk, dv), (sharing + 2, chunk, chunk)))
+    saved = (empty_like(call.S, (*chunks, *shape)) for shape in ((chunk, dv), (groups + 2, chunk, chunk)))
     return y, call.S.new_empty(call.S.shape), states, *saved
 
 
-def of_chunks(saved: Tensor, place: Place, states: slice) -> Tensor:
-    """View a segment's part of what was saved for all chunks, (c b … C e). A last chunk may have fewer rows."""
+def saved_view(saved: Tensor, place: Place) -> Tensor:
+    """View a block's part of what is saved for all chunks, (c b … C e). A last chunk may have fewer rows."""
     first = place.start // saved.shape[-2]
-    return saved[first : first + place.number, states, ..., : place.chunk, :]
+    return saved[first : first + place.number, place.states, ..., : place.chunk, :]
 
 
 def sizes(call: DeltaCall) -> Sizes:
-    """Choose sizes of segments whose keys fit the cache."""
-    *lead, d, dv = call.S.shape
-    rows, chunk = lead[0] if lead else 1, SHORTEST if min(d, dv) <= LONGEST else LONGEST
-    block = BLOCK // max(1, math.prod(call.q.shape[:-2]) // max(1, rows) * max(d, dv))
-    step = max(1, min(rows, block // SEGMENT))
-    return Sizes(step, max(SEGMENT, block // step // SEGMENT * SEGMENT), chunk, True)
+    return Sizes.fit(call.q, call.S, longest=LONGEST, segment=SEGMENT, padded=True)
 
 
 def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]:
-    """View q and outputs as (*b *g n d), what belongs to keys as (*b n d), and the states as (b d dv), with one leading
+    """View q and outputs as (*b *g n d), k, v, β and decays as (*b n d), and the states as (b d dv), with one leading
     dimension at least."""
-    lead, beside = call.S.shape[:-2] or (1,), [call.q, *outputs]
+    lead, per_query = call.S.shape[:-2] or (1,), [call.q, *outputs]
     if call.S.ndim == 2:
-        beside = [x.unsqueeze(0) for x in beside]
-    q, *others = (beside_tokens(x, lead, beside[0].shape) for x in beside)
+        per_query = [x.unsqueeze(0) for x in per_query]
+    q, *others = (group_view(x, lead, per_query[0].shape) for x in per_query)
     k, v, beta, log_decay = (
         None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
     )
@@ -92,76 +81,64 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
     return DeltaCall(q, k, v, beta, S, log_decay, call.scale), others
 
 
-class Segment:
-    """Hold what follows from the queries, keys, β and decays of one segment. `asking` (B g+1 C d) is scaled queries
-    and, last, keys; `written` is keys times β (B C 1), and M = (1 + A)⁻¹."""
+class Block:
+    """The chunks of one block in the accumulation dtype: `rows` (B g+1 C d), which are scaled queries and keys, `keys`
+    β k (B C d), β (B C 1), their `decays`, the intra-chunk `products` [P, A] and M = (1 + A)⁻¹. The matrices are
+    computed unless the forward has saved them."""
 
-    def __init__(self, given: DeltaCall, place: Place, work: Workspace, kept: Tensor | None = None):
-        q, k, self.place, self.work = place.chunks(given.q), place.chunks(given.k), place, work
-        self.scale = given.scale
+    def __init__(self, call: DeltaCall, place: Place, work: Workspace, matrices: Tensor | None = None):
+        q, k, self.place, self.work, self.scale = place.chunks(call.q), place.chunks(call.k), place, work, call.scale
         groups, (chunk, d) = math.prod(q.shape[place.lead + 1 : -2]), k.shape[-2:]
-        self.asking = work("asking", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
+        self.rows = work("rows", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         # a number would be multiplied in the dtype of q
-        torch.mul(q, given.S.new_full((1,), given.scale), out=self.asking[:, :-1].view(q.shape))
-        keys = self.asking[:, -1]
-        keys.view(k.shape).copy_(k)
-        self.beta = place.load(given.beta, "beta", work)
-        self.written = torch.mul(keys, self.beta, out=work("written"))
-        if given.log_decay is None:
-            self.inside = NoDecay(self.asking, self.written, work)
+        torch.mul(q, call.S.new_full((1,), call.scale), out=self.rows[:, :-1].view(q.shape))
+        k = self.rows[:, -1].view(k.shape).copy_(k).flatten(0, -3)
+        self.beta = place.load(call.beta, "beta", work)
+        self.keys = torch.mul(k, self.beta, out=work("keys"))
+        log_decay = None if call.log_decay is None else place.load(call.log_decay, "log_decay", work)
+        self.decays = intra_chunk(self.rows, self.keys, log_decay, work)
+        self.rows_since_start = self.decays.rows_since_start.flatten(1, 2)
+        self.keys_until_end = self.decays.keys_until_end
+        a = self.decays.chunk_decay
+        self.chunk_decay = None if a is None else place.per_chunk(a)
+        if matrices is None:
+            self.products = self.decays.products()
+            self.M = inverse(self.products[:, -1], work("M"))
         else:
-            log_decay = place.load(given.log_decay, "log_decay", work)
-            self.inside = decayed_products(self.asking, self.written, log_decay, work, place.number)
-        self.asking_in, self.k_out = self.inside.asking_in.flatten(1, 2), self.inside.written_out
-        if kept is not None:
-            kept = kept[..., :chunk].flatten(0, 1)
-            self.inside.products, self.M = kept[:, :-1], kept[:, -1]
-        else:
-            self.M = inverse(self.inside.products[:, -1], work("M"))
-        self.P = self.inside.products[:, :-1].flatten(1, 2)
+            matrices = matrices[..., :chunk].flatten(0, 1)
+            self.products, self.M = matrices[:, :-1], matrices[:, -1]
+        self.P = self.products[:, :-1].flatten(1, 2)
 
-    def keep(self, kept: Tensor) -> None:
-        """Write [P, A, M] where the gradient finds them."""
-        kept = kept[..., : self.place.chunk]
-        for x, part in ((self.inside.products, kept[:, :, :-1]), (self.M, kept[:, :, -1])):
-            part.copy_(x.unflatten(0, part.shape[:2]))
+    def save(self, matrices: Tensor) -> None:
+        """Copy [P, A, M] for the gradient."""
+        matrices = matrices[..., : self.place.chunk]
+        for x, part in ((self.products, matrices[:, :, :-1]), (self.M, matrices[:, :, -1])):
+            part.copy_(self.place.per_chunk(x))
 
-    def run(self, v: Tensor, S: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs (B gC dv) and the last state, given V (c *b C dv) and the first. Write E (c b C dv)."""
-        (count, _, chunk, _), dv = self.asking.shape, v.shape[-1]
-        y = self.work("y", (count, self.P.shape[1], dv))
-        S = self.work("S", S.shape).copy_(S)
-        told = self.work("told", (len(S), self.asking_in.shape[1], dv))
-        told_queries, told_keys = told[:, :-chunk], told[:, -chunk:].view(v.shape[1:])
-        rest = self.work("rest", (len(S), chunk, dv))
-        parts = map(self.place.each, (y, self.M, self.P, self.asking_in, self.k_out.mT))
-        for v_part, e, a, y_part, M, P, asking, k_out in zip(v, E, self.over(), *parts, strict=True):
+    def outputs(self, v: Tensor, S: Tensor, E: Tensor) -> Tensor:
+        """Return the outputs (B gC dv) for values V (c *b C dv). Write the errors E (c b C dv), and turn S, which
+        enters the first chunk, into the state that leaves the last, in place: each chunk's errors need its state."""
+        (B, _, C, _), dv = self.rows.shape, v.shape[-1]
+        y = self.work("y", (B, self.P.shape[1], dv))
+        reads = self.work("reads", (len(S), self.rows_since_start.shape[1], dv))
+        difference = self.work("difference", (len(S), C, dv))
+        prediction = reads[:, -C:].view(v.shape[1:])
+        decays = [None] * len(v) if self.chunk_decay is None else self.chunk_decay
+        parts = map(self.place.per_chunk, (y, self.M, self.P, self.rows_since_start, self.keys_until_end.mT))
+        for v_part, e, a, y_part, M, P, rows, keys in zip(v, E, decays, *parts, strict=True):
             # one product for queries and keys
-            torch.bmm(asking, S, out=told)
-            torch.sub(v_part, told_keys, out=rest.view(told_keys.shape))
-            torch.bmm(M, rest, out=e)
-            torch.baddbmm(told_queries, P, e, out=y_part)
-            (S if a is None else S.mul_(a)).baddbmm_(k_out, e)
-        return y, S
+            torch.bmm(rows, S, out=reads)
+            torch.sub(v_part, prediction, out=difference.view(prediction.shape))
+            torch.bmm(M, difference, out=e)
+            torch.baddbmm(reads[:, :-C], P, e, out=y_part)
+            (S if a is None else S.mul_(a)).baddbmm_(keys, e)
+        return y
 
-    def again(self, E: Tensor, S: Tensor) -> Tensor:
-        """Return the states that enter the chunks, (B d dv), given E."""
-        S_ends = self.ends("S", S, 0)
-        torch.bmm(self.k_out.mT, E, out=S_ends[1:].flatten(0, 1))
-        for before, after, a in zip(S_ends, S_ends[1:], self.over(), strict=False):
-            add(after, before, a)
-        return S_ends[:-1].flatten(0, 1)
-
-    def ends(self, name: str, S: Tensor, at: int) -> Tensor:
-        """Return memory for the states at the ends of all chunks, (c+1 b d dv), one of which is S."""
-        ends = self.work(name, (self.place.number + 1, *S.shape))
-        ends[at] = S
-        return ends
-
-    def over(self) -> Sequence[Tensor | None]:
-        """Return what decays over each chunk."""
-        return [None] * self.place.number if self.inside.over is None else self.place.each(self.inside.over)
-
-
-def add(total: Tensor, S: Tensor, decay: Tensor | None) -> Tensor:
-    return total.add_(S) if decay is None else total.addcmul_(S, decay)
+    def states(self, E: Tensor, S: Tensor) -> Tensor:
+        """Recompute the states that enter the chunks, (B d dv), from the first and the errors E (B C dv)."""
+        b = len(S)
+        S_ends = self.work("S", (len(E) + b, *S.shape[1:]))
+        S_ends[:b] = S
+        torch.bmm(self.keys_until_end.mT, E, out=S_ends[b:])
+        scan(S_ends, self.place, self.chunk_decay)
+        return S_ends[:-b]

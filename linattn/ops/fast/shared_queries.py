@@ -1,71 +1,64 @@
-"""Heads that share queries and keys, each with values and a decay of its own, as in Mamba-2. Dao and Gu,
-https://arxiv.org/abs/2405.21060, section 6.
+"""The chunked form for heads that share queries and keys, each with values and a decay of its own, as in Mamba-2. Dao
+and Gu, https://arxiv.org/abs/2405.21060, section 6.
 
-What queries and keys are to one another is computed once for all heads h; decays belong to values and outputs:
+The products of queries and keys are computed once for all heads h; decays belong to values and outputs:
 
     A_h = q kᵀ ∘ D_h        y_h = A_h v_h + r_h q S_h        S_h ← a_h S_h + kᵀ (w_h v_h)
 
-D, r, w and a are those of chunked.py. A value has a 1 more, [v, 1], which makes [S, z] one state, with the heads beside
-one another, and [numerator, denominator] one output. Shapes: a block has B = c b chunks of C tokens and H heads; e is
-the width of [v, 1]."""
-
-from typing import NamedTuple
+D, r, w and a are those of linear.py. Values have a last column of ones, [v, 1], so that [S, z] is one state, in which
+heads stand side by side, and [numerator, denominator] one output. Shapes: a block has B = c b chunks of C tokens and H
+heads; e is the width of [v, 1]."""
 
 import torch
 from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast.blocks import Place, Workspace, beside_tokens, empty_like
-from linattn.ops.fast.decays import decay_weights
-from linattn.ops.fast.linear import scan, sizes
+from linattn.ops.fast import linear
+from linattn.ops.fast.blocks import Place, Sizes, Workspace, empty_like, group_view, scan
+from linattn.ops.fast.decay_weights import decay_weights
 from linattn.ops.numerics import infinite_if_none
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     """Return outputs, the last state, and the states that enter each block, (i b f He), if `save`."""
-    y, S_end, z_end, saved = empty(call, save)
-    given, work = arrange(call), Workspace(call.S)
-    y_view, ends = beside_heads(y, call), given.S.flatten(0, -3).clone()
-    for rows, places in sizes(given).cut(given.S.shape[:-2], given.q.shape[-2]):
-        S = ends[rows]
-        for i, place in enumerate(places):
-            if save:
-                saved[i, rows] = S
-            block, b = Block(given, place, work), len(S)
-            S_ends = block.states(S)
-            part = block.outputs(block.read(S_ends[:-b]))
-            part, d = part[..., :-1], denominators(part, call)
-            place.write(y_view, part if d is None else part.div_(d))
-            S = S_ends[-b:]
-        ends[rows] = S
-    separate(ends, call, S_end, z_end)
-    return y, S_end, z_end, saved
+    y, S_end, z_end, S_saved = empty(call, save)
+    views, work = arrange(call), Workspace(call.S)
+    y_view, S = heads_view(y, call), views.S.flatten(0, -3).clone()
+    for place in sizes(views).places(views.S.shape[:-2], views.q.shape[-2]):
+        rows = place.states
+        if save:
+            S_saved[place.position, rows] = S[rows]
+        block = Block(views, place, work)
+        S_ends = block.states(S[rows])
+        b = len(S_ends) - len(block.k)
+        y_part, d = block.outputs(block.reads(S_ends[:-b]))
+        place.write(y_view, y_part if d is None else y_part.div_(d))
+        S[rows] = S_ends[-b:]
+    write_states(S, call, S_end, z_end)
+    return y, S_end, z_end, S_saved
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return results without numbers, of a symbolic length too."""
-    given, n = arrange(call), call.q.shape[-2]
-    blocks = sizes(given).count(n) if save else 0
+    """Return uninitialized results. Works with a symbolic length."""
+    views, n = arrange(call), call.q.shape[-2]
+    blocks, S = sizes(views).count(n) if save else 0, views.S.flatten(0, -3)
     y = empty_like(call.v, (*call.S.shape[:-2], n, call.v.shape[-1]))
-    S = given.S.flatten(0, -3)
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, (blocks, *S.shape)))
 
 
-def denominators(part: Tensor, call: CausalCall) -> Tensor | None:
-    """The last column of outputs, if they are divided by it."""
-    nonnegative = ELEMENTWISE[call.feature_map].nonnegative
-    return infinite_if_none(part[..., -1:], nonnegative=nonnegative) if call.normalize else None
+def sizes(views: CausalCall) -> Sizes:
+    return linear.sizes(views)
 
 
-def beside_heads(x: Tensor, call: CausalCall) -> Tensor:
+def heads_view(x: Tensor, call: CausalCall) -> Tensor:
     """View (*lead n d) as (*b *H n d): the dimensions of heads that share queries stand beside the tokens."""
-    return beside_tokens(x, call.S.shape[:-2], call.q.shape)
+    return group_view(x, call.S.shape[:-2], call.q.shape)
 
 
-def as_heads(x: Tensor, call: CausalCall) -> Tensor:
+def states_view(S: Tensor, call: CausalCall) -> Tensor:
     """View states (*lead f e) as (*b f *H e)."""
-    return beside_heads(x, call).movedim(-2, x.ndim - 2)
+    return heads_view(S, call).movedim(-2, S.ndim - 2)
 
 
 def arrange(call: CausalCall) -> CausalCall:
@@ -73,72 +66,60 @@ def arrange(call: CausalCall) -> CausalCall:
     (*b f He)."""
     lead, S = call.S.shape[:-2], torch.cat([call.S, call.z.unsqueeze(-1)], -1)
     assert call.log_decay is not None
-    v, log_decay = (beside_heads(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
-    S, b = as_heads(S, call).flatten(len(lead) + 1), call.q.shape[:-2]
+    v, log_decay = (heads_view(x.expand(*lead, -1, -1), call) for x in (call.v, call.log_decay.unsqueeze(-1)))
+    S, b = states_view(S, call).flatten(len(lead) + 1), call.q.shape[:-2]
     mask = None if call.key_mask is None else call.key_mask.unsqueeze(-1).expand(*b, -1, -1)
     return CausalCall(call.q, call.k.expand(*b, -1, -1), v, S, call.z, log_decay, mask, *call[7:])
 
 
-def separate(ends: Tensor, call: CausalCall, S: Tensor, z: Tensor) -> None:
-    """Write states (b f He) to where they belong in S and z."""
+def write_states(states: Tensor, call: CausalCall, S: Tensor, z: Tensor) -> None:
+    """Write states (b f He) to the call's S and z."""
     both = S.new_empty(*z.shape, S.shape[-1] + 1)
-    heads = as_heads(both, call)
-    heads.copy_(ends.view(heads.shape))
+    heads = states_view(both, call)
+    heads.copy_(states.view(heads.shape))
     S.copy_(both[..., :-1])
     z.copy_(both[..., -1])
 
 
-class Weights(NamedTuple):
-    """Decays of a block: inside is D (B H C C), since r and until w are (B H C 1), over is a (c b 1 He)."""
-
-    inside: Tensor
-    since: Tensor
-    until: Tensor
-    over: Tensor
-
-
 class Block:
-    """Features (B C f), values (B H C e) and weights of one block in the accumulation dtype, and A."""
+    """The chunks of one block in the accumulation dtype: q and k (B C f), v (B H C e), decays D (B H C C), r and w
+    (B H C 1) and a, as `chunk_decay` (c b 1 He), the undecayed `products` q kᵀ and A (B H C C)."""
 
     def __init__(self, call: CausalCall, place: Place, work: Workspace):
         phi = ELEMENTWISE[call.feature_map]
         self.place, self.work, self.missing = place, work, None
+        self.normalize, self.nonnegative = call.normalize, phi.nonnegative
         self.q, self.k = place.load(call.q, "q", work, phi), place.load(call.k, "k", work, phi)
-        self.v = self.values("v", call.v, 1)
+        self.v = self.load_values("v", call.v, 1)
         if call.key_mask is not None:
             self.missing = ~place.chunks(call.key_mask).flatten(0, place.lead)
             self.k.masked_fill_(self.missing, 0)
             self.v.masked_fill_(self.missing.unsqueeze(1), 0)
-            # what a masked token holds, NaN too, must not reach the gradients of the keys that its query sees
+            # a NaN in a masked query must not reach the gradients of the keys that the query sees
             self.q.masked_fill_(self.missing & ~self.q.sum(-1, keepdim=True).isfinite(), 0)
         assert call.log_decay is not None
-        self.weights = self._weights(place.chunks(call.log_decay).to(self.q.dtype))
+        heads, log_decay = self.v.shape[:2], place.chunks(call.log_decay).to(self.q.dtype).flatten(0, -3)
+        self.D, self.r, self.w = (x.squeeze(1).unflatten(0, heads) for x in decay_weights(log_decay))
+        a = place.per_chunk(self.r[:, :, -1])
+        self.chunk_decay = a.expand(*[-1] * 3, self.v.shape[-1]).flatten(-2).unsqueeze(2)
         self.products = torch.bmm(self.q, self.k.mT, out=work("products"))
-        # what a query must not see is overwritten, not multiplied by zero: it may be infinite
-        self.A = torch.mul(self.products.unsqueeze(1), self.weights.inside, out=work("A")).tril_()
+        # products with later keys are overwritten, not multiplied by zero: they may be infinite
+        self.A = torch.mul(self.products.unsqueeze(1), self.D, out=work("A")).tril_()
 
-    def values(self, name: str, x: Tensor, last: int) -> Tensor:
-        """Return values (B H C e), the last of which is 1, or outputs' gradients, the last of which is 0."""
+    def load_values(self, name: str, x: Tensor, last: int) -> Tensor:
+        """Copy values, with a `last` column of ones, or gradients of outputs, with one of zeros, as (B H C e)."""
         x = self.place.chunks(x)
-        found = self.work(name, (*x.shape[:-1], x.shape[-1] + 1))
-        found[..., :-1].copy_(x)
-        found[..., -1] = last
-        return found.view(len(self.q), -1, *found.shape[-2:])
-
-    def _weights(self, log_decay: Tensor) -> Weights:
-        """Compute the weights from decays (c *b *H C 1)."""
-        rows = self.v.shape[:2]
-        inside, since, until = (x.squeeze(1).unflatten(0, rows) for x in decay_weights(log_decay.flatten(0, -3)))
-        over = since[:, :, -1].unflatten(0, (self.place.number, len(self.q) // self.place.number))
-        over = over.expand(*[-1] * 3, self.v.shape[-1]).flatten(-2).unsqueeze(2)
-        return Weights(inside, since, until, over)
+        values = self.work(name, (*x.shape[:-1], x.shape[-1] + 1))
+        values[..., :-1].copy_(x)
+        values[..., -1] = last
+        return values.view(len(self.q), -1, *values.shape[-2:])
 
     def by_token(self, x: Tensor, weight: Tensor, name: str) -> Tensor:
         """Multiply (B H C e) by (B H C 1) and return it as (B C He)."""
-        count, heads, C, e = x.shape
-        found = self.work(name, (count, C, heads, e))
-        torch.mul(x.transpose(1, 2), weight.transpose(1, 2), out=found)
-        return found.flatten(2)
+        B, H, C, e = x.shape
+        product = self.work(name, (B, C, H, e))
+        torch.mul(x.transpose(1, 2), weight.transpose(1, 2), out=product)
+        return product.flatten(2)
 
     def by_head(self, x: Tensor) -> Tensor:
         """View (B C He) as (B H C e)."""
@@ -146,18 +127,20 @@ class Block:
 
     def states(self, S: Tensor) -> Tensor:
         """Return the states at the c + 1 ends of all chunks, (cb+b f He), from those that enter."""
-        ends = self.work("S", (len(self.q) + len(S), *S.shape[1:]))
-        ends[: len(S)] = S
-        self.written = self.by_token(self.v, self.weights.until, "written")
-        ends[len(S) :].baddbmm_(self.k.mT, self.written, beta=0)
-        scan(ends, self.place, self.weights.over)
-        return ends
+        S_ends = self.work("S", (len(self.q) + len(S), *S.shape[1:]))
+        S_ends[: len(S)] = S
+        self.v_until_end = self.by_token(self.v, self.w, "v_until_end")
+        S_ends[len(S) :].baddbmm_(self.k.mT, self.v_until_end, beta=0)
+        scan(S_ends, self.place, self.chunk_decay)
+        return S_ends
 
-    def read(self, S_in: Tensor) -> Tensor:
-        """q S, (B H C e)"""
-        return self.by_head(torch.bmm(self.q, S_in, out=self.work("read")))
+    def reads(self, S: Tensor) -> Tensor:
+        """Return q S (B H C e), from the states that enter the chunks."""
+        return self.by_head(torch.bmm(self.q, S, out=self.work("reads")))
 
-    def outputs(self, read: Tensor) -> Tensor:
-        """(B H C e)"""
+    def outputs(self, reads: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the numerators (B H C e−1), and the denominators (B H C 1) if outputs are divided by them."""
         y = torch.bmm(self.A.flatten(0, 1), self.v.flatten(0, 1), out=self.work("y"))
-        return y.view_as(self.v).addcmul_(read, self.weights.since)
+        y = y.view_as(self.v).addcmul_(reads, self.r)
+        d = infinite_if_none(y[..., -1:], nonnegative=self.nonnegative) if self.normalize else None
+        return y[..., :-1], d

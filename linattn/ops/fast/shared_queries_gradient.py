@@ -1,15 +1,19 @@
-"""The gradient for heads that share queries and keys, from the last block to the first. What is saved for it is the
-inputs and one state per block; the rest is computed again."""
+"""The gradient for heads that share queries and keys, from the last block to the first. With V = [v, 1], dN the
+gradients of [numerator, denominator] and dS' that of the state that leaves a chunk,
+
+    G_h = D_h ∘ (dN_h V_hᵀ)        dq = Σ_h G_h k + r_h dN_h S_hᵀ        dk = Σ_h G_hᵀ q + w_h V_h dS'_hᵀ
+    dV_h = A_hᵀ dN_h + w_h k dS'_h                                       dS_h = a_h dS'_h + qᵀ (r_h dN_h)
+
+The inputs and one state per block are saved; the rest is recomputed."""
 
 import torch
 from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast.blocks import Workspace, empty_like
-from linattn.ops.fast.decays import sum_crossing
-from linattn.ops.fast.linear import scan, sizes
-from linattn.ops.fast.shared_queries import Block, arrange, beside_heads, denominators, forward, separate
+from linattn.ops.fast.blocks import Workspace, empty_like, scan
+from linattn.ops.fast.decay_weights import sum_crossing
+from linattn.ops.fast.shared_queries import Block, arrange, forward, heads_view, sizes, write_states
 from linattn.ops.numerics import decay_gradient, summed
 from linattn.ops.operator import Tensors
 
@@ -20,62 +24,62 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None and dz is not None and call.log_decay is not None
     if S_saved is None or S_saved.shape[0] == 0:
         S_saved = forward(call, save=True)[3]
-    lead, given, work, phi = call.S.shape[:-2], arrange(call), Workspace(call.S), ELEMENTWISE[call.feature_map]
-    dq, dk = empty_like(call.q, call.q.shape), empty_like(call.k, given.k.shape)
+    lead, views, work, phi = call.S.shape[:-2], arrange(call), Workspace(call.S), ELEMENTWISE[call.feature_map]
+    dq, dk = empty_like(call.q, call.q.shape), empty_like(call.k, views.k.shape)
     dv = empty_like(call.v, (*lead, *call.v.shape[-2:]))
     dlog_decay = call.S.new_empty(*lead, call.q.shape[-2], 1)
-    upstream, dv_view, dlog_view = (beside_heads(x, call) for x in (dy, dv, dlog_decay))
-    leaving = arrange(call._replace(S=dS, z=dz)).S.flatten(0, -3).clone()
-    for rows, places in sizes(given).cut(given.S.shape[:-2], given.q.shape[-2]):
-        for i, place in reversed(list(enumerate(places))):
-            block = Block(given, place, work)
-            dN = block.values("dN", upstream, 0)
-            of_q, of_k, of_v, of_decay, leaving[rows] = _of_block(block, S_saved[i, rows], dN, leaving[rows], call)
-            place.write(dq, work.through_map(of_q, block.q, phi))
-            place.write(dk, work.through_map(of_k, block.k, phi))
-            place.write(dv_view, of_v)
-            place.write(dlog_view, of_decay)
+    dy, dv_view, dlog_view = (heads_view(x, call) for x in (dy, dv, dlog_decay))
+    dstates = arrange(call._replace(S=dS, z=dz)).S.flatten(0, -3).clone()
+    for place in reversed(sizes(views).places(views.S.shape[:-2], views.q.shape[-2])):
+        rows, block = place.states, Block(views, place, work)
+        dN = block.load_values("dN", dy, 0)
+        of_q, of_k, of_v, of_decay, dstates[rows] = _block_gradient(
+            block, S_saved[place.position, rows], dN, dstates[rows]
+        )
+        place.write(dq, work.map_gradient(of_q, block.q, phi))
+        place.write(dk, work.map_gradient(of_k, block.k, phi))
+        place.write(dv_view, of_v)
+        place.write(dlog_view, of_decay)
     dS, dz = (x.new_empty(x.shape) for x in (call.S, call.z))
-    separate(leaving, call, dS, dz)
+    write_states(dstates, call, dS, dz)
     dlog_decay = decay_gradient(dlog_decay.squeeze(-1), call.log_decay)
     return dq, summed(dk, call.k), summed(dv, call.v), dS, dz, dlog_decay, None
 
 
-def _of_block(block: Block, S: Tensor, dN: Tensor, dS: Tensor, call: CausalCall) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, decays and the state that enters. Given are that state, the
-    gradients of the outputs, which are overwritten, and of the state that leaves."""
-    b, work, weights = len(S), block.work, block.weights
-    S_in = block.states(S)[:-b]
-    read = block.read(S_in)
-    if call.normalize:
-        _divide(dN, block.outputs(read), call)
-    dread = block.by_token(dN, weights.since, "dread")
-    ends = work("dS", (len(block.q) + b, *S.shape[1:]))
-    ends[-b:] = dS
-    ends[:-b].baddbmm_(block.q.mT, dread, beta=0)
-    scan(ends, block.place, weights.over, reverse=True)
-    dS_out = ends[b:]
-    written, dwritten = block.written, block.by_head(torch.bmm(block.k, dS_out, out=work("dwritten")))
-    G = torch.bmm(dN.flatten(0, 1), block.v.flatten(0, 1).mT, out=work("G")).view_as(block.A).mul_(weights.inside)
+def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys, values, decays and the state before the block, from that state, the
+    gradients of the outputs, which are overwritten, and of the state after the block."""
+    b, work = len(S_start), block.work
+    S = block.states(S_start)[:-b]
+    reads = block.reads(S)
+    if block.normalize:
+        _quotient_gradient(dN, *block.outputs(reads))
+    dreads = block.by_token(dN, block.r, "dreads")
+    dS_ends = work("dS", (len(block.q) + b, *S.shape[1:]))
+    dS_ends[-b:] = dS_end
+    dS_ends[:-b].baddbmm_(block.q.mT, dreads, beta=0)
+    scan(dS_ends, block.place, block.chunk_decay, reverse=True)
+    dS, v_until_end = dS_ends[b:], block.v_until_end
+    dv_until_end = block.by_head(torch.bmm(block.k, dS, out=work("dv_until_end")))
+    G = torch.bmm(dN.flatten(0, 1), block.v.flatten(0, 1).mT, out=work("G")).view_as(block.A).mul_(block.D)
     dproducts = G.sum(1)
-    dq = torch.bmm(dread, S_in.mT, out=work("dq")).baddbmm_(dproducts, block.k)
-    dk = torch.bmm(written, dS_out.mT, out=work("dk")).baddbmm_(dproducts.mT, block.q)
+    dq = torch.bmm(dreads, S.mT, out=work("dq")).baddbmm_(dproducts, block.k)
+    dk = torch.bmm(v_until_end, dS.mT, out=work("dk")).baddbmm_(dproducts.mT, block.q)
     dv = torch.bmm(block.A.flatten(0, 1).mT, dN.flatten(0, 1), out=work("dv")).view_as(dN)
-    dv.addcmul_(dwritten, weights.until)
-    pairs, reads = G.mul_(block.products.unsqueeze(1)), (read * block.by_head(dread)).sum(-1, keepdim=True)
-    later = (block.by_head(written) * dwritten).sum(-1, keepdim=True)
-    dlog_decay = sum_crossing(pairs.flatten(0, 1), reads.flatten(0, 1), later.flatten(0, 1))
-    over = (S_in * dS_out).sum(1).mul_(weights.over.flatten(0, 2)).unflatten(-1, dN.shape[1::2]).sum(-1)
-    dlog_decay += over.view(-1, 1, 1)
+    dv.addcmul_(dv_until_end, block.w)
+    pairs, of_reads = G.mul_(block.products.unsqueeze(1)), (reads * block.by_head(dreads)).sum(-1, keepdim=True)
+    of_values = (block.by_head(v_until_end) * dv_until_end).sum(-1, keepdim=True)
+    dlog_decay = sum_crossing(pairs.flatten(0, 1), of_reads.flatten(0, 1), of_values.flatten(0, 1))
+    of_states = (S * dS).sum(1).mul_(block.chunk_decay.flatten(0, 2)).unflatten(-1, dN.shape[1::2]).sum(-1)
+    dlog_decay += of_states.view(-1, 1, 1)
     if block.missing is not None:
         dk.masked_fill_(block.missing, 0)
         dv.masked_fill_(block.missing.unsqueeze(1), 0)
-    return dq, dk, dv[..., :-1], dlog_decay, ends[:b]
+    return dq, dk, dv[..., :-1], dlog_decay, dS_ends[:b]
 
 
-def _divide(dN: Tensor, y: Tensor, call: CausalCall) -> None:
-    """Turn the gradients of outputs N / d into those of N and d: dN = dy / d and dd = −dN·N / d."""
-    d = denominators(y, call)
+def _quotient_gradient(dN: Tensor, N: Tensor, d: Tensor | None) -> None:
+    """Turn the gradients dy of outputs N / d into those of [N, d], in place: dN = dy / d and dd = −dN·N / d."""
     assert d is not None
     dN.div_(d)
-    dN[..., -1:] = (dN[..., :-1] * y[..., :-1]).sum(-1, keepdim=True).div_(d).neg_()
+    dN[..., -1:] = (dN[..., :-1] * N).sum(-1, keepdim=True).div_(d).neg_()

@@ -1,0 +1,34 @@
+"""The weights of decays per head inside a chunk, and the gradient of their logarithms. D_ij is what decays from token j
+to token i, the product of α_t over j < t ≤ i, r_i what decays since the chunk began, and w_j until it ends."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return D (B 1 C C), r and w (B 1 C 1) from logarithms (B C 1). These are summed in float64, so that differences
+    of long sums stay exact. A decay of −inf begins a new sequence: D is 0 between tokens of two sequences."""
+    log_decay, dtype = log_decay.mT, log_decay.dtype
+    exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
+    begins = log_decay == -torch.inf
+    total = log_decay.to(exact).masked_fill(begins, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
+    D = (total - total.mT).to(dtype).exp2_().tril_()
+    r, w = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
+    if log_decay.device.type != "cpu" or begins.any():
+        sequence = begins.cumsum(-1).unsqueeze(-1)
+        D.mul_(sequence == sequence.mT)
+        r.mul_(sequence == 0)
+        w.mul_(sequence[..., -1:, :] == sequence)
+    return D, r, w
+
+
+def sum_crossing(pairs: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return the gradient of log α_t of all tokens, which is a sum over all that decays at token t: the terms
+    dP_ij P_ij of `pairs` (B C C) with j < t ≤ i, those of `rows` (B C 1) i ≥ t with the state before the chunk, and
+    those of `keys` (B C 1) j < t with the state after it. The pairs are summed as they are: a difference of sums over
+    more pairs would leave rounding errors where decays are strong."""
+    before = rows + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
+    return before.tril().sum(1).unsqueeze(-1) + F.pad(keys[:, :-1].cumsum(1), (0, 0, 1, 0))
