@@ -5,7 +5,6 @@ from copy import copy
 from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -146,8 +145,3 @@ def group_queries(q: Queries, num_key_heads: int) -> Float[Tensor, "b hk g n d"]
 def group_mask(key_mask: KeyMask) -> Bool[Tensor, "#b #hk 1 m"] | None:
     """Give the mask a dimension for the groups of queries."""
     return None if key_mask is None else key_mask.unsqueeze(2)
-
-
-def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Return zeros for −inf, the scale of no keys."""
-    return log_scale.masked_fill(log_scale == -torch.inf, 0)

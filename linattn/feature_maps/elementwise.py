@@ -6,8 +6,9 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
 from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.features import Features
 from linattn.ops.names import unknown_name
 
 
