@@ -193,7 +193,7 @@ def test_torchs_module_shows_what_it_was_given() -> None:
     refused(lambda: cross(x, x[..., :8], key_mask=torch.ones(2, 4, dtype=torch.bool)), "(2, 5), as context", "(2, 4)")
     refused(lambda: cross.summarize(x), "context must be (b, n, 8)")
     refused(lambda: cross.read(x[..., 1:], cross.summarize(x[..., :8])), "x must be (b, n, 16)", "(2, 5, 15)")
-    refused(lambda: cross.read(x, 3), "must be a LinearAttentionState", "int")
+    refused(lambda: cross.read(x, 3), "must be a FeatureState", "int")
 
 
 @pytest.mark.parametrize("prompts", [[1, 2], 3, None, [[1.5]], "ab", [["a"]], torch.tensor([1, 2]), torch.rand(1, 2)])

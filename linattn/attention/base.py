@@ -5,7 +5,6 @@ from copy import copy
 from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -19,17 +18,18 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 class InnerAttention(nn.Module, ABC):
     """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
     as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
-    are numbers per token that it needs if `needs` says so.
+    are numbers per token, such as decays, for attentions whose `needs` is not None.
 
-    The public methods check their arguments, and call what a subclass defines: `state_kind` and `_extend` if it can be
-    causal; `_summarize` and `read` if there is a summary smaller than the keys and values; `_attend` if there is
-    neither, or a faster way than these. If it needs gates, they are the last argument of `_extend`."""
+    The public methods check their arguments, and call the methods that a subclass defines: `_extend`, with the class of
+    its state in `state_kind`, if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys
+    and values; `_attend` if there is neither, or a faster way than these. If `needs` is not None, the gates are the
+    last argument of `_extend`; otherwise it is called without them."""
 
     causal: bool
     state_kind: type = tuple
     """The class of the causal state."""
     needs: AnyNeeds = None
-    """The gates that are needed. None: there are none."""
+    """The gates that calls must pass. None: no gates."""
     same_tokens: bool = False
     """If True, queries and keys must be those of the same tokens, also where the attention is not causal."""
 
@@ -41,7 +41,8 @@ class InnerAttention(nn.Module, ABC):
     def extend(
         self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None, gates: AnyGates = None
     ) -> tuple[Outputs, Any]:
-        """Attend from the next tokens, any number of them. `state` holds the past; None means that there is none."""
+        """Attend from the next tokens, any number of them, and return the outputs and the next state. `state` holds the
+        earlier tokens; None means that there are none."""
         if not self.causal:
             raise NotImplementedError(
                 f"{type(self).__name__} is not causal here, so it cannot be extended token by token"
@@ -51,9 +52,8 @@ class InnerAttention(nn.Module, ABC):
         return self._extend(q, k, v, state, key_mask, *self._checked_gates(gates, k))
 
     def summarize(self, k: Keys, v: Values, *, key_mask: KeyMask = None) -> Any:
-        """Return what `read` needs to know about the keys and values, for example about an encoder's output.
-
-        `read(q, summarize(k, v))` is `forward(q, k, v)`."""
+        """Return a summary of the keys and values, for example of an encoder's output, for any number of calls of
+        `read`: `read(q, summarize(k, v))` is `forward(q, k, v)`."""
         if self.causal:
             raise ValueError(
                 f"{type(self).__name__} is causal here, so each query sees different keys, which no summary can hold: "
@@ -148,8 +148,3 @@ def group_queries(q: Queries, num_key_heads: int) -> Float[Tensor, "b hk g n d"]
 def group_mask(key_mask: KeyMask) -> Bool[Tensor, "#b #hk 1 m"] | None:
     """Give the mask a dimension for the groups of queries."""
     return None if key_mask is None else key_mask.unsqueeze(2)
-
-
-def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Return zeros for −inf, the scale of no keys."""
-    return log_scale.masked_fill(log_scale == -torch.inf, 0)

@@ -1,6 +1,6 @@
-"""The delta rule on split heads: each token first takes back what the state answers at its key, so that keys can be
-overwritten. Yang et al., https://arxiv.org/abs/2406.06484 (DeltaNet), https://arxiv.org/abs/2412.06464 (gated
-DeltaNet); Kimi Team, https://arxiv.org/abs/2510.26692 (KDA)"""
+"""The delta rule on split heads: each token writes the difference between its value and the state's prediction for its
+key, so that a key can be overwritten. Yang et al., https://arxiv.org/abs/2406.06484 (DeltaNet),
+https://arxiv.org/abs/2412.06464 (gated DeltaNet); Kimi Team, https://arxiv.org/abs/2510.26692 (KDA)"""
 
 from typing import NamedTuple, final
 
@@ -18,7 +18,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class DeltaAttentionState(NamedTuple):
-    """S answers any key: Sᵀ k is near the value that was written at k last."""
+    """S predicts values: Sᵀ k is near the last value that was written with the key k."""
 
     S: Float[Tensor, "b hk 1 d dv"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap, ScaledFeatureMap
 from linattn.feature_maps.favor import FavorFeatureMap, HyperbolicFavorFeatureMap, TrigonometricFavorFeatureMap
@@ -42,7 +42,6 @@ __all__ = [
     "ElementwiseFeatureMap",
     "FavorFeatureMap",
     "FeatureMap",
-    "Features",
     "GeneralizedFeatureMap",
     "HedgehogFeatureMap",
     "HyperbolicFavorFeatureMap",

@@ -6,7 +6,8 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
+from linattn.ops.features import Features
 from linattn.ops.numerics import accumulator
 
 

@@ -6,9 +6,10 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
 from linattn.names import unknown_name
 from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
+from linattn.ops.features import Features
 
 
 @final

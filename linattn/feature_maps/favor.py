@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features, value_dtype
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
+from linattn.ops.features import Features, value_dtype
 from linattn.ops.numerics import accumulator
 
 

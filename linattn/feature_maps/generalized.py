@@ -7,8 +7,9 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection
+from linattn.ops.features import Features
 
 
 @final

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features, value_dtype
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
+from linattn.ops.features import Features, value_dtype
 from linattn.ops.numerics import accumulator
 
 

@@ -5,8 +5,9 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features
+from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
+from linattn.ops.features import Features
 
 
 @final

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.feature_maps.base import FeatureMap, Features, unit, value_dtype
+from linattn.feature_maps.base import FeatureMap, unit
+from linattn.ops.features import Features, value_dtype
 
 
 @final

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from linattn.nn.checks import check_mask, check_tokens
 from linattn.nn.starts import ages
+from linattn.ops.convolution import short_convolution
 from linattn.ops.nested import check_part, checked_parts, for_batch
 from linattn.ops.tokens.compaction import compact, last_tokens, pack, unpack
 from linattn.types import TokenMask, Tokens
@@ -59,20 +60,28 @@ class ShortConvolution(nn.Module):
         age, after = ages(starts, key_mask)
         age = age.unsqueeze(-1)
         age = age if key_mask is None else pack(age, compact(key_mask))
-        y, past = run_on_present(partial(self._filter, age=age), x, state, width, key_mask)
+        y, past = run_on_present(partial(self._filter_sequences, age=age), x, state, width, key_mask)
         distance = torch.arange(width, 0, -1, device=x.device)
         return y, torch.where((distance <= after.unsqueeze(-1)).unsqueeze(-1), past, 0)
 
-    def _filter(self, past: Tensor, x: Tensor, age: Tensor | None = None) -> Tensor:
-        # a sum of shifted products is faster than a depthwise convolution on a CPU, for one token as for thousands
-        inputs, n = torch.cat([past, x], dim=1), x.shape[1]
-        y = x + self.bias if self.residual else self.bias.expand_as(x)
-        for offset, weight in enumerate(self.weight):
-            neighbour = inputs[:, offset : offset + n]
-            if age is not None:
-                neighbour = torch.where(age >= len(self.weight) - 1 - offset, neighbour, 0)
-            y = y + weight * neighbour
+    def _filter(self, past: Past | None, x: Tokens) -> Tokens:
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        weights, bias = self._weights().unsqueeze(0).to(dtype), self.bias.unsqueeze(0).to(dtype)
+        return short_convolution(x.to(dtype), weights, bias, None if past is None else past.to(dtype))
+
+    def _filter_sequences(self, past: Past | None, x: Tokens, age: Tensor) -> Tokens:
+        """Filter rows of several sequences, where each token has `age` earlier ones in its sequence."""
+        weights, n = self._weights(), x.shape[1]
+        past = x.new_zeros(x.shape[0], len(weights) - 1, x.shape[2]) if past is None else past
+        inputs, y = torch.cat([past, x], 1), self.bias
+        for distance, weight in enumerate(weights.flip(0)):
+            start = len(weights) - 1 - distance
+            y = y + weight * torch.where(age >= distance, inputs[:, start : start + n], 0)
         return y
+
+    def _weights(self) -> Tensor:
+        """Return the weights with the residual, which is a weight of 1 for the token itself."""
+        return torch.cat([self.weight[:-1], self.weight[-1:] + 1]) if self.residual else self.weight
 
 
 @final
@@ -123,16 +132,16 @@ class GatedConvolution(nn.Module):
 
 
 def run_on_present(
-    function: Callable[[Past, Tokens], Tokens], x: Tokens, past: Past | None, width: int, key_mask: TokenMask
+    function: Callable[[Past | None, Tokens], Tokens], x: Tokens, past: Past | None, width: int, key_mask: TokenMask
 ) -> tuple[Tokens, Past]:
-    """Return function(past, x) without the missing tokens, and the last `width` present inputs, the next past."""
-    if past is None:
-        past = x.new_zeros(x.shape[0], width, x.shape[2])
-    else:
+    """Return function(past, x) without the missing tokens, and the last `width` present inputs, the next past. A past
+    of None is zeros."""
+    if past is not None:
         check_part("last inputs", past, x.dtype, width, x.shape[2])
         past = for_batch(past, x.shape[0])
-    if key_mask is None:
-        return function(past, x), last_tokens(past, x)
-    where = compact(key_mask)
-    packed = pack(x, where)
-    return unpack(function(past, packed), where, key_mask), last_tokens(past, packed, where.total)
+    where = None if key_mask is None else compact(key_mask)
+    packed = x if where is None else pack(x, where)
+    y = function(past, packed)
+    y = y if where is None or key_mask is None else unpack(y, where, key_mask)
+    start = x.new_zeros(x.shape[0], width, x.shape[2]) if past is None else past
+    return y, last_tokens(start, packed, None if where is None else where.total)

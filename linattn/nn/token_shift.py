@@ -40,7 +40,8 @@ class TokenShift(nn.Module):
         check_tokens(x, x.shape[-1], key_mask)
         return run_on_present(self._shift, x, state, self.past, key_mask)
 
-    def _shift(self, past: Past, x: Tokens) -> Tokens:
+    def _shift(self, past: Past | None, x: Tokens) -> Tokens:
+        past = x.new_zeros(x.shape[0], self.past, x.shape[2]) if past is None else past
         n, width = x.shape[1], x.shape[2] // len(self.offsets)
         inputs = torch.cat([past, x, x.new_zeros(x.shape[0], self.future, x.shape[2])], 1)
         places = [*self.offsets, 0]

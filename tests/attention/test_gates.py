@@ -123,7 +123,7 @@ def test_of_named_attentions_too(name):
 
 def test_a_decay_per_channel_is_not_for_maps_with_a_scale_per_token():
     inner, (q, k, v) = LinearAttention(favor(), causal=True, needs=GateNeeds(decay="channel")), heads(N)
-    with pytest.raises(ValueError, match="FavorFeatureMap keeps features in range by a scale per token"):
+    with pytest.raises(ValueError, match="kept in range by a scale per token"):
         inner(q, k, v, gates=gates_of(inner.needs, k))
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention import Decay, LinearAttention, RotaryLinearAttention
-from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap, Features
+from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, FavorFeatureMap, FeatureMap
+from linattn.ops.features import Features
 from linattn.ops.tokens.rotary import rotate
 from tests import laws
 

@@ -7,9 +7,10 @@ from linattn.ops.convolution import short_convolution
 from linattn.ops.library import NAMESPACE
 
 
-def inputs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight = torch.randn(2, n, 3, dtype=torch.float64), torch.randn(1, 4, 3, dtype=torch.float64)
-    return x.requires_grad_(), weight.requires_grad_()
+def inputs(n: int) -> tuple[torch.Tensor, ...]:
+    """Return inputs, weights, a bias and a past."""
+    shapes = (2, n, 3), (1, 4, 3), (1, 3), (2, 3, 3)
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
 
 def test_one_graph() -> None:
@@ -25,14 +26,14 @@ def test_one_graph() -> None:
 
 
 class Convolution(torch.nn.Module):
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return short_convolution(x, weight)
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return short_convolution(*tensors)
 
 
 def test_export_of_any_length() -> None:
-    lengths = {"x": {1: torch.export.Dim("n", min=2, max=100)}, "weight": None}
+    lengths = ({1: torch.export.Dim("n", min=2, max=100)}, None, None, None)
     with torch.no_grad():
-        graph = torch.export.export(Convolution(), inputs(10), dynamic_shapes=lengths).module()
+        graph = torch.export.export(Convolution(), inputs(10), dynamic_shapes=(lengths,)).module()
         for n in (2, 7, 33):
             given = inputs(n)
             assert_close(graph(*given), short_convolution(*given))

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from linattn.attention.linear import LinearAttention
-from linattn.feature_maps import FEATURE_MAPS, FeatureMap, Features
+from linattn.feature_maps import FEATURE_MAPS, FeatureMap
+from linattn.ops.features import Features
 
 HEAD_DIM, NUM_HEADS, NUM_KEY_HEADS = 16, 4, 2
 # the only two whose similarities may be negative, and say so

@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from linattn.attention.linear import LinearAttentionState
 from linattn.models import EncoderDecoder
+from linattn.ops import FeatureState
 from tests.models.stacks import encoder_decoder, model, some_tokens
 
 KINDS = {"plain": {}, "reversible": {"reversible": True}, "positions": {"positions": "learned"}}
@@ -55,7 +55,7 @@ def test_the_encoder_is_kept_as_its_sums():
     both, shapes = encoder_decoder(depth=1), set()
     for m in (3, 70):
         cross = both.begin(some_tokens(1, m)).stack[2].module
-        assert isinstance(cross, LinearAttentionState)
+        assert isinstance(cross, FeatureState)
         shapes.add((cross.sums.S.shape, cross.sums.z.shape))
     assert len(shapes) == 1
 

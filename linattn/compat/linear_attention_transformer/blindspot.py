@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungated, finite, group_mask
-from linattn.attention.linear import LinearAttention, LinearAttentionState, per_key_head
-from linattn.feature_maps.base import Features
-from linattn.ops.linear import causal_linear_attention, read, summarize
-from linattn.ops.nested import check_tokens
+from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungated
+from linattn.attention.linear import LinearAttention, check_sums, group_features
+from linattn.ops.features import (
+    Features,
+    FeatureState,
+    check_scale,
+    read_features,
+    running_scale,
+    summarize_features,
+)
+from linattn.ops.linear import causal_linear_attention
+from linattn.ops.nested import check_tokens, map_state
 from linattn.ops.numerics import check_exported_length
-from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import join_masks, pack_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -23,7 +29,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 class BlindspotState(NamedTuple):
     """The inner state after the last complete block; the tokens of the open block, fewer than `size`."""
 
-    inner: LinearAttentionState
+    inner: FeatureState
     block: KeysAndValues
     size: int
 
@@ -66,70 +72,53 @@ class BlindspotAttention(InnerAttention):
         block = _open_block(packed.k, packed.v, packed.total, self.size)
         return y[..., held:, :], BlindspotState(past, block, self.size)
 
-    def _read(self, q: Tensor, states: LinearAttentionState) -> Tensor:
+    def _read(self, q: Tensor, states: FeatureState) -> Tensor:
         """Attend from the queries of each block to the state before it."""
-        inner, n, (sums, scale) = self.inner, q.shape[-2], states
-        blocks = sums.z.shape[3]
+        n, (_, hk, _, blocks, _) = q.shape[-2], states.sums.z.shape
         # all queries before the first complete block read one state
-        cut = (blocks, self.size if blocks > 1 else n)
-        q = F.pad(q, (0, 0, 0, math.prod(cut) - n))
-        x, log_scale, function = inner.per_group(inner.feature_map.query(q), sums.z.shape[1])
-        y = read(x.unflatten(-2, cut), sums, normalize=inner.normalize, feature_map=function)
-        y = inner.rescaled(y, None if log_scale is None else log_scale.unflatten(-1, cut), scale)
+        sizes = blocks, self.size if blocks > 1 else n
+        queries = self.inner.feature_map.query(F.pad(q, (0, 0, 0, math.prod(sizes) - n)))
+        y = read_features(_cut(group_features(queries, hk), sizes), states, normalize=self.inner.normalize)
         return y.flatten(-3, -2)[..., :n, :].flatten(1, 2)
 
     def _states(
-        self, k: Tensor, v: Tensor, total: Tensor | None, past: LinearAttentionState | None
-    ) -> tuple[LinearAttentionState, LinearAttentionState]:
+        self, k: Tensor, v: Tensor, total: Tensor | None, past: FeatureState | None
+    ) -> tuple[FeatureState, FeatureState]:
         """Return the states before each block and after the last complete one, (b hk 1 blocks …); and the last again.
         The tokens are packed, `total` per row (None: all). The past counts as a block, the first."""
-        end = k.shape[-2] // self.size * self.size
-        key_mask = None
+        sizes = k.shape[-2] // self.size, self.size
+        end, key_mask = math.prod(sizes), None
         if total is not None:
             key_mask = torch.arange(end, device=k.device) < (total // self.size * self.size).unsqueeze(-1)
-        key_mask = group_mask(key_mask)
+            key_mask = key_mask.unsqueeze(2).unflatten(-1, sizes)
         k, v = k[..., :end, :], v[..., :end, :]
-        keys, log_size = per_key_head(self._faded(self.inner.feature_map.key(k)), key_mask)
+        keys = group_features(self._faded(self.inner.feature_map.key(k)), k.shape[1])
         if past is not None:
-            self.inner.check_state(past, keys, v, scaled=log_size is not None)
+            check_sums(past, keys, v)
             if end == 0:
-                scale = None if past.log_scale is None else finite(past.log_scale).unsqueeze(-1)
-                return LinearAttentionState(LinearState(*(x.unsqueeze(3) for x in past.sums)), scale), past
-        key_scale, scale, log_decay, last_scale = None, None, None, None
-        if log_size is not None:
-            start = None if past is None else past.log_scale
-            start = log_size.new_full((*log_size.shape[:-1], 1), -torch.inf) if start is None else start
-            tops = torch.cat([start, self._cut(log_size, -1).amax(-1)], -1)
-            scale, log_decay, last_scale = running_scale(tops, self._decay_per_block(tops, key_mask))
-            key_scale, scale = scale[..., 1:].repeat_interleave(self.size, -1), scale.unsqueeze(-1)
-        sums = summarize(
-            self._cut(keys.relative_to(key_scale)),
-            self._cut(v.unsqueeze(2)),
-            key_mask=None if key_mask is None else self._cut(key_mask, -1),
-            feature_map=keys.function,
-        )
-        sums = LinearState(*(_accumulate(past and past.sums[i], x, log_decay) for i, x in enumerate(sums)))
-        # copies, as views would keep the states of all blocks alive
-        last = LinearState(*(x[:, :, :, -1].clone() for x in sums))
-        return LinearAttentionState(sums, scale), LinearAttentionState(last, last_scale)
+                return map_state(lambda x: x.unsqueeze(3), past), past
+        blocks = summarize_features(_cut(keys, sizes), v.unsqueeze(2).unflatten(-2, sizes), key_mask=key_mask)
+        past = _zeros(blocks) if past is None else past
+        check_scale(past, None if blocks.log_scale is None else blocks.log_scale.squeeze(-1))
+        return _scan(past, blocks, self._decay_per_block(blocks, key_mask))
 
     def _faded(self, keys: Features) -> Features:
         """Return the features of the keys as they are when their block ends."""
-        if self.inner.decay is not None:
-            until = self.size - 1 - torch.arange(keys.x.shape[-2], device=keys.x.device) % self.size
-            log_scale = (until * self.inner.decay()).expand(keys.x.shape[:-1])
-            keys = keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
-        return keys.scalable()
-
-    def _decay_per_block(self, tops: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Return zeros without a decay, and for blocks that are not complete."""
         if self.inner.decay is None:
-            return torch.zeros_like(tops)
-        log_decay = (self.size * self.inner.decay()).unsqueeze(-1).expand_as(tops)
-        return log_decay if key_mask is None else log_decay * F.pad(key_mask[..., :: self.size], (1, 0))
+            return keys
+        until = self.size - 1 - torch.arange(keys.x.shape[-2], device=keys.x.device) % self.size
+        log_scale = (until * self.inner.decay()).expand(keys.x.shape[:-1])
+        return keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
 
-    def _cut(self, x: Tensor, dim: int = -2) -> Tensor:
-        return x.unflatten(dim, (x.shape[dim] // self.size, self.size))
+    def _decay_per_block(self, blocks: FeatureState, key_mask: Tensor | None) -> Tensor | None:
+        """Return zeros for the past and for blocks that are not complete, None without a scale."""
+        if blocks.log_scale is None:
+            return None
+        if self.inner.decay is None:
+            return torch.zeros_like(F.pad(blocks.log_scale.squeeze(-1), (1, 0)))
+        log_decay = (self.size * self.inner.decay()).unsqueeze(-1)
+        complete = blocks.log_scale.new_ones(blocks.log_scale.shape[:-1]) if key_mask is None else key_mask[..., 0]
+        return log_decay * F.pad(complete, (1, 0))
 
     def _check_state(self, state: BlindspotState, k: Tensor, v: Tensor) -> None:
         if state.size != self.size:
@@ -137,9 +126,36 @@ class BlindspotAttention(InnerAttention):
         check_tokens(state.block.k, state.block.v, k, v, state.block.k.shape[2])
 
 
-def _accumulate(first: Tensor | None, new: Tensor, log_decay: Tensor | None) -> Tensor:
-    """x_0 = first (None: zero) and x_c = a_c x_{c-1} + new_c along dimension 3: sums are values with a feature of 1."""
-    first = new.new_zeros(*new.shape[:3], *new.shape[4:]) if first is None else first
+def _cut(features: Features, sizes: tuple[int, int]) -> Features:
+    """Cut the tokens (… n) into blocks (… blocks size)."""
+    x, log_scale, function = features
+    log_scale = None if log_scale is None else log_scale.unflatten(-1, sizes)
+    return Features(x.unflatten(-2, sizes), log_scale, function)
+
+
+def _zeros(blocks: FeatureState) -> FeatureState:
+    """Return the state before the first of the blocks if there is no past."""
+    sums = LinearState(*(x.new_zeros(*x.shape[:3], *x.shape[4:]) for x in blocks.sums))
+    scale = blocks.log_scale
+    return FeatureState(sums, None if scale is None else scale.new_full((*scale.shape[:3], 1), -torch.inf))
+
+
+def _scan(first: FeatureState, blocks: FeatureState, log_decay: Tensor | None) -> tuple[FeatureState, FeatureState]:
+    """Return S_0 = `first` and S_c = exp(log_decay_c) S_{c−1} + `blocks`_c, along dimension 3, and the last of them."""
+    scale, last_scale, sums = None, None, blocks.sums
+    if blocks.log_scale is not None and first.log_scale is not None:
+        sizes = blocks.log_scale.squeeze(-1)
+        scale, log_decay, last_scale = running_scale(torch.cat([first.log_scale, sizes], -1), log_decay)
+        weight, scale = (sizes - scale[..., 1:]).exp().unsqueeze(-1), scale.unsqueeze(-1)
+        sums = LinearState(sums.S * weight.unsqueeze(-1), sums.z * weight)
+    sums = LinearState(*(_accumulate(past, new, log_decay) for past, new in zip(first.sums, sums, strict=True)))
+    # copies, as views would keep the states of all blocks alive
+    last = LinearState(*(x[:, :, :, -1].clone() for x in sums))
+    return FeatureState(sums, scale), FeatureState(last, last_scale)
+
+
+def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
+    """x_0 = first and x_c = a_c x_{c-1} + new_c along dimension 3: sums are values with a feature of 1."""
     x = torch.cat([first.unsqueeze(3), new], 3)
     # with as many dimensions as the values, so that decays cannot be taken for those of channels
     one = x.new_ones(1, 1, 1, x.shape[3], 1)

@@ -7,23 +7,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, finite, group_queries
+from linattn.attention.base import InnerAttention, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
+from linattn.ops.features import FeatureState, finite, running_scale
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, divide, present
-from linattn.ops.scale import running_scale
-from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class FlooredFavorState(NamedTuple):
-    """The sums of φ(k) [v, 1]ᵀ and of [v, 1] over the keys so far. The features are divided by exp(largest), or, if
-    causal, by the exponential of what `running_scale` derives from it."""
+    """The sums of φ(k) [v, 1]ᵀ, of [v, 1], and the largest of Ωu, over the keys so far."""
 
-    features: LinearState
+    features: FeatureState
     floor: Float[Tensor, "b hk c"]
     largest: Float[Tensor, "b hk 1"]
 
@@ -59,12 +57,12 @@ class FlooredFavorAttention(InnerAttention):
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
         features = (keys.exponent - finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
-        return FlooredFavorState(sums, keys.values.sum(-2), largest)
+        return FlooredFavorState(FeatureState(sums, largest.detach()), keys.values.sum(-2), largest)
 
     def read(self, q: Queries, summary: FlooredFavorState) -> Outputs:
         summary = checked_kind(summary, FlooredFavorState)
         features = self._queries(q, summary.floor.shape[1])
-        y = read(features, summary.features, normalize=None)
+        y = read(features, summary.features.sums, normalize=None)
         largest = finite(summary.largest)
         return self._with_floor(y, features, summary.floor.unsqueeze(-2), largest - largest.detach()).to(q.dtype)
 
@@ -74,14 +72,14 @@ class FlooredFavorAttention(InnerAttention):
         q, k, v = present_heads(q, k, v, key_mask)
         keys, features = self._keys(k, v, key_mask), self._queries(q, k.shape[1])
         if state is None:
-            start, past, floor = _no_key(k), None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)
+            start, past, scale, floor = _no_key(k), None, None, keys.values.new_zeros(*k.shape[:2], v.shape[-1] + 1)
         else:
-            past, floor, start = state
+            (past, scale), floor, start = state
             hk, dtype = k.shape[1], accumulator(k.dtype)
             check_part("features", past.S, dtype, hk, 1, features.shape[-1], v.shape[-1] + 1)
             check_part("floor", floor, dtype, hk, v.shape[-1] + 1)
             check_part("largest", start, dtype, hk, 1)
-        top, log_decay, _ = running_scale(keys.largest, None, start.detach())
+        top, log_decay, end = running_scale(keys.largest, None, scale)
         largest = torch.cat([start, keys.largest], -1).cummax(-1).values
         y, sums = causal_linear_attention(
             features,
@@ -94,7 +92,7 @@ class FlooredFavorAttention(InnerAttention):
         floors = torch.cat([floor.unsqueeze(-2), keys.values], -2).cumsum(-2)
         y = self._with_floor(y, features, floors[..., 1:, :], finite(largest[..., 1:]) - top)
         # copies, as views would keep the whole sequence alive in a state of constant size
-        state = FlooredFavorState(sums, floors[..., -1, :].clone(), largest[..., -1:].clone())
+        state = FlooredFavorState(FeatureState(sums, end), floors[..., -1, :].clone(), largest[..., -1:].clone())
         return y.to(v.dtype), state
 
     def _queries(self, q: Tensor, num_key_heads: int) -> Float[Tensor, "b hk g n f"]:

@@ -24,7 +24,8 @@ class Compaction(NamedTuple):
 
 
 def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
-    """Find the places without reading values on the host, which would wait for a device and break graphs."""
+    """Return the places, computed without reading a value on the host, which would wait for the device and break
+    graphs."""
     seen, total = key_mask.cumsum(-1), key_mask.sum(-1)
     place = torch.arange(key_mask.shape[-1], device=key_mask.device).expand_as(seen)
     # a scatter of the target places; a sort would take longer, and ONNX has no stable one
@@ -33,7 +34,7 @@ def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
 
 
 def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
-    """Move present tokens to the left and fill up with zeros, whatever the masked tokens held."""
+    """Move present tokens to the left, and put zeros behind them instead of the masked tokens."""
     # not take_along_dim, which exports for one length only
     x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
     return x.masked_fill(~real(where).unsqueeze(-1), 0)
@@ -69,12 +70,12 @@ def last_tokens(
 
 
 def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple[Queries, Keys, Values]:
-    """Put zeros in the place of masked keys and values, and of what is not finite in masked queries: a product with
-    zero is not enough. Finite queries may still be asked."""
+    """Set masked keys and values to zero, and numbers of masked queries that are not finite: NaN times zero is NaN. A
+    masked query that is finite keeps its output."""
     if key_mask is None:
         return q, k, v
-    asked = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
-    return torch.where(asked, q, 0), present(k, key_mask), present(v, key_mask)
+    usable = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
+    return torch.where(usable, q, 0), present(k, key_mask), present(v, key_mask)
 
 
 class PackedHeads(NamedTuple):
