@@ -25,15 +25,15 @@ ALLOWED = {
     "linattn/ops/elementwise.py": TABLES,
     "linattn/ops/triton/maps.py": TABLES,
     "linattn/cli/bench/command.py": "the methods that are measured unless the user names some",
-    "linattn/cli/bench/features.py": "the feature maps whose errors are measured",
+    "tests/cli/test_bench.py": EXAMPLES,
     "tests/attention/test_rotary.py": EXAMPLES,
     "tests/attention/test_traits.py": EXAMPLES,
     "tests/compat/performer_pytorch/test_attention.py": OTHERS,
     "tests/compat/performer_pytorch/test_fast_attention.py": OTHERS,
     "tests/compat/performer_pytorch/test_performer.py": OTHERS,
     "tests/feature_maps/test_elementwise.py": "the definition of each elementwise map",
-    "tests/integrations/transformers/linearize/test_convert.py": EXAMPLES,
-    "tests/integrations/transformers/models.py": EXAMPLES,
+    "tests/linearize/test_conversion.py": EXAMPLES,
+    "tests/integrations/transformers/own_model/models.py": EXAMPLES,
 }
 
 
