@@ -126,7 +126,7 @@ def compare_with_softmax(
 
 
 def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Visible:
-    """Return the mask of the keys that each query of the chunk sees, all False for queries that are left out."""
+    """Return the mask of the keys that each query of the chunk sees. Queries at masked tokens see none if causal."""
     visible = present.unsqueeze(-2).expand(-1, -1, rows.stop - rows.start, -1)
     return visible.tril(rows.start) & present[..., rows].unsqueeze(-1) if causal else visible
 

@@ -29,6 +29,10 @@ PHRASES = {
     "while, among": re.compile(r"\b(whil|among)st\b"),
 }
 SAYS_NOTHING = {"room", "taken", "works", "cells", "like"}
+# participles that say what happened to a thing and not what it is; in `ops`, no name ends with one
+PARTICIPLE = re.compile(
+    r"(^|_)(asked|asking|chosen|done|found|given|gone|got|kept|made|shown|taken|told|turned|wanted|written)$"
+)
 
 
 def offences(file: str, source: str | None = None) -> Iterator[str]:
@@ -43,6 +47,10 @@ def offences(file: str, source: str | None = None) -> Iterator[str]:
     yield from (
         f"the name says nothing: {name}" for name in (Path(file).stem, *names(tree)) if name.strip("_") in SAYS_NOTHING
     )
+
+
+def participles(source: str) -> Iterator[str]:
+    yield from (name for name in names(ast.parse(source)) if PARTICIPLE.search(name))
 
 
 def unusual_phrases(text: str) -> Iterator[str]:
@@ -65,6 +73,15 @@ def names(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("file", FILES)
 def test_words(file):
     assert not list(offences(file))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("ops/")])
+def test_names_are_no_participles(file):
+    assert not list(participles((ROOT / file).read_text("utf-8")))
+
+
+def test_participles_are_found():
+    assert set(participles("def kept(x_given, shared): written = x.told")) == {"kept", "x_given", "written", "told"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

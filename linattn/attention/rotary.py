@@ -24,8 +24,8 @@ class RotaryState(NamedTuple):
 
 @final
 class RotaryAttention(InnerAttention):
-    """inner(R_i q_i, R_j k_j, v_j): rotates the queries and keys of `inner`, those of the same tokens, by their
-    positions: channels c and c + ⌊d/2⌋ by the angle i · base^(−c/⌊d/2⌋), so that a larger `base` rotates more slowly.
+    """inner(R_i q_i, R_j k_j, v_j) for self-attention: rotates queries and keys by their positions, before `inner` sees
+    them: channels c and c + ⌊d/2⌋ by the angle i · base^(−c/⌊d/2⌋), so that a larger `base` rotates more slowly.
 
     q·k then depends on i − j alone, and so does softmax attention. A feature map sees channels, so with one the output
     depends on absolute positions too. Masked tokens have no position."""

@@ -33,7 +33,7 @@ def window(tokens: np.ndarray, start: int, context: int) -> dict[str, Tensor]:
 
 @final
 class TrainingWindows(Dataset):
-    """`length` windows, in passes over the row with a random order and offset each.
+    """`length` windows of tokens, taken in passes over the text. Each pass has its own random order and offset.
 
     Window i depends on the seed and on i alone, so that training can resume after any number of windows."""
 

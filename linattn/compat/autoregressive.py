@@ -1,4 +1,5 @@
-"""The wrapper in which both packages train and sample a causal model: theirs differ in their arguments only."""
+"""The wrapper that trains and samples a causal model, in performer-pytorch and linear-attention-transformer. The two
+packages' wrappers differ in their arguments only."""
 
 from abc import ABC
 from collections.abc import Callable
@@ -34,9 +35,9 @@ def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b 
     return nucleus(logits, thres)
 
 
-class Drawing(NamedTuple):
-    """The way to draw a token: penalty for each row's `recent` last tokens, temperature, filter. At temperature 0 it is
-    the most likely one. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+class SamplingOptions(NamedTuple):
+    """The options for drawing a token: penalty for each row's `recent` last tokens, temperature, filter. At temperature
+    0 it is the most likely one. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
 
     temperature: float
     filter: Filter
@@ -45,7 +46,7 @@ class Drawing(NamedTuple):
     recent: int = 32
 
     def sampling(self, rows: list[list[int]]) -> Sampling:
-        """Return this for `generate`. The rows grow while it runs."""
+        """Return these options as a `Sampling` for `generate`, which reads `rows` at each step, as they grow."""
         if self.penalty <= 0 or self.recent < 1:
             raise ValueError(
                 "repetition_penalty must be positive and repetition_penalty_ctx at least 1, "
@@ -64,8 +65,8 @@ class Drawing(NamedTuple):
 class WrapperBase(nn.Module, ABC):
     """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
 
-    Subclasses say what the net calls its mask, and whether generation goes on where positions end, with the tokens that
-    fit before."""
+    A subclass names the net's argument for the mask, and `slides` if generation goes on beyond the last position: the
+    net then sees the latest tokens that fit."""
 
     mask_name: ClassVar[str]
     slides: ClassVar[bool] = False
@@ -88,7 +89,7 @@ class WrapperBase(nn.Module, ABC):
 
     @torch.no_grad()
     def draw_tokens(
-        self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, drawing: Drawing, call: Call
+        self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, sampling: SamplingOptions, call: Call
     ) -> Int[Tensor, "*b k"]:
         """Return the new tokens per row, fewer than `count` if all rows end; those after a row's end are padding."""
         tokens = torch.atleast_2d(start)
@@ -97,7 +98,7 @@ class WrapperBase(nn.Module, ABC):
         new: list[list[int]] = [[] for _ in rows]
         ended = [False] * len(rows)
         longest = self.net.max_length if self.slides else None
-        options: dict[str, Any] = {"sampling": drawing.sampling(rows)}
+        options: dict[str, Any] = {"sampling": sampling.sampling(rows)}
         options["stop_tokens"] = () if eos_token is None else (eos_token,)
         if call.context is not None:
             with evaluating(self.net):

@@ -75,7 +75,7 @@ def _unsupported(call: ConvolutionCall) -> str | None:
 
 
 def _overlaps(past: Tensor | None, n: int) -> Iterator[tuple[int, slice, slice]]:
-    """Return each distance with the places of the past, and of the outputs, that are so far apart."""
+    """Yield (t, p, o) for each distance t: the past inputs p lie t tokens before the outputs o."""
     width = 0 if past is None else past.shape[-2]
     for distance in range(1, width + 1):
         count = min(distance, n)
@@ -118,8 +118,8 @@ def _gradient(call: ConvolutionCall, saved: Tensors, grads: Tensors) -> Tensors:
             dx[..., part.start : last, :].addcmul_(dy[..., part.start + distance : last + distance, :], w)
         for distance, dw in enumerate(dweights[: part.stop]):
             first = max(part.start, distance)
-            seen = x[..., first - distance : part.stop - distance, :]
-            dw += (dy[..., first : part.stop, :] * seen).sum(-2, keepdim=True, dtype=exact)
+            inputs = x[..., first - distance : part.stop - distance, :]
+            dw += (dy[..., first : part.stop, :] * inputs).sum(-2, keepdim=True, dtype=exact)
         if bias is not None:
             dbias += dy[..., part, :].sum(-2, dtype=exact)
     for distance, before, after in _overlaps(past, n):

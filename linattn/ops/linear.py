@@ -240,9 +240,9 @@ def causal_call(
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
     operator, keys, f, dv = CAUSAL, k.shape[:-2], k.shape[-1], v.shape[-1]
-    given = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
+    state_lead = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
-    if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == given:
+    if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == state_lead:
         key_mask = checked_mask(k, key_mask)
         log_decay = None if log_decay is None else per_channel(k, log_decay)
         sides = {} if log_decay is None else {"log_decay": log_decay.shape[:-2]}
@@ -268,7 +268,7 @@ def causal_call(
         S, z = k.new_zeros(*keys, f, dv, dtype=dtype), k.new_zeros(*keys, f, dtype=dtype)
     else:
         check_sums(state.S, state.z, f, dv, k.dtype)
-        S, z = state if given == keys else (state.S.expand(*keys, f, dv), state.z.expand(*keys, f))
+        S, z = state if state_lead == keys else (state.S.expand(*keys, f, dv), state.z.expand(*keys, f))
     return operator, CausalCall(q, k, v, S, z, log_decay, key_mask, normalize, feature_map, state is None)
 
 

@@ -30,12 +30,12 @@ def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
 
 def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
     """Raise ValueError unless a part of a state is (b, *sizes) of the dtype, or missing if the dtype is None."""
-    found = None if not isinstance(x, Tensor) else x.dtype
-    if x is not None if dtype is None else (found != dtype or x.shape[1:] != sizes):
-        came = type(x).__name__ if found is None else f"{tuple(x.shape)} of {found}"
-        wanted = "None" if dtype is None else f"({', '.join(map(str, ('b', *sizes)))}) of {dtype}"
+    actual = None if not isinstance(x, Tensor) else x.dtype
+    if x is not None if dtype is None else (actual != dtype or x.shape[1:] != sizes):
+        came = type(x).__name__ if actual is None else f"{tuple(x.shape)} of {actual}"
+        expected = "None" if dtype is None else f"({', '.join(map(str, ('b', *sizes)))}) of {dtype}"
         raise ValueError(
-            f"the state's {name} must be {wanted} for this layer and these inputs, but is {came}: "
+            f"the state's {name} must be {expected} for this layer and these inputs, but is {came}: "
             "it was made with other options or from other inputs"
         )
 
@@ -60,9 +60,9 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
 
 def num_bytes(state: Any) -> int:
     """Return the bytes of a state's tensors, each counted once."""
-    found: dict[int, int] = {}
-    map_state(lambda tensor: found.update({id(tensor): tensor.nbytes}), state)
-    return sum(found.values())
+    sizes: dict[int, int] = {}
+    map_state(lambda tensor: sizes.update({id(tensor): tensor.nbytes}), state)
+    return sum(sizes.values())
 
 
 def batch_size(state: Any) -> int | None:
@@ -77,9 +77,9 @@ def batch_size(state: Any) -> int | None:
 
 def for_batch(state: _State, batch: int) -> _State:
     """Return the state for `batch` sequences; that of one sequence is expanded, without a copy."""
-    made = batch_size(state)
-    if made in (batch, None):
+    size = batch_size(state)
+    if size in (batch, None):
         return state
-    if made != 1:
-        raise ValueError(f"the state is of {made} sequences, but there are {batch}")
+    if size != 1:
+        raise ValueError(f"the state is of {size} sequences, but there are {batch}")
     return map_state(lambda x: x.expand(batch, *x.shape[1:]), state)

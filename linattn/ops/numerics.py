@@ -67,7 +67,7 @@ def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
 
 def is_exporting() -> bool:
     """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` is True in torch.compile
-    too, but not its flag."""
+    too; the flag that is read here is not."""
     return torch.compiler._is_exporting_flag
 
 

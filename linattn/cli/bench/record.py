@@ -48,7 +48,7 @@ class Case:
 
     @property
     def curve(self) -> tuple[str, str, str]:
-        """The cases of a curve differ in their lengths only."""
+        """The workload, method and dtype: the cases of one curve differ in their lengths only."""
         return self.workload, self.method, self.dtype
 
     @property

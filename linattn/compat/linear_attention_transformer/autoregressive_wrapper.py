@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
+from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, WrapperBase, top_k, top_p
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenMask
@@ -54,8 +54,8 @@ class AutoregressiveWrapper(WrapperBase):
 
         Once a row has `max_seq_len` tokens, each next one sees the last `max_seq_len`, which are read again for it. A
         temperature of 0 takes the most likely token."""
-        drawing = Drawing(temperature, filter_logits_fn, filter_thres)
-        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Call(input_mask, context, context_mask))
+        sampling = SamplingOptions(temperature, filter_logits_fn, filter_thres)
+        return self.draw_tokens(start_tokens, seq_len, eos_token, sampling, Call(input_mask, context, context_mask))
 
     def _padded(self, rows: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is not None:

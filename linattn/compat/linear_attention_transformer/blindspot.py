@@ -111,7 +111,8 @@ class BlindspotAttention(InnerAttention):
         return keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
 
     def _decay_per_block(self, blocks: FeatureState, key_mask: Tensor | None) -> Tensor | None:
-        """Return zeros for the past and for blocks that are not complete, None without a scale."""
+        """Return the log decay over each block: zero for the past and for incomplete blocks. None if features have no
+        scale."""
         if blocks.log_scale is None:
             return None
         if self.inner.decay is None:

@@ -1,5 +1,5 @@
-"""performer-pytorch's attention: on split heads, out of our feature maps, and between projections, where some heads
-are fast and the others local."""
+"""performer-pytorch's attentions, made of our feature maps. `FastAttention` takes split heads; `Attention` adds
+projections, and heads with local attention."""
 
 from abc import ABC
 from dataclasses import replace

@@ -5,7 +5,7 @@ from typing import final
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, WrapperBase, top_k, top_p
+from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, WrapperBase, top_k, top_p
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask
@@ -48,8 +48,10 @@ class AutoregressiveWrapper(WrapperBase):
         """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
         The penalty is for each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the most likely."""
-        drawing = Drawing(temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx)
-        return self.draw_tokens(start_tokens, seq_len, eos_token, drawing, Call(mask, context, context_mask))
+        sampling = SamplingOptions(
+            temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx
+        )
+        return self.draw_tokens(start_tokens, seq_len, eos_token, sampling, Call(mask, context, context_mask))
 
 
 __all__ = ["AutoregressiveWrapper", "top_k", "top_p"]

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linattn.compat.autoregressive import Drawing, Filter, LogitsOrLoss, LossMask, top_k
+from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, top_k
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
@@ -80,9 +80,11 @@ class PerformerEncDec(Redrawing):
         """Generate as `AutoregressiveWrapper.generate` does. The source is read only once."""
         with evaluating(self):
             encodings = self.enc(seq_in, return_encodings=True, mask=enc_mask)
-        drawing = Drawing(temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx)
+        sampling = SamplingOptions(
+            temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx
+        )
         given = Call(dec_mask, encodings, enc_mask)
-        return self.dec.draw_tokens(seq_out_start, seq_len, eos_token, drawing, given)
+        return self.dec.draw_tokens(seq_out_start, seq_len, eos_token, sampling, given)
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

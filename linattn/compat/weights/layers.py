@@ -44,7 +44,8 @@ def stack(
 ) -> Moves:
     """Move the branches of a stack, each an attention or a feed-forward.
 
-    A feed-forward is given with the attention before it; so many `wrappers` are around it there."""
+    `feed_forward` gets each feed-forward and the attention before it. In the old model, a feed-forward is the inner
+    module of `wrappers` wrappers."""
     reversible = isinstance(module, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
     assert isinstance(module.branches, nn.ModuleList)

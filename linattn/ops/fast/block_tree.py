@@ -40,12 +40,12 @@ def _blocks(A: Tensor, size: int, step: int, offset: int) -> Tensor:
 
 
 def row_blocks(x: Tensor, size: int) -> Tensor:
-    """View rows (B r C d) as (B m r s d)."""
+    """View rows (B g C d) as (B m g s d)."""
     return as_blocks(x, size).movedim(1, 2)
 
 
 def block_products(rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the products (B m r s s) of rows (B m r s d) and keys (B m s d)."""
+    """Return the products (B m g s s) of rows (B m g s d) and keys (B m s d)."""
     # matrix products of one row and one key take longer than elementwise ones
     if keys.shape[-2] == 1:
         return (rows * keys.unsqueeze(2)).sum(-1, keepdim=True)

@@ -69,9 +69,9 @@ def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class Place(NamedTuple):
-    """The place of one block in a call: its `position` among the blocks of its `rows` of the first of `lead`
-    dimensions, its `states` among those of all rows, and a `number` of chunks of `tokens` tokens each from
-    token `start` on. Zeros fill up each chunk to `chunk` tokens."""
+    """The place of one block in a call. `rows` is its slice of the first of the `lead` dimensions, `position` its index
+    among the blocks of these rows, `states` the slice of their states. It has `number` chunks of `tokens` tokens each,
+    from token `start` on. Zeros fill up each chunk to `chunk` tokens."""
 
     position: int
     rows: slice
@@ -167,5 +167,5 @@ def scan(states: Tensor, place: Place, decay: Tensor | None, *, reverse: bool = 
     ends = states.unflatten(0, (place.number + 1, -1)).unbind(0)
     weights = None if decay is None else decay.unbind(0)
     for i in reversed(range(place.number)) if reverse else range(place.number):
-        done, following = (ends[i + 1], ends[i]) if reverse else (ends[i], ends[i + 1])
-        following.add_(done) if weights is None else following.addcmul_(done, weights[i])
+        source, target = (ends[i + 1], ends[i]) if reverse else (ends[i], ends[i + 1])
+        target.add_(source) if weights is None else target.addcmul_(source, weights[i])

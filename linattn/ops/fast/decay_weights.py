@@ -26,9 +26,9 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sum_crossing(pairs: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the gradient of log α_t of all tokens, which is a sum over all that decays at token t: the terms
-    dP_ij P_ij of `pairs` (B C C) with j < t ≤ i, those of `rows` (B C 1) i ≥ t with the state before the chunk, and
-    those of `keys` (B C 1) j < t with the state after it. The pairs are summed as they are: a difference of sums over
-    more pairs would leave rounding errors where decays are strong."""
+    """Return the gradient of log α_t of all tokens, which is a sum over all that decays at token t: the terms dP_ij
+    P_ij of `pairs` (B C C) with j < t ≤ i; `rows` (B C 1) for i ≥ t, each the dot product of a row and its gradient
+    from the state before the chunk; and `keys` (B C 1) for j < t, the same with the state after it. The pairs are
+    summed as they are: a difference of sums over more pairs would leave rounding errors where decays are strong."""
     before = rows + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1) + F.pad(keys[:, :-1].cumsum(1), (0, 0, 1, 0))

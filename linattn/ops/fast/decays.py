@@ -10,7 +10,7 @@ where rows are the tokens that read: queries, and under the delta rule keys too.
 overflow, so no kind of decay divides by r. Decays per channel: Yang et al., Gated Linear Attention,
 https://arxiv.org/abs/2312.06635.
 
-Shapes: rows are (B r C d), r per key; keys (B C d); decays (B C 1) per head or (B C d) per channel."""
+Shapes: rows are (B g C d), g per key; keys (B C d); decays (B C 1) per head or (B C d) per channel."""
 
 import math
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class Decays(ABC):
     """The decays of the chunks of one block, applied to their rows and keys."""
 
     rows_since_start: Tensor
-    """r ∘ rows, what the rows are to the state that enters the chunk: (B r C d)."""
+    """r ∘ rows, what the rows are to the state that enters the chunk: (B g C d)."""
 
     keys_until_end: Tensor
     """w ∘ keys, what the keys add to the state that leaves the chunk: (B C d)."""
@@ -49,7 +49,7 @@ class Decays(ABC):
 
     @abstractmethod
     def products(self) -> Tensor:
-        """Compute P, (B r C C), in memory that the next block overwrites."""
+        """Compute P, (B g C C), in memory that the next block overwrites."""
 
     @abstractmethod
     def gradient(
@@ -158,7 +158,8 @@ class PerChannel(Decays):
         return self.tree_gradient(dproducts, drows, dkeys, (self.a * da).mT.unsqueeze(1))
 
     def tree_gradient(self, dproducts: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Do the same from the gradient of log a, (B 1 1 d), going back from the root of the tree to its leaves."""
+        """Do the same as `gradient`, but from the gradient of log a, (B 1 1 d): walk from the root of the tree to its
+        leaves."""
         for joint in reversed(self.joints):
             dlog = joint.gradient(off_diagonal(dproducts, joint.size).movedim(1, 2), drows, dkeys, dlog)
         # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
@@ -173,7 +174,7 @@ class PerChannel(Decays):
 
 @final
 class _Joint:
-    """Two neighbouring blocks of s tokens become one. `rows` (B m r s d) of the second blocks have decayed since the
+    """Two neighbouring blocks of s tokens become one. `rows` (B m g s d) of the second blocks have decayed since the
     border between the two, `keys` (B m s d) of the first until it; then both are multiplied by what decays over the
     other block, in `since` and `until`. `decay` (B m 1 d) is that of both."""
 
@@ -187,7 +188,7 @@ class _Joint:
         torch.mul(self.keys, of_second, out=first)
 
     def _sides(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """View the rows of the second blocks, (B m r s d), and the keys of the first, (B m s d)."""
+        """View the rows of the second blocks, (B m g s d), and the keys of the first, (B m s d)."""
         return halves(as_blocks(rows, self.size))[1].movedim(1, 2), halves(as_blocks(keys, self.size))[0]
 
     def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
@@ -233,8 +234,8 @@ class _Leaves:
     """Leaves of s = 2 to 16 tokens with products by division. Let f_i be what decays after the leaf's first token until
     token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ).
 
-    From the first token on that decays too strongly for that, a leaf's rows are those of a tree of tokens, `exact`.
-    So a row depends on no later token, not even in its rounding."""
+    From the first token on whose decay would take f out of its range, the rows of a leaf come from `exact`, a tree
+    whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""
 
     def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size, self.work, self.exact = alpha.shape[-2], work, None

@@ -27,8 +27,8 @@ LONGEST, SEGMENT = 32, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each block, (i b d dv), and of all chunks
-    the errors E, (c b C dv), and the matrices [P, A, (1 + A)⁻¹], (c b g+2 C C)."""
+    """Return outputs, the last state and, if `save`, the states that enter each of the i blocks, (i b d dv), and of all
+    chunks the errors E, (c b C dv), and the matrices [P, A, (1 + A)⁻¹], (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
     y, S, S_saved, E_saved, matrices = results
     views, (y_view,) = arrange(call, y)

@@ -1,5 +1,5 @@
-"""The gradient of the chunked delta rule, from the last block to the first. With P, A and E as there, the gradients dY
-of the outputs, dS' of the state that leaves a chunk, and X = dE,
+"""The gradient of the chunked delta rule, from the last block to the first. With P, A and E as in delta.py, the
+gradients dY of the outputs, dS' of the state that leaves a chunk, and X = dE,
 
     X = (1 + Aᵀ)⁻¹ (Pᵀ dY + (w β k) dS')                 errors, in reverse
     dS = a dS' + (r q)ᵀ dY − (r k)ᵀ X                    inter-chunk, in reverse

@@ -31,7 +31,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state, and the states that enter each block, (i b f dv) and (i b 1 f), if `save`."""
+    """Return outputs, the last state, and the states that enter each of the i blocks, (i b f dv) and (i b 1 f), if
+    `save`."""
     results = empty(call, save)
     y, S, z, S_saved, z_saved = results
     S, z = S.flatten(0, -3), z.unsqueeze(-2).flatten(0, -3)
@@ -76,8 +77,8 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
 
 
 class Block:
-    """The chunks of one block in the accumulation dtype: `features` φ(q) (B gC f), `q` (B g C f), which are these or,
-    with "keys", these over the sums of the keys that each sees, k (B C f), v (B C dv), their `decays`, r q as
+    """The chunks of one block in the accumulation dtype: `features` φ(q) (B gC f), `q` (B g C f), the features,
+    divided by the running sums of keys if `normalize` is "keys", k (B C f), v (B C dv), their `decays`, r q as
     `q_since_start` (B gC f), w k as `k_until_end`, and a for S and z as `chunk_decays`."""
 
     def __init__(self, call: CausalCall, place: Place, z: Tensor, work: Workspace):

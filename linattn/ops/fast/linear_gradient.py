@@ -7,8 +7,9 @@ chunk with the gradients dS' and dz' of the states that leave it, for G = D ∘ 
     dφ(q) = G φ(k) + r (dN Sᵀ + dd zᵀ)        dφ(k) = Gᵀ φ(q) + w (v dS'ᵀ + 1 dz'ᵀ)        dv = Aᵀ dN + w φ(k) dS'
     dS = a dS' + (r φ(q))ᵀ dN                 dz = a dz' + (r φ(q))ᵀ dd                    a scan in reverse
 
-The inputs and one state per block are saved; the rest is recomputed. So is N: y has been rounded, perhaps to half
-precision, and the error would be most of dN·(v − y) where values have a mean."""
+The inputs and one state per block are saved; the rest is recomputed. So is N: the returned y was rounded, perhaps to
+half precision. Where values have a mean far from zero, dN·v + dd = dN·(v − y) would be mostly the error of that
+rounding."""
 
 import torch
 from torch import Tensor

@@ -21,7 +21,7 @@ from linattn.ops.numerics import infinite_if_none
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state, and the states that enter each block, (i b f He), if `save`."""
+    """Return outputs, the last state, and the states that enter each of the i blocks, (i b f He), if `save`."""
     y, S_end, z_end, S_saved = empty(call, save)
     views, work = arrange(call), Workspace(call.S)
     y_view, S = heads_view(y, call), views.S.flatten(0, -3).clone()

@@ -173,9 +173,9 @@ def _extend(
 
 
 def _empty(k: Tensor, v: Tensor, window: Window) -> LocalState:
-    kept = (*k.shape[:2], window.past)
+    shape = (*k.shape[:2], window.past)
     seen = torch.zeros(k.shape[0], 1, dtype=torch.int64, device=k.device)
-    return LocalState(k.new_zeros(*kept, k.shape[-1]), v.new_zeros(*kept, v.shape[-1]), seen)
+    return LocalState(k.new_zeros(*shape, k.shape[-1]), v.new_zeros(*shape, v.shape[-1]), seen)
 
 
 def _advance(state: LocalState, k: Tensor, v: Tensor, total: Tensor | None) -> LocalState:

@@ -13,7 +13,7 @@ from linattn.ops.triton.support import DEVICES, experimental, read_unsupported, 
 
 
 @cache
-def _found(module: str, function: str) -> Callable[..., Any]:
+def _function(module: str, function: str) -> Callable[..., Any]:
     return getattr(import_module(f"{__name__}.{module}"), function)
 
 
@@ -21,7 +21,7 @@ def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) 
     """The backend of these functions of a module that imports Triton."""
 
     def later(function: str) -> Callable[..., Any]:
-        return lambda *arguments: _found(module, function)(*arguments)
+        return lambda *arguments: _function(module, function)(*arguments)
 
     forward, gradient, empty, empty_gradient = map(later, functions)
     return Backend(

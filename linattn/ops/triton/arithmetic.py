@@ -120,14 +120,14 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @jit
-def turned(x, TURNED: tl.constexpr):
-    return tl.trans(x) if TURNED else x
+def transposed(x, TRANSPOSED: tl.constexpr):
+    return tl.trans(x) if TRANSPOSED else x
 
 
 @jit
-def turned_product(a, b, TURNED: tl.constexpr, PRECISION: tl.constexpr):
-    """a b, or if TURNED its transpose, computed as such."""
-    if TURNED:
+def product_or_transpose(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return a b, or if TRANSPOSED (a b)ᵀ, computed as bᵀ aᵀ."""
+    if TRANSPOSED:
         return product(tl.trans(b), tl.trans(a), PRECISION)
     else:
         return product(a, b, PRECISION)
@@ -151,24 +151,24 @@ def _rest(x, high, middle):
 
 
 @jit
-def product_with_state(a, S, PRECISE: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr):
+def product_with_state(a, S, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too. S is given
-    TURNED if the product is wanted so."""
-    b = turned(S, TURNED)
+    TRANSPOSED if the product is wanted so."""
+    b = transposed(S, TRANSPOSED)
     if PRECISE and PRECISION != "tf32x3":
         # the leading bits without rounding, which costs less, and then what they leave
         bits = b.to(tl.int32, bitcast=True)
         high = (bits & (-0x10000 if PRECISION == "bf16" else -0x2000)).to(tl.float32, bitcast=True)
         part = rounded(b - high, PRECISION)
-        rest = turned_product(a, part, TURNED, PRECISION)
+        rest = product_or_transpose(a, part, TRANSPOSED, PRECISION)
         if PRECISION == "bf16":
             # two parts have 16 bits, too few for 65,536 values with a mean of ten times their deviation
-            rest += turned_product(a, _rest(b, high, part), TURNED, PRECISION)
+            rest += product_or_transpose(a, _rest(b, high, part), TRANSPOSED, PRECISION)
         if PRECISION == "bf16" and not _INTERPRETED:
             high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return rest + turned_product(a, high, TURNED, PRECISION)
+        return rest + product_or_transpose(a, high, TRANSPOSED, PRECISION)
     else:
-        return turned_product(a, rounded(b, PRECISION), TURNED, PRECISION)
+        return product_or_transpose(a, rounded(b, PRECISION), TRANSPOSED, PRECISION)
 
 
 # columns of the smallest tile that tensor cores multiply

@@ -2,8 +2,8 @@
 the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient.
 
 Tensor cores give a warp the more of a product, the fewer rows it has: each of two groups of warps would compute all of
-64 × 128. Where a program has more channels than tokens, tiles of tokens and channels are therefore TURNED, and only
-those of tokens by tokens are computed twice."""
+64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels, and only
+tiles of tokens by tokens are computed twice."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -30,7 +30,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
     For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
     the state's tokens too; again each program its share."""
     row, split, begin, stop = dev.span(walk)
-    TURNED: tl.constexpr = K.BF > K.C
+    TRANSPOSED: tl.constexpr = K.BF > K.C
     places = tl.arange(0, K.C)
     features, values = dev.channels(dev.part(walk), K.F, K.BF), dev.channels(0, K.DV, K.BV)
     q, k, v, dy, dq = dev.in_row(tokens, walk.tokens, row, K.UNIT)
@@ -40,8 +40,8 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
     crossing = dev.per_token(crossing, walk, True)
     (state,) = dev.states_in(states, walk.states, row, split, K)
     S_i, z_i = dev.load_state(state, features, values, True, K)
-    # without TURNED transposed, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
-    S_i, z_i = num.turned(S_i, not TURNED), tl.broadcast_to(z_i[:, None], (K.BF, num.COLUMNS))
+    # transposed unless TRANSPOSED, so that neither vᵀ nor φ(k) passes registers on its way to the tensor cores
+    S_i, z_i = num.transposed(S_i, not TRANSPOSED), tl.broadcast_to(z_i[:, None], (K.BF, num.COLUMNS))
     for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
@@ -56,10 +56,10 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
         if K.DECAYED:
             visible, weight = dev.between(decay, chunk, KEYS_FIRST=False, K=K)
             k_end = num.rounded(k_j.to(tl.float32) * until[:, None], K.PRECISION)
-        from_state = num.product_with_state(dy_i, S_i, K.NORMALIZED or K.DECAYED, TURNED, K.PRECISION)
-        x = num.turned(num.beside(dev.load(q, chunk, features), num.turned(from_state, TURNED)), TURNED)
-        y = num.rounded(dev.map_queries(x, features, present, TURNED, phi, K), K.PRECISION, ONCE=True)
-        q_i = num.turned(y, TURNED)
+        from_state = num.product_with_state(dy_i, S_i, K.NORMALIZED or K.DECAYED, TRANSPOSED, K.PRECISION)
+        x = num.transposed(num.beside(dev.load(q, chunk, features), num.transposed(from_state, TRANSPOSED)), TRANSPOSED)
+        y = num.rounded(dev.map_queries(x, features, present, TRANSPOSED, phi, K), K.PRECISION, ONCE=True)
+        q_i = num.transposed(y, TRANSPOSED)
         if K.SUMS:
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, K.PRECISION), K.PRECISION), 1)
         # what a query does not see may be infinite
@@ -74,7 +74,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
         G = num.product(dy_i, tl.trans(v_j), K.PRECISION)
         if K.SUMS:
             A = num.beside(A, G)
-            delta_i = tl.sum(A * G, 1) + tl.sum(num.wide(y) * from_state, 0 if TURNED else 1) * since
+            delta_i = tl.sum(A * G, 1) + tl.sum(num.wide(y) * from_state, 0 if TRANSPOSED else 1) * since
             if K.GRADIENT:
                 scale = num.one_over(d_i)
                 delta_i *= scale
@@ -85,26 +85,26 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
                 scale, delta_i = dev.load_numbers(inverse, chunk), dev.load_numbers(delta, chunk)
             G -= delta_i[:, None]
             if K.NORMALIZED:
-                from_state -= dev.along_tokens(delta_i, TURNED) * dev.along_features(tl.max(z_i, 1), TURNED)
+                from_state -= dev.along_tokens(delta_i, TRANSPOSED) * dev.along_features(tl.max(z_i, 1), TRANSPOSED)
             if K.DECAYED:
                 # rounded as in the sums over queries of `key_gradients`, so that both count the same
-                q_end = num.beside(y, from_state) * dev.along_tokens(scale * since, TURNED)
+                q_end = num.beside(y, from_state) * dev.along_tokens(scale * since, TRANSPOSED)
                 q_end = num.wide(num.rounded(q_end, K.PRECISION))
                 before = tl.where(dev.later(places, places), A * G, 0.0)
-                crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TURNED else 1)
+                crossed = tl.sum(before, 1) * scale + tl.sum(q_end * from_state, 0 if TRANSPOSED else 1)
                 dev.store_numbers(crossing, chunk, crossed)
                 G *= weight
-                from_state *= dev.along_tokens(since, TURNED)
+                from_state *= dev.along_tokens(since, TRANSPOSED)
             G = tl.where(visible, G, 0.0)
-            dq_i = num.turned_product(num.rounded(G, K.PRECISION), k_j, TURNED, K.PRECISION) + from_state
+            dq_i = num.product_or_transpose(num.rounded(G, K.PRECISION), k_j, TRANSPOSED, K.PRECISION) + from_state
             slope = phi.derivative(x, num.beside(y, dq_i))
             if K.MASKED:
-                slope = tl.where(dev.along_tokens(present, TURNED) | (tl.abs(slope) < float("inf")), slope, 0.0)
-            dq_i *= dev.along_tokens(scale, TURNED) * slope
-            dev.store(dq, chunk, features, dq_i, TURNED)
+                slope = tl.where(dev.along_tokens(present, TRANSPOSED) | (tl.abs(slope) < float("inf")), slope, 0.0)
+            dq_i *= dev.along_tokens(scale, TRANSPOSED) * slope
+            dev.store(dq, chunk, features, dq_i, TRANSPOSED)
         if K.DECAYED:
             S_i, z_i = S_i * whole[:, None], z_i * whole[:, None]
-        S_i += num.turned_product(tl.trans(v_j), k_end, TURNED, K.PRECISION)
+        S_i += num.product_or_transpose(tl.trans(v_j), k_end, TRANSPOSED, K.PRECISION)
         z_i += num.product(tl.trans(k_end), ones, K.PRECISION)
 
 
@@ -120,7 +120,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
     the call too."""
     row, split, begin, stop = dev.span(walk)
-    TURNED: tl.constexpr = (K.BF > K.C) & (K.BV >= K.C)
+    TRANSPOSED: tl.constexpr = (K.BF > K.C) & (K.BV >= K.C)
     places = tl.arange(0, K.C)
     features = dev.channels(0 if K.VALUES else dev.part(walk), K.F, K.BF)
     values = dev.channels(0 if K.KEYS else dev.part(walk), K.DV, K.BV)
@@ -134,7 +134,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     dS_j, dz_j = dev.load_state(dstate, features, values, dev.owns(walk.states[0], row), K)
     # each row of it is a number that is the sum of its columns
     dz_j = tl.where(tl.arange(0, num.COLUMNS)[None, :] == 0, dz_j[:, None], 0.0)
-    dS_j = num.turned(dS_j, not TURNED)
+    dS_j = num.transposed(dS_j, not TRANSPOSED)
     minus = num.rounded(tl.full((K.C, num.COLUMNS), -1, tl.float32), K.PRECISION)
     chunks = tl.cdiv(stop - begin, K.C)
     for i in tl.range(0, chunks, num_stages=K.STAGES):
@@ -142,24 +142,25 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         present = dev.load_present(key_mask, chunk, K)
         if K.DECAYED:
             since, until, whole = dev.load_decay(decay, chunk)
-        mine = dev.along_tokens(present, TURNED)
+        mine = dev.along_tokens(present, TRANSPOSED)
         if K.KEYS:
             v_j = dev.load_values(v, chunk, values, present, K)
-            from_state = num.product_with_state(v_j, dS_j, K.NORMALIZED or K.DECAYED, TURNED, K.PRECISION)
-            x = num.turned(num.beside(dev.load(k, chunk, features), num.turned(from_state, TURNED)), TURNED)
+            from_state = num.product_with_state(v_j, dS_j, K.NORMALIZED or K.DECAYED, TRANSPOSED, K.PRECISION)
+            x = num.beside(dev.load(k, chunk, features), num.transposed(from_state, TRANSPOSED))
+            x = num.transposed(x, TRANSPOSED)
         else:
-            x = num.turned(dev.load(k, chunk, features).to(tl.float32), TURNED)
-        y = dev.along_features(features[1], TURNED)
+            x = num.transposed(dev.load(k, chunk, features).to(tl.float32), TRANSPOSED)
+        y = dev.along_features(features[1], TRANSPOSED)
         y = num.rounded(dev.mapped(x, mine & y if K.MASKED else y, phi), K.PRECISION, ONCE=True)
         y_end = y
         # row j, column i; what a key is not seen by may be infinite
         visible = ~dev.later(places, places)
         if K.DECAYED:
-            y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TURNED), K.PRECISION)
+            y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TRANSPOSED), K.PRECISION)
         if K.VALUES:
             # before the queries are there, as all of them together would exceed shared memory
-            dS = num.rounded(num.turned(dS_j, not TURNED), K.PRECISION)
-            dv_j = num.turned_product(num.turned(y_end, TURNED), dS, TURNED, K.PRECISION)
+            dS = num.rounded(num.transposed(dS_j, not TRANSPOSED), K.PRECISION)
+            dv_j = num.product_or_transpose(num.transposed(y_end, TRANSPOSED), dS, TRANSPOSED, K.PRECISION)
         q_i = dev.load_queries(q, chunk, features, present, phi, K)
         dy_i = num.rounded(dev.load(dy, chunk, values), K.PRECISION)
         scale = tl.full((K.C,), 1, tl.float32)
@@ -177,31 +178,31 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
             q_end = q_i
         if K.VALUES or K.DECAYED:
             # not before the product with dS, as shared memory has no room for both
-            k_j = num.turned(y, TURNED)
+            k_j = num.transposed(y, TRANSPOSED)
             A = num.product(k_j, tl.trans(q_i), K.PRECISION)
         if K.VALUES:
             weighted = num.rounded(tl.where(visible, A * weight if K.DECAYED else A, 0.0), K.PRECISION)
-            dv_j += num.turned_product(weighted, dy_i, TURNED, K.PRECISION)
-            dev.store(dv, chunk, values, tl.where(mine, dv_j, 0.0) if K.MASKED else dv_j, TURNED)
+            dv_j += num.product_or_transpose(weighted, dy_i, TRANSPOSED, K.PRECISION)
+            dev.store(dv, chunk, values, tl.where(mine, dv_j, 0.0) if K.MASKED else dv_j, TRANSPOSED)
         if K.KEYS:
             G = num.product(v_j, tl.trans(dy_i), K.PRECISION)
             if K.NORMALIZED:
                 G += num.product(minus, tl.trans(delta_i), K.PRECISION)
             G = tl.where(visible, G * weight if K.DECAYED else G, 0.0)
-            from_state += dev.along_features(tl.sum(dz_j, 1), TURNED)
+            from_state += dev.along_features(tl.sum(dz_j, 1), TRANSPOSED)
             if K.DECAYED:
                 after = tl.where(~dev.later(places + 1, places), A * G, 0.0)
-                crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TURNED else 1)
+                crossed = tl.sum(after, 1) + tl.sum(num.wide(y_end) * from_state, 0 if TRANSPOSED else 1)
                 dev.store_numbers(crossing, chunk, crossed)
-                from_state *= dev.along_tokens(until, TURNED)
-            dk_j = num.turned_product(num.rounded(G, K.PRECISION), q_i, TURNED, K.PRECISION) + from_state
+                from_state *= dev.along_tokens(until, TRANSPOSED)
+            dk_j = num.product_or_transpose(num.rounded(G, K.PRECISION), q_i, TRANSPOSED, K.PRECISION) + from_state
             dk_j *= phi.derivative(x, num.beside(y, dk_j))
-            dev.store(dk, chunk, features, tl.where(mine, dk_j, 0.0) if K.MASKED else dk_j, TURNED)
+            dev.store(dk, chunk, features, tl.where(mine, dk_j, 0.0) if K.MASKED else dk_j, TRANSPOSED)
         if K.DECAYED:
             dS_j, dz_j = dS_j * whole[:, None], dz_j * whole[:, None]
-        dS_j += num.turned_product(tl.trans(dy_i), q_end, TURNED, K.PRECISION)
+        dS_j += num.product_or_transpose(tl.trans(dy_i), q_end, TRANSPOSED, K.PRECISION)
         if K.NORMALIZED:
             dz_j -= num.product(tl.trans(q_end), delta_i, K.PRECISION)
     # one for each row, to be summed over rows that share a state
-    dS_j, dz_j, first = num.turned(dS_j, not TURNED), tl.sum(dz_j, 1), (split == 0) & K.KEYS
+    dS_j, dz_j, first = num.transposed(dS_j, not TRANSPOSED), tl.sum(dz_j, 1), (split == 0) & K.KEYS
     dev.store_state(dstart, features, values, dS_j, dz_j, first, True, K)

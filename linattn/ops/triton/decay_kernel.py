@@ -38,7 +38,7 @@ def _weigh(log_decay, weights, n, C: tl.constexpr):
     first = tl.associative_scan(tl.where(fresh, places, 0), 0, _larger)
     end, last = tl.sum(exact, 0), tl.sum(fresh.to(tl.int32), 0)
     high = total.to(tl.float32)
-    written = (
+    fields = (
         tl.where(count == 0, tl.exp2(high), 0.0),
         tl.where(count == last, tl.exp2((end - total).to(tl.float32)), 0.0),
         high,
@@ -46,7 +46,7 @@ def _weigh(log_decay, weights, n, C: tl.constexpr):
         (first - C).to(tl.float32),
     )
     for field in tl.static_range(dev.FIELDS):
-        numbers = tl.where(tokens < length, written[field], 0.0)
+        numbers = tl.where(tokens < length, fields[field], 0.0)
         tl.store(weights + (tl.program_id(0).to(tl.int64) * dev.FIELDS + field) * C + places, numbers)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import triton.language as tl
 
-from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, turned
+from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, transposed
 
 # how tiles lie as a rule
 _STRAIGHT = tl.constexpr(False)
@@ -64,9 +64,9 @@ def span(walk):
 def offset(strides, row, UNIT: tl.constexpr):
     """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
     outer, middle, inner = row
-    found = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
+    address = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
     # in units, so that the compiler sees what divides it
-    return (found + inner.to(tl.int64) * plain(strides.inner)) * UNIT
+    return (address + inner.to(tl.int64) * plain(strides.inner)) * UNIT
 
 
 @jit
@@ -80,10 +80,10 @@ def owns(strides, row):
 @jit
 def in_row(pointers, strides, row, UNIT: tl.constexpr):
     """Return (pointer, step) of each tensor in this row."""
-    found = ()
+    rows = ()
     for i in tl.static_range(len(pointers)):  # pyright: ignore
-        found += ((pointers[i] + offset(strides[i], row, UNIT), strides[i].step),)
-    return found
+        rows += ((pointers[i] + offset(strides[i], row, UNIT), strides[i].step),)
+    return rows
 
 
 @jit
@@ -117,9 +117,10 @@ def both(rows, columns):
 
 
 @jit
-def where(wanted, inside):
-    """Return inside if wanted, and else nothing: of one bool & many, the interpreter makes integers."""
-    return tl.where(wanted, inside, False)
+def where(flag, inside):
+    """Return the mask `inside` if flag, else False. Not as flag & inside, which is an integer in Triton's
+    interpreter."""
+    return tl.where(flag, inside, False)
 
 
 @jit
@@ -167,19 +168,19 @@ def load(x, tokens, columns):
 
 
 @jit
-def store(x, tokens, columns, tile, TURNED: tl.constexpr = _STRAIGHT):
+def store(x, tokens, columns, tile, TRANSPOSED: tl.constexpr = _STRAIGHT):
     places, inside = _tile(x, tokens, columns)
-    tl.store(places, turned(cast(tile, x[0].dtype.element_ty), TURNED), mask=inside)
+    tl.store(places, transposed(cast(tile, x[0].dtype.element_ty), TRANSPOSED), mask=inside)
 
 
 @jit
 def states_in(states, strides, row, split, K: tl.constexpr):
     """Return pointers to S (f, dv) and z (f,) of each state in this row and split."""
-    found = ()
+    views = ()
     for i in tl.static_range(len(states)):  # pyright: ignore
         place = offset(strides[i], row, 1) + split * plain(strides[i].split)
-        found += ((states[i][0] + place * K.F * K.DV, states[i][1] + place * K.F),)
-    return found
+        views += ((states[i][0] + place * K.F * K.DV, states[i][1] + place * K.F),)
+    return views
 
 
 @jit
@@ -190,18 +191,18 @@ def _tile_of(state, features, values, K: tl.constexpr):
 
 
 @jit
-def load_state(state, features, values, given, K: tl.constexpr):
-    """Return (BF, BV) of S and (BF,) of z: zeros unless given."""
+def load_state(state, features, values, valid, K: tl.constexpr):
+    """Return (BF, BV) of S and (BF,) of z: zeros unless valid."""
     S, z = _tile_of(state, features, values, K)
     mask = both(features[1], values[1])
-    return tl.load(S, mask=where(given, mask), other=0), tl.load(z, mask=where(given, features[1]), other=0)
+    return tl.load(S, mask=where(valid, mask), other=0), tl.load(z, mask=where(valid, features[1]), other=0)
 
 
 @jit
-def store_state(state, features, values, S_i, z_i, wanted, z_wanted, K: tl.constexpr):
+def store_state(state, features, values, S_i, z_i, enabled, with_z, K: tl.constexpr):
     S, z = _tile_of(state, features, values, K)
-    tl.store(S, S_i, mask=where(wanted, both(features[1], values[1])))
-    tl.store(z, z_i, mask=where(wanted & z_wanted, features[1]))
+    tl.store(S, S_i, mask=where(enabled, both(features[1], values[1])))
+    tl.store(z, z_i, mask=where(enabled & with_z, features[1]))
 
 
 @jit
@@ -218,22 +219,22 @@ def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
 
 
 @jit
-def map_queries(x, features, present, TURNED: tl.constexpr, phi, K: tl.constexpr):
-    inside = along_features(features[1], TURNED)
+def map_queries(x, features, present, TRANSPOSED: tl.constexpr, phi, K: tl.constexpr):
+    inside = along_features(features[1], TRANSPOSED)
     if K.MASKED:
-        inside = inside & (along_tokens(present, TURNED) | (tl.abs(phi.function(x.to(tl.float32))) < float("inf")))
+        inside = inside & (along_tokens(present, TRANSPOSED) | (tl.abs(phi.function(x.to(tl.float32))) < float("inf")))
     return mapped(x, inside, phi)
 
 
 @jit
-def along_tokens(x, TURNED: tl.constexpr):
-    """Stretch one number per token over a tile (C, B), or if TURNED (B, C)."""
-    return x[None, :] if TURNED else x[:, None]
+def along_tokens(x, TRANSPOSED: tl.constexpr):
+    """Stretch one number per token over a tile (C, B), or if TRANSPOSED (B, C)."""
+    return x[None, :] if TRANSPOSED else x[:, None]
 
 
 @jit
-def along_features(x, TURNED: tl.constexpr):
-    return x[:, None] if TURNED else x[None, :]
+def along_features(x, TRANSPOSED: tl.constexpr):
+    return x[:, None] if TRANSPOSED else x[None, :]
 
 
 @jit

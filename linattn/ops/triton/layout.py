@@ -51,7 +51,8 @@ class StateStrides(NamedTuple):
 
 class Walk(NamedTuple):
     """The integers that locate a program's tokens: n per row, `length` per split, and `parts`, the number of programs
-    that share the channels of a row (all `opaque`). Then the strides of a kernel's tensors, in its order."""
+    that share the channels of a row (all `opaque`). Then the strides of the tensors, in the order of a kernel's
+    arguments."""
 
     n: int
     length: int

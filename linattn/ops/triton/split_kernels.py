@@ -21,7 +21,8 @@ def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     k, v = dev.in_row(tokens, walk.tokens, row, K.UNIT)
     key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     # transposed, as in `query_gradient`; and no operand of a product stays in registers from chunk to chunk
-    S_i, z_i, left = tl.full((K.BV, K.BF), 0, tl.float32), tl.full((K.BF,), 0, tl.float32), tl.full((1,), 1, tl.float32)
+    S_i, z_i = tl.full((K.BV, K.BF), 0, tl.float32), tl.full((K.BF,), 0, tl.float32)
+    total = tl.full((1,), 1, tl.float32)
     for start in tl.range(begin, stop, K.C, num_stages=K.STAGES):
         chunk = dev.chunk(start, stop, K.C)
         present = dev.load_present(key_mask, chunk, K)
@@ -31,13 +32,13 @@ def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         v_j = dev.load_values(v, chunk, values, present, K)
         if K.DECAYED:
             k_j = num.rounded(k_j.to(tl.float32) * until[:, None], K.PRECISION)
-            S_i, z_i, left = S_i * whole[:, None], z_i * whole, left * whole
+            S_i, z_i, total = S_i * whole[:, None], z_i * whole, total * whole
         S_i += num.product(tl.trans(v_j), k_j, K.PRECISION)
         z_i += tl.sum(tl.where(present[:, None], k_j.to(tl.float32), 0.0), 0)
-    first, kept = dev.part(walk) == 0, numbers[0]
+    first, decays = dev.part(walk) == 0, numbers[0]
     (sums,) = dev.states_in(states, walk.states, row, split, K)
     dev.store_state(sums, features, values, tl.trans(S_i), z_i, True, first, K)
-    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=dev.where(first, tl.full((1,), True, tl.int1)))
+    tl.store(decays + dev.place(walk) + tl.arange(0, 1), total, mask=dev.where(first, tl.full((1,), True, tl.int1)))
 
 
 @dev.jit
@@ -47,9 +48,9 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     q, dy = dev.in_row(tokens, walk.tokens, row, K.UNIT)
     key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
-    inverse, delta, kept = numbers
+    inverse, delta, decays = numbers
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
-    dS_j, dz_j, left = (
+    dS_j, dz_j, total = (
         tl.full((K.BV, K.BF), 0, tl.float32),
         tl.full((K.BF,), 0, tl.float32),
         tl.full((1,), 1, tl.float32),
@@ -67,7 +68,7 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
             scale = dev.load_numbers(inverse, chunk)
         if K.DECAYED:
             scale *= since
-            dS_j, dz_j, left = dS_j * whole[:, None], dz_j * whole, left * whole
+            dS_j, dz_j, total = dS_j * whole[:, None], dz_j * whole, total * whole
         q_i = num.rounded(q_i * scale[:, None], K.PRECISION, ONCE=True)
         dS_j += num.product(tl.trans(dy_i), q_i, K.PRECISION)
         if K.NORMALIZED:
@@ -75,7 +76,7 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     first = dev.part(walk) == 0
     (sums,) = dev.states_in(states, walk.states, row, split, K)
     dev.store_state(sums, features, values, tl.trans(dS_j), dz_j, True, first, K)
-    tl.store(kept + dev.place(walk) + tl.arange(0, 1), left, mask=dev.where(first, tl.full((1,), True, tl.int1)))
+    tl.store(decays + dev.place(walk) + tl.arange(0, 1), total, mask=dev.where(first, tl.full((1,), True, tl.int1)))
 
 
 @dev.jit
@@ -84,22 +85,22 @@ def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     and z in the last one.
 
     SHARED: all rows that share a state are given it. Of a gradient, only the first row is given it."""
-    row, kept = dev.row_of(dev.place(walk), walk), numbers[0]
+    row, decays = dev.row_of(dev.place(walk), walk), numbers[0]
     (state,) = dev.states_in(states[:1], walk.states, row, 0, K)
-    given = dev.owns(walk.states[0], row)
+    valid = dev.owns(walk.states[0], row)
     if K.SHARED:
-        given = given | True
+        valid = valid | True
     if dev.part(walk) < dev.plain(walk.parts) - 1:
-        _enter(state[0], states[1][0], kept, walk, given, K.F * K.DV, K)
+        _enter(state[0], states[1][0], decays, walk, valid, K.F * K.DV, K)
     else:
-        _enter(state[1], states[1][1], kept, walk, given, K.F, K)
+        _enter(state[1], states[1][1], decays, walk, valid, K.F, K)
 
 
 @dev.jit
-def _enter(state, sums, kept, walk, given, WIDTH: tl.constexpr, K: tl.constexpr):
+def _enter(state, sums, decays, walk, valid, WIDTH: tl.constexpr, K: tl.constexpr):
     splits = dev.plain(walk.splits)
     numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, K.C), WIDTH, K.C)
-    x = tl.load(state + numbers, mask=dev.where(given, inside), other=0)
+    x = tl.load(state + numbers, mask=dev.where(valid, inside), other=0)
     # loads of later splits do not wait for stores of earlier ones: the stages of this loop are known to be apart
     for i in tl.range(0, splits, num_stages=4):
         split = i
@@ -109,4 +110,4 @@ def _enter(state, sums, kept, walk, given, WIDTH: tl.constexpr, K: tl.constexpr)
         places = sums + here * WIDTH + numbers
         own = tl.load(places, mask=inside, other=0)
         tl.store(places, x, mask=inside)
-        x = x * tl.load(kept + here) + own
+        x = x * tl.load(decays + here) + own

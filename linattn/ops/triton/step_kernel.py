@@ -27,8 +27,8 @@ def step(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         q_i = tl.where(present | (tl.abs(q_i) < float("inf")), q_i, 0.0)
         k_i, v_i = tl.where(present, k_i, 0.0), tl.where(present, v_i, 0.0)
     if K.DECAYED:
-        kept = tl.exp(tl.load(log_decay[0]).to(tl.float32))
-        S_i, z_i = S_i * kept, z_i * kept
+        decay = tl.exp(tl.load(log_decay[0]).to(tl.float32))
+        S_i, z_i = S_i * decay, z_i * decay
     S_i += k_i[:, None] * v_i[None, :]
     z_i += k_i
     y_i = tl.sum(q_i[:, None] * S_i, 0)

@@ -1,7 +1,7 @@
 """transformers' hybrid models with our scans, on any device: nothing to compile, and rows may hold several documents.
 
-A hook adds a mark to the calls of a model after `speed_up`. Every layer passes it on with its keyword arguments, down
-to the functions of `places`."""
+`speed_up` installs a hook that adds a marker keyword to each call of the model. Layers pass it on with their other
+keyword arguments, and the functions that `places` has replaced then use our scans."""
 
 from collections import Counter
 from dataclasses import dataclass, field
