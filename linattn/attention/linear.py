@@ -13,7 +13,7 @@ from linattn.names import unknown_name
 from linattn.ops.features import Features, FeatureState, causal_feature_attention, read_features, summarize_features
 from linattn.ops.linear import NORMALIZATIONS
 from linattn.ops.nested import check_part, checked_kind
-from linattn.ops.numerics import accumulator, present
+from linattn.ops.numerics import accumulator, zero_masked
 from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -55,7 +55,7 @@ class LinearAttention(InnerAttention):
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FeatureState:
         """Return S and z, whose size does not depend on m."""
-        k, v = present(k, key_mask), present(v, key_mask)
+        k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
         keys = group_features(self.feature_map.key(k), k.shape[1])
         return summarize_features(keys, v.unsqueeze(2), key_mask=group_mask(key_mask))
 

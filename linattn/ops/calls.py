@@ -13,7 +13,7 @@ class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
     the full size or 1, and q has the full ones, except where heads share queries; `key_mask` and `log_decay` are
     (*b, n), decays per channel (*b, n, f); S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if
-    `fresh`. What is masked does not decay."""
+    `zero_state`. What is masked does not decay."""
 
     q: Tensor
     k: Tensor
@@ -24,7 +24,7 @@ class CausalCall(NamedTuple):
     key_mask: Tensor | None
     normalize: str | None
     feature_map: str
-    fresh: bool
+    zero_state: bool
 
     @property
     def lead(self) -> torch.Size:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linattn.ops.calls import DeltaCall
 from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, per_channel, shape
-from linattn.ops.numerics import accumulator, align, of_present_tokens
+from linattn.ops.numerics import accumulator, align, zero_masked_tokens
 from linattn.ops.operators import DELTA
 
 
@@ -77,7 +77,7 @@ def delta_call(
     if key_mask is not None:
         key_mask = checked_mask(k, key_mask)
         assert key_mask is not None
-        q, k, v = of_present_tokens(q, k, v, key_mask)
+        q, k, v = zero_masked_tokens(q, k, v, key_mask)
         present = key_mask.unsqueeze(-1)
         beta, log_decay = (
             torch.where(present, beta, 0),

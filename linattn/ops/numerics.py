@@ -32,18 +32,18 @@ def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tenso
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
 
-def present(x: Tensor, key_mask: Tensor | None) -> Tensor:
+def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return x with zeros at masked keys, whatever they hold; their gradients are zeros, too."""
     return x if key_mask is None else torch.where(key_mask.unsqueeze(-1), x, 0)
 
 
-def of_present_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def zero_masked_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v with zeros at masked keys and values, and at masked queries that are not finite: NaN there
     would reach the gradients of earlier keys. Needed before φ, whose derivative may not be finite there."""
     if key_mask is None:
         return q, k, v
     q = torch.where(key_mask.unsqueeze(-1) | q.isfinite(), q, 0)
-    return q, present(k, key_mask), present(v, key_mask)
+    return q, zero_masked(k, key_mask), zero_masked(v, key_mask)
 
 
 def align(x: Tensor, ndim: int) -> Tensor:

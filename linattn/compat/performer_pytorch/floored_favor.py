@@ -13,7 +13,7 @@ from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
 from linattn.ops.features import FeatureState, finite, running_scale
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.nested import check_part, checked_kind
-from linattn.ops.numerics import accumulator, divide, present
+from linattn.ops.numerics import accumulator, divide, zero_masked
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -53,7 +53,7 @@ class FlooredFavorAttention(InnerAttention):
         self.epsilon, self.causal = epsilon, causal
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FlooredFavorState:
-        keys = self._keys(present(k, key_mask), present(v, key_mask), key_mask)
+        keys = self._keys(zero_masked(k, key_mask), zero_masked(v, key_mask), key_mask)
         largest = torch.cat([_no_key(k), keys.largest], -1).amax(-1, keepdim=True)
         features = (keys.exponent - finite(largest).detach().unsqueeze(-1)).exp()
         sums = summarize(features.unsqueeze(2), keys.values.unsqueeze(2))
@@ -104,7 +104,7 @@ class FlooredFavorAttention(InnerAttention):
     def _keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> _Keys:
         v = v.to(accumulator(v.dtype))
         exponent, largest = self._exponents(k)
-        values = present(torch.cat([v, torch.ones_like(v[..., :1])], -1), key_mask)
+        values = zero_masked(torch.cat([v, torch.ones_like(v[..., :1])], -1), key_mask)
         if key_mask is not None:
             exponent = exponent.masked_fill(~key_mask.unsqueeze(-1), -torch.inf)
             largest = largest.masked_fill(~key_mask, -torch.inf)

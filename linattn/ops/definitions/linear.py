@@ -6,7 +6,7 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.numerics import accumulator, divide, exactly, of_present_tokens, present
+from linattn.ops.numerics import accumulator, divide, exactly, zero_masked, zero_masked_tokens
 from linattn.ops.operator import Backend
 
 
@@ -22,8 +22,8 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
     """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j)."""
     dtype, phi = accumulator(call.k.dtype), ELEMENTWISE[call.feature_map].function
     # masked before φ too, or a NaN there would come back from φ's derivative
-    k, v = (present(x.to(dtype), call.key_mask) for x in (call.k, call.v))
-    k = present(phi(k), call.key_mask)
+    k, v = (zero_masked(x.to(dtype), call.key_mask) for x in (call.k, call.v))
+    k = zero_masked(phi(k), call.key_mask)
     S = k.mT @ v
     return S, k.sum(-2).expand(S.shape[:-1])
 
@@ -40,8 +40,8 @@ def read(call: ReadCall, save: bool) -> tuple[Tensor]:
 def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k, n = phi(q), present(phi(k), call.key_mask), q.shape[-2]
+    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k, n = phi(q), zero_masked(phi(k), call.key_mask), q.shape[-2]
     log_decay = q.new_zeros(n) if call.log_decay is None else call.log_decay.to(dtype)
     weight = decay_between(log_decay)
     start = log_decay.cumsum(-1).exp().unsqueeze(-1)
@@ -63,8 +63,8 @@ def gated(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = diag(exp(log_decay_i)) S_{i−1} + φ(k_i) v_iᵀ, likewise z_i."""
     assert call.log_decay is not None
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
-    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k, S, z = phi(q), present(phi(k), call.key_mask), call.S, call.z
+    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k, S, z = phi(q), zero_masked(phi(k), call.key_mask), call.S, call.z
     each, ys = [x.split(1, -2) for x in (q, k, v, call.log_decay.to(dtype).exp())], [q[..., :0, :] @ S]
     # a sequence without tokens splits into one part without tokens
     for q_i, k_i, v_i, a_i in zip(*each, strict=True) if q.shape[-2] else ():

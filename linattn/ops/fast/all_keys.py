@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.ops.calls import ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.fast.blocks import Workspace, empty_like
-from linattn.ops.numerics import accumulator, divide, infinite_if_none, present
+from linattn.ops.numerics import accumulator, divide, infinite_if_none, zero_masked
 from linattn.ops.operator import Backend, Tensors
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
@@ -30,7 +30,7 @@ def _keys(call: SumCall, part: slice, work: Workspace) -> tuple[Tensor, Tensor, 
     """Return a segment's features, values and mask; masked ones are zeros."""
     mask = None if call.key_mask is None else call.key_mask[..., part]
     k = work.features("k", call.k[..., part, :], ELEMENTWISE[call.feature_map])
-    return present(k, mask), present(call.v[..., part, :].to(k.dtype), mask), mask
+    return zero_masked(k, mask), zero_masked(call.v[..., part, :].to(k.dtype), mask), mask
 
 
 def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def sum_keys_gradient(call: SumCall, saved: Tensors, grads: Tensors) -> Tensors:
     dk, dv, work = empty_like(call.k, call.k.shape), empty_like(call.v, call.v.shape), Workspace(dS)
     for part in _segments(call.k):
         k, v, mask = _keys(call, part, work)
-        of_k = present((v @ dS.mT).add_(dz.unsqueeze(-2)), mask)
+        of_k = zero_masked((v @ dS.mT).add_(dz.unsqueeze(-2)), mask)
         of_k = work.map_gradient(of_k, k, ELEMENTWISE[call.feature_map])
         for x, of_x in ((dk[..., part, :], of_k), (dv[..., part, :], k @ dS)):
             x.copy_(of_x.sum_to_size(x.shape))

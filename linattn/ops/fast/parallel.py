@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from linattn.ops.calls import SHORT, CausalCall
 from linattn.ops.elementwise import ELEMENTWISE, Elementwise
-from linattn.ops.numerics import accumulator, exactly, infinite_if_none, of_present_tokens, present
+from linattn.ops.numerics import accumulator, exactly, infinite_if_none, zero_masked, zero_masked_tokens
 from linattn.ops.operator import Backend
 
 # numbers of A: a megabyte in float32. Beyond, and beyond SHORT tokens, chunks took less time
@@ -32,17 +32,17 @@ def unsupported(call: CausalCall) -> str | None:
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
-    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
     # fewer operations on both at once
     q, k = _map(torch.stack([q, k]), phi).unbind(0) if q.shape == k.shape else (_map(q, phi), _map(k, phi))
-    k = present(k, call.key_mask)
+    k = zero_masked(k, call.key_mask)
     A = (q @ k.mT).tril()
     y, S, z = A @ v, k.mT @ v, k.sum(-2)
-    if not call.fresh:
+    if not call.zero_state:
         y, S, z = y + q @ call.S, S + call.S, z + call.z
     if call.normalize:
         d = A.sum(-1, keepdim=True)
-        d = d if call.fresh else d + q @ call.z.unsqueeze(-1)
+        d = d if call.zero_state else d + q @ call.z.unsqueeze(-1)
         d = infinite_if_none(d, nonnegative=phi.nonnegative)
         # in place, torch would copy y for its gradient
         y = y / d if y.requires_grad else y.div_(d)

@@ -6,7 +6,7 @@ from torch import Tensor
 from linattn.ops.calls import CausalCall, DeltaCall
 from linattn.ops.definitions.delta import step
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.numerics import accumulator, divide, exactly, infinite_if_none, of_present_tokens
+from linattn.ops.numerics import accumulator, divide, exactly, infinite_if_none, zero_masked_tokens
 from linattn.ops.operator import Backend
 
 
@@ -16,7 +16,7 @@ def linear(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
     if q.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    q, k, v = of_present_tokens(q, k, v, call.key_mask)
+    q, k, v = zero_masked_tokens(q, k, v, call.key_mask)
     # for a single token the number of operations is all that counts
     if q.shape == k.shape:
         q, k = phi.function(torch.cat([q, k], -2)).unbind(-2)

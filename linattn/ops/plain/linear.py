@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from linattn.ops.calls import CausalCall
 from linattn.ops.definitions.linear import decay_between
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.numerics import accumulator, divide, exactly, of_present_tokens, present
+from linattn.ops.numerics import accumulator, divide, exactly, zero_masked, zero_masked_tokens
 from linattn.ops.operator import Backend
 from linattn.ops.tokens.cutting import cut, earlier, join
 
@@ -22,8 +22,8 @@ CHUNK, GATED_CHUNK = 64, 32
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.causal` and `reference.gated`, from chunk to chunk."""
     dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
-    q, k, v = of_present_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
-    q, k = phi(q), present(phi(k), call.key_mask)
+    q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
+    q, k = phi(q), zero_masked(phi(k), call.key_mask)
     # with a column of ones, [S, z] is one sum and [numerator, denominator] one product
     v, start = F.pad(v, (0, 1), value=1.0), torch.cat([call.S, call.z.unsqueeze(-1)], -1)
     per_channel = call.log_decay is not None and call.log_decay.ndim == call.q.ndim

@@ -5,7 +5,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional as F
 
-from linattn.ops.numerics import present
+from linattn.ops.numerics import zero_masked
 from linattn.ops.tokens.compaction import pack_heads, per_query_head
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -21,7 +21,7 @@ def softmax_attention(q: Queries, k: Keys, v: Values, /, *, causal: bool = False
         return packed.unpack(fused_softmax(packed.q, packed.k, packed.v, causal=causal))
     some = key_mask.any(-1, keepdim=True)
     visible, some = (per_query_head(x.unsqueeze(-2), q.shape[1]) for x in (key_mask | ~some, some))
-    y = fused_softmax(q, present(k, key_mask), present(v, key_mask), visible=visible)
+    y = fused_softmax(q, zero_masked(k, key_mask), zero_masked(v, key_mask), visible=visible)
     return torch.where(some, y, 0)
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from linattn.ops.numerics import present
+from linattn.ops.numerics import zero_masked
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
@@ -75,7 +75,7 @@ def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple
     if key_mask is None:
         return q, k, v
     usable = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
-    return torch.where(usable, q, 0), present(k, key_mask), present(v, key_mask)
+    return torch.where(usable, q, 0), zero_masked(k, key_mask), zero_masked(v, key_mask)
 
 
 class PackedHeads(NamedTuple):
