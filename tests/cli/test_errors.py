@@ -69,7 +69,7 @@ TRAIN = {
     "nan": (("text", "--warmup", "nan"), "--warmup: must be a number between 0 and 1, but is 'nan'"),
     "choice": (("text", "--norm", "batch"), "--norm: invalid choice: 'batch'"),
     "preset": (("text", "--preset", "gated_delta"), "--preset: invalid choice: 'gated_delta' (choose from"),
-    "nearest preset": (("text", "--preset", "deltanets"), "did you mean deltanet?"),
+    "nearest preset": (("text", "--preset", "deltanets"), "did you mean 'deltanet'?"),
     "unknown option": (("text", "--colour", "red"), "unrecognized arguments: --colour red"),
     "abbreviation": (("text", "--dep", "1"), "unrecognized arguments: --dep 1"),
 }
