@@ -1,8 +1,9 @@
 """Products inside chunks of C tokens between which something decays, and their gradients.
 
-Let α_t be the decay of token t, exp(log_decay_t), a number per head or one per channel. Token j has decayed at token
-i ≥ j of its chunk by D_ij, the product of α_t over j < t ≤ i; since the chunk began, token i by r_i, that over t ≤ i;
-until the chunk ends, token j by w_j, that over t > j; and over all of the chunk, by a. A chunked form needs
+Let α_t be the decay factor of token t, exp(log_decay_t), a number per head or one per channel. The factor from token j
+to a later token i of its chunk is D_ij, the product of α_t over j < t ≤ i; that from the start of the chunk to token i
+is r_i, the product over t ≤ i; that from token j to the end is w_j, over t > j; that of the whole chunk is a. A chunked
+form needs
 
     P_ij = Σ_e rows_ie D_ij,e keys_je  for j ≤ i, else 0        r ∘ rows        w ∘ keys        a
 
@@ -55,13 +56,13 @@ class Decays(ABC):
     def gradient(
         self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of log α, (B C e), None if nothing decays, from P and the gradients of all four members,
-        which are overwritten: `drows`, that of r ∘ rows, becomes that of rows, and `dkeys` likewise that of keys."""
+        """Return the gradient of log α, (B C e), None if nothing decays, from P and the gradients of P, r ∘ rows, w ∘
+        keys and a. They are overwritten: `drows`, that of r ∘ rows, becomes that of rows, and `dkeys` that of keys."""
 
 
 def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Workspace) -> Decays:
-    """Apply the kind of decay that the shape of `log_decay` tells, which is overwritten. C must be a power of two for
-    decays per channel."""
+    """Apply the decays, which are overwritten: none, or the kind that the shape of `log_decay` stands for. C must be a
+    power of two for decays per channel."""
     if log_decay is None:
         return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:
