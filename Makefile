@@ -1,7 +1,8 @@
 # make demo      trains a small language model on this machine and lets it write
 # make test      everything that has to hold before a commit lands
 # make docs      the documentation's site, in build/site
-# make package   the wheel and the source distribution, in build/dist, tried in a clean environment
+# make package   the wheel and the source distribution, in build/dist, tried in two clean environments, with the command
+#                line and without any extra
 # make kernels   compiles every GPU kernel for an H100, without a GPU, and reads the machine code for hazards; minutes
 # make hooks     ruff and pyright before each commit
 # All build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
@@ -13,7 +14,7 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALLED := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest
 # a process for each core, up to four, as each loads torch; a file's tests stay together, for the runs that they share,
-# and files keep their order, so that the longest, of few tests, do not come last
+# and files keep their order, so that the longest, of few tests, do not come last (tests/conftest.py puts them first)
 PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint types laws compiled docs package kernels hooks clean
@@ -30,8 +31,9 @@ types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # checking shapes at run time breaks torch.compile: what is compiled is tested apart, unchecked
+# its tests share nothing, so that a process without work takes over the next test of any file
 compiled: $(INSTALLED)
-	$(PYTEST) tests/compiled $(PYTEST_OPTIONS)
+	$(PYTEST) tests/compiled $(subst --dist=loadfile --no-loadscope-reorder,--dist=worksteal,$(PYTEST_OPTIONS))
 
 laws: $(INSTALLED)
 	$(PYTEST) --jaxtyping-packages=linattn,tests.checked --ignore=tests/compiled $(PYTEST_OPTIONS)
@@ -42,13 +44,16 @@ docs: $(INSTALLED)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 package: $(INSTALLED)
-	rm -rf build/dist build/clean
+	rm -rf build/dist build/clean build/bare
 	$(BIN)/python -m hatchling build -d build/dist
 	$(BIN)/python -m twine check --strict build/dist/*
 	$(BIN)/python tests/package/tag.py "$(TAG)" build/dist
 	$(PYTHON) -m venv build/clean
 	build/clean/$(notdir $(BIN))/python -m pip install --disable-pip-version-check --quiet -c requirements.lock "$$(ls build/dist/*.whl)[cli]"
 	build/clean/$(notdir $(BIN))/python -I tests/package/readme.py README.md
+	$(PYTHON) -m venv build/bare
+	build/bare/$(notdir $(BIN))/python -m pip install --disable-pip-version-check --quiet -c requirements.lock build/dist/*.whl
+	build/bare/$(notdir $(BIN))/python -I tests/package/bare.py
 
 kernels: $(INSTALLED)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_compile.py --capability 90

@@ -1,21 +1,23 @@
-"""Linear-complexity attention for PyTorch: every method around one operator.
+"""Linear-complexity attention for PyTorch, with the same numbers in training and token by token.
 
 `attend` takes raw q, k and v; `MultiheadAttention` goes into your own model; `LanguageModel` is a complete model. The
-public names are those that each layer lists."""
+public names are those of the packages `attention`, `feature_maps`, `models`, `nn`, `ops` and `integrations.torch`."""
 
 from linattn import attention, feature_maps, models, nn, ops
 from linattn.attention import *
 from linattn.diagnostics import SoftmaxComparison, compare_with_softmax
 from linattn.feature_maps import *
+from linattn.integrations import torch as _torch
+from linattn.integrations.torch import *
 from linattn.models import *
 from linattn.nn import *
 from linattn.ops import *
-from linattn.replacing import replace_attention
 from linattn.version import __version__ as __version__
 
-__all__ = ["SoftmaxComparison", "compare_with_softmax", "replace_attention"]
+__all__ = ["SoftmaxComparison", "compare_with_softmax"]
 __all__ += attention.__all__
 __all__ += feature_maps.__all__
 __all__ += models.__all__
 __all__ += nn.__all__
+__all__ += _torch.__all__
 __all__ += ops.__all__

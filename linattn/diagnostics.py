@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.checks import checked_heads
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
 from linattn.ops.numerics import accumulator, divide
@@ -72,6 +73,7 @@ class SoftmaxComparison:
 
 
 @torch.no_grad()
+@check_types
 def compare_with_softmax(
     q: Queries,
     k: Keys,
@@ -156,8 +158,9 @@ def _weights_by_key(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m
 def _sums(
     softmax: Weights, weights: Weights, visible: Visible, v: Float[Tensor, "b h m dv"] | None
 ) -> Float[Tensor, "figures h"]:
-    """Return sums per head over the batch and the chunk's queries: their number, the squares of both errors and of
-    softmax's outputs, then the figures that are means, in the order of `SoftmaxComparison`."""
+    """Return sums per head over the batch and the chunk's queries: the number of queries that see a key, the squared
+    errors of the map and of uniform attention, the squares of softmax's outputs, then, in the order of
+    `SoftmaxComparison`, the figures that it averages over queries."""
     keys = visible.sum(-1, keepdim=True, dtype=softmax.dtype)
     uniform = visible / keys.clamp(min=1)
     entropy = torch.special.entr(softmax).sum(-1)

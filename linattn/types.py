@@ -1,7 +1,7 @@
-"""Arguments by name and shape, so that a signature reads in a line. The legend is the same everywhere: b batch, h
-heads, hk key heads, n queries or tokens, m keys or tokens of a context, d channels, dv of values, c of a context.
+"""Types of arguments by name and shape, so that a signature fits on a line. The legend is the same everywhere: b batch,
+h heads, hk key heads, n queries or tokens, m keys or tokens of a context, d channels, dv of values, c of a context.
 
-An optional argument is always optional where it stands: a mask of None means that every token is present."""
+Types of masks and of contexts include None: a mask of None means that every token is present."""
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor

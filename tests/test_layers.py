@@ -2,15 +2,15 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "linattn"
 LAYERS = [
     {"cli"},
     {"linearize"},
     {"console", "compat", "integrations"},
+    {"states"},
     {"models"},
     {"nn"},
     {"attention"},
@@ -18,7 +18,7 @@ LAYERS = [
 ]
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # neighbours that may look at each other, one way
-BESIDE = {("feature_maps", "ops")}
+BESIDE = {("feature_maps", "ops"), ("compat", "integrations")}
 # the files that every layer may import
 BELOW = ("version", "types", "names", "checks")
 # where a package of others may be imported, wherever in the file that happens
@@ -53,6 +53,11 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    return tuple(imports(ast.parse(path.read_text("utf-8"))))
+
+
 def allowed(importer: str, imported: str) -> bool:
     if importer == imported or (importer, imported) in BESIDE:
         return True
@@ -61,32 +66,34 @@ def allowed(importer: str, imported: str) -> bool:
 
 # the files of BELOW stand below all layers; the others beside the layers stand above them, and no layer imports them,
 # but that the command line shows what the diagnostics say
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent != PACKAGE], ids=relative)
-def test_imports_point_one_way(path):
-    layer = path.relative_to(PACKAGE).parts[0]
-    for name in imports(ast.parse(path.read_text("utf-8"))):
-        package, _, rest = name.partition(".")
-        if package == "linattn" and rest:
-            target = rest.split(".")[0]
-            beside = target in BELOW or (layer, target) == ("cli", "diagnostics")
-            assert target in DEPTH or beside, f"{layer} imports {name}, which belongs to no layer"
-            assert target not in DEPTH or allowed(layer, target), f"{layer} imports {name}"
+def test_imports_point_one_way():
+    for path in FILES:
+        layer = path.relative_to(PACKAGE).parts[0]
+        for name in imports_of(path) if path.parent != PACKAGE else ():
+            package, _, rest = name.partition(".")
+            if package == "linattn" and rest:
+                target = rest.split(".")[0]
+                beside = target in BELOW or (layer, target) == ("cli", "diagnostics")
+                assert target in DEPTH or beside, f"{relative(path)} imports {name}, which belongs to no layer"
+                assert target not in DEPTH or allowed(layer, target), f"{relative(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", PARTS, ids=relative)
-def test_parts_of_an_integration_do_not_import_each_other(path):
-    own = path.parent.relative_to(PACKAGE.parent).as_posix().replace("/", ".")
-    others = {".".join((own.rpartition(".")[0], part.parent.name)) for part in PARTS} - {own}
-    for name in imports(ast.parse(path.read_text("utf-8"))):
-        assert not name.startswith(tuple(others)), f"{relative(path)} imports {name}: what both need lies beside them"
+def test_parts_of_an_integration_do_not_import_each_other():
+    for path in PARTS:
+        own = path.parent.relative_to(PACKAGE.parent).as_posix().replace("/", ".")
+        others = {".".join((own.rpartition(".")[0], part.parent.name)) for part in PARTS} - {own}
+        for name in imports_of(path):
+            assert not name.startswith(tuple(others)), (
+                f"{relative(path)} imports {name}: what both need lies beside them"
+            )
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_guests_are_imported_at_home(path):
-    place = path.relative_to(PACKAGE.parent).as_posix()
-    for name in imports(ast.parse(path.read_text("utf-8"))):
-        homes = GUESTS.get(name.partition(".")[0])
-        assert homes is None or place.startswith(homes), f"{place} imports {name}, which belongs in {homes}"
+def test_guests_are_imported_at_home():
+    for path in FILES:
+        place = path.relative_to(PACKAGE.parent).as_posix()
+        for name in imports_of(path):
+            homes = GUESTS.get(name.partition(".")[0])
+            assert homes is None or place.startswith(homes), f"{place} imports {name}, which belongs in {homes}"
 
 
 # inside `ops`: definitions (what is computed) ← plain (the idea in chunks) ← fast (what runs anywhere) ← triton (what
@@ -100,17 +107,16 @@ PRIVATE = {*ROOMS, "operators", "operator", "library", "calls"}
 
 def ops_imports(path: Path) -> Iterator[str]:
     """Yield the files and folders of `linattn.ops` that a file imports."""
-    for name in imports(ast.parse(path.read_text("utf-8"))):
+    for name in imports_of(path):
         package, _, rest = name.partition("linattn.ops.")
         part = PACKAGE / "ops" / rest.partition(".")[0]
         if not package and rest and (part.is_dir() or part.with_suffix(".py").exists()):
             yield part.name
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_the_rooms_of_ops_have_an_order(path):
-    layer, *rest = path.relative_to(PACKAGE).parts
-    for part in ops_imports(path):
+def test_the_rooms_of_ops_have_an_order():
+    for path, part in ((file, part) for file in FILES for part in ops_imports(file)):
+        layer, *rest = path.relative_to(PACKAGE).parts
         if layer != "ops":
             assert part not in PRIVATE, f"{relative(path)} imports linattn.ops.{part}, which only linattn.ops knows"
         elif rest[0] in ROOMS:

@@ -13,8 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize")
+PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
 NAMES = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
 # a subscript that is still written as in an editor
 RAW = re.compile(r"(?<![\w.])\w_\{|(?<![\w.])[A-Za-zΣφαβ]_[ijt](?!\w)|\\(?:frac|sum|top|begin)\b")

@@ -1,5 +1,6 @@
 """Wrong shapes, masks and states: every module answers with a ValueError in the caller's own names and shapes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 
 import linattn
 from linattn import generate, map_state, named_attention
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.nn.residual import PostNormSequence
 from tests.attention.cases import CAUSAL, CHANNELS, GLOBAL, HEADS, KEY_HEADS, heads, make, over
 from tests.models.causal import MODELS, small_model
@@ -201,3 +203,51 @@ def test_prompts_that_are_not_rows_of_tokens(prompts: Any) -> None:
     for call in (generate, linattn.stream):
         with pytest.raises(ValueError, match=r"prompts must be rows of tokens, \[\[1, 2\]\] for a single one, but are"):
             call(small_model(MODELS["mixture"]), prompts, max_new_tokens=2)
+
+
+def draws(logits: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    sampling = linattn.Sampling(temperature=1.0, filter=logits)
+    return lambda: generate(small_model(MODELS["mixture"]), [[1]], max_new_tokens=2, sampling=sampling)
+
+
+def with_base(base: float) -> list[Callable[[], Any]]:
+    return [
+        lambda: mixer(rotary=base),
+        lambda: linattn.RotaryAttention(inner(), base=base),
+        lambda: linattn.RotaryLinearAttention(linattn.TaylorFeatureMap(), base=base),
+        lambda: linattn.SinusoidalPositions(DIM, base=base),
+    ]
+
+
+def packs(*starts: Any, n: int = 5) -> Callable[[], Any]:
+    return lambda: linattn.packed_log_decay(torch.tensor(starts), n)
+
+
+def generates(**options: Any) -> Callable[[], Any]:
+    return lambda: generate(small_model(MODELS["mixture"]), [[1]], **{"max_new_tokens": 2} | options)
+
+
+def blindspot(size: Any) -> linattn.InnerAttention:
+    return BlindspotAttention(linattn.LinearAttention(linattn.TaylorFeatureMap(), causal=True), size)
+
+
+VALUES = {
+    "base|rotary": [make for base in (0.0, -1.0, math.nan, math.inf) for make in with_base(base)],
+    "logits .* NaN": [draws(lambda x: x * math.nan), draws(lambda x: torch.full_like(x, -math.inf))],
+    "filter must return logits": [draws(lambda x: None), draws(lambda x: x[:, 1:])],
+    "stop_tokens must be tokens": [generates(stop_tokens=x) for x in (3, [1.5], "a", None)],
+    "seed": [generates(seed=x) for x in (2**64, -(2**63) - 1)],
+    "cu_seqlens must": [packs(0, 9), packs(0, 4, 2, 5), packs(-1, 5), packs(0.0, 5.0), packs((0, 5))],
+    "n must": [packs(0, 5, n=-1)],
+    "size must be": [lambda: blindspot(2.5)],
+    "parts must be pairs": [lambda: linattn.SplitHeads(inner(), inner()), lambda: linattn.SplitHeads((1, 2, 3))],
+    "heads": [lambda: linattn.SplitHeads(("2", inner())), lambda: linattn.SplitHeads((2.0, inner()))],
+}
+"""Calls with values that nothing can be made of, by what their errors say."""
+
+
+@pytest.mark.parametrize("message", VALUES)
+def test_values_that_cannot_be(message: str) -> None:
+    for call in VALUES[message]:
+        with pytest.raises(ValueError, match=message):
+            call()

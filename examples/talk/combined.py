@@ -132,15 +132,15 @@ def operations(inner: InnerAttention, n: int) -> float:
 
 @torch.no_grad()
 def seconds(inners: dict[str, InnerAttention], n: int, *, rounds: int = 7) -> dict[str, float]:
-    """Medians of calls that take turns."""
+    """Medians of the processor time of calls that take turns, which other programs change little."""
     inputs = [torch.randn(1, 1, n, CHANNELS) for _ in range(3)]
     times: dict[str, list[float]] = {name: [] for name in inners}
     for round_ in range(rounds + 1):
         for name, inner in inners.items():
-            start = time.perf_counter()
+            start = time.process_time()
             inner(*inputs)
             if round_:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
     return {name: statistics.median(column) for name, column in times.items()}
 
 

@@ -1,7 +1,8 @@
 """Is attention low rank? The singular values of P = softmax(QKᵀ/√d), head by head, of a trained model.
 Wang et al., Linformer, https://arxiv.org/abs/2006.04768, figure 1
 
-    linattn train input.txt --attention softmax --convolution 0 --dim 128 --batch 8 --minutes 3 --out runs/causal
+    linattn train input.txt --attention softmax --convolution 0 --dim 128 --batch 8 --minutes 3 \\
+        --lr 1e-3 --warmup 0.05 --out runs/causal
     python -m examples.talk.spectrum runs/causal --data input.txt --out docs/talk-spectrum-causal.svg"""
 
 from collections.abc import Sequence

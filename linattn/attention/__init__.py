@@ -3,6 +3,7 @@
 from linattn.attention.base import InnerAttention
 from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
+from linattn.attention.functional import attend
 from linattn.attention.gates import GateNeeds, Gates
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
@@ -13,7 +14,7 @@ from linattn.attention.linformer import (
     StridedConvolution,
 )
 from linattn.attention.local import LocalAttention
-from linattn.attention.named import ATTENTIONS, attend, named_attention
+from linattn.attention.named import ATTENTIONS, named_attention
 from linattn.attention.rotary import RotaryAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention

@@ -14,22 +14,27 @@ from linattn.feature_maps.base import FeatureMap
 from linattn.ops.nested import checked_kind
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
+# attributes that follow from the options
+_NO_OPTIONS = ("training", "scales_products")
+
 
 class InnerAttention(nn.Module, ABC):
-    """Attends with split heads. With fewer key heads than query heads, each serves a group of consecutive query heads,
-    as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means all. `gates`
-    are numbers per token, such as decays, for attentions whose `needs` is not None.
+    """Attends with split heads. With fewer key heads than query heads, each key head serves a group of consecutive
+    query heads, as in `scaled_dot_product_attention(enable_gqa=True)`. `key_mask` is True for present keys; None means
+    all. `gates` are numbers per token, such as decays, for attentions whose `needs` is not None.
 
     The public methods check their arguments, and call the methods that a subclass defines: `_extend`, with the class of
-    its state in `state_kind`, if it can be causal; `_summarize` and `read` if there is a summary smaller than the keys
-    and values; `_attend` if there is neither, or a faster way than these. If `needs` is not None, the gates are the
-    last argument of `_extend`; otherwise it is called without them."""
+    its state in `state_kind`, if it can be causal; `_summarize` and `read` if a summary can be smaller than the keys
+    and values. A subclass defines `_attend` if it has no such summary, or a faster way to attend. If `needs` is not
+    None, the gates are the last argument of `_extend`; otherwise it is called without them."""
 
     causal: bool
     state_kind: type = tuple
     """The class of the causal state."""
     needs: AnyNeeds = None
     """The gates that calls must pass. None: no gates."""
+    scales_products: bool = False
+    """If True, similarities are functions of q·k/√d, or estimate one, so that another scale of q·k is a factor of q."""
     same_tokens: bool = False
     """If True, queries and keys must be those of the same tokens, also where the attention is not causal."""
 
@@ -98,7 +103,7 @@ class InnerAttention(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """Show every option that is a number, a name, a tuple or None."""
-        options = {name: x for name, x in vars(self).items() if name[0] != "_" and name != "training"}
+        options = {name: x for name, x in vars(self).items() if name[0] != "_" and name not in _NO_OPTIONS}
         return ", ".join(
             f"{name}={x!r}" for name, x in options.items() if isinstance(x, (int, float, str, tuple, NoneType))
         )
@@ -113,7 +118,7 @@ class KeysAndValues(NamedTuple):
 
 
 def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:
-    """Raise ValueError for an attention with gates in a place that has none for it."""
+    """Return `inner`. Raise ValueError if it needs gates, because the caller, which `where` names, makes none."""
     if inner.needs is not None:
         raise ValueError(
             f"{where} makes no gates, but {type(inner).__name__} needs some: MultiheadAttention makes them"
@@ -137,7 +142,7 @@ def checked_inner(inner: object) -> InnerAttention:
 
 
 def group_queries(q: Queries, num_key_heads: int) -> Float[Tensor, "b hk g n d"]:
-    """Group consecutive query heads that share a key head. Keys broadcast against the groups after `unsqueeze(2)`."""
+    """Return queries (b h n d) as (b hk g n d), so that the g consecutive query heads of a key head form one group."""
     if q.shape[1] % num_key_heads:
         raise ValueError(
             f"the number of key heads must divide that of query heads, but there are {num_key_heads} and {q.shape[1]}"
@@ -146,5 +151,5 @@ def group_queries(q: Queries, num_key_heads: int) -> Float[Tensor, "b hk g n d"]
 
 
 def group_mask(key_mask: KeyMask) -> Bool[Tensor, "#b #hk 1 m"] | None:
-    """Give the mask a dimension for the groups of queries."""
+    """Return a key mask (b hk m) as (b hk 1 m), with a dimension for the groups of query heads."""
     return None if key_mask is None else key_mask.unsqueeze(2)

@@ -4,11 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from linattn.checks import check_boolean
-from linattn.ops.nested import batch_size, for_batch
+from linattn.checks import check_boolean, check_tensors, given, on_one_device
+from linattn.ops.nested import batch_size, first_tensor, for_batch
 
 
 def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    check_tensors(k=k, v=v)
     shapes = f"k is {tuple(k.shape)} and v is {tuple(v.shape)}"
     if k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"k and v must be (b, h, m, d), with the heads in front of the tokens, but {shapes}")
@@ -17,6 +18,7 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     if key_mask is None:
         return
     check_boolean(key_mask)
+    check_tensors(k=k, key_mask=key_mask)
     b, hk, m, _ = k.shape
     sizes = key_mask.shape
     if len(sizes) != 3 or sizes[0] not in (1, b) or sizes[1] not in (1, hk) or sizes[2] != m:
@@ -30,10 +32,13 @@ def checked_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Raise ValueError for arguments that do not fit. Arguments with a batch of 1 are expanded."""
     # each shape is read once, as checks should cost little beside a step of one token
+    past = None if state is None else first_tensor(state)
+    if not on_one_device(q, k, v) or (past is not None and past.device != q.device):
+        check_tensors(q=q, k=k, v=v, **given(state=past))
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if len(of_q) != 4:
         raise ValueError(f"q must be (b, h, n, d), with the heads in front of the tokens, but is {tuple(of_q)}")
-    made = of_q[0] if state is None else batch_size(state)
+    made = of_q[0] if state is None else None if past is None else past.shape[0]
     if made == of_q[0] == of_k[0] == of_v[0]:
         if key_mask is not None or len(of_k) != 4 or len(of_v) != 4 or of_k[1:3] != of_v[1:3]:
             check_keys(k, v, key_mask)

@@ -6,16 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_sizes
+from linattn.checks import check_sizes, check_types
 
 
 @final
 class Decay(nn.Module):
-    """log γ for each of `num_key_heads`: fixed at log(1 − 2^(−5−i)) for head i, or, if `learned`, −softplus(w), which
-    starts from there."""
+    """log γ for each of `num_key_heads`: fixed at log(1 − 2^(−5−i)) for head i, or, if `learned`, −softplus(w) with a
+    parameter w, which equals the fixed value at first."""
 
     log_decay: Tensor
 
+    @check_types
     def __init__(self, num_key_heads: int, *, learned: bool = False):
         super().__init__()
         check_sizes(num_key_heads=num_key_heads)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
+from linattn.checks import check_types
 from linattn.feature_maps.base import unit
 from linattn.ops.delta import causal_delta_attention
 from linattn.ops.nested import check_part
@@ -31,12 +32,13 @@ class DeltaAttention(InnerAttention):
     """S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = S_tᵀ q_t / √d, always causal.
 
     The gates are β per key head and token, and log α per key head or per channel as `decay` says, "head" (gated
-    DeltaNet), "channel" (KDA) or None (DeltaNet, α = 1). Queries and keys are divided by their lengths first, without
-    which states grow where β|k|² > 2; `unit_keys=False` leaves that to the caller. A zero vector stays zero."""
+    DeltaNet), "channel" (KDA) or None (DeltaNet, α = 1). Queries and keys are divided by their lengths first, because
+    states grow where β|k|² > 2; with `unit_keys=False` the caller must keep keys short. A zero vector stays zero."""
 
     causal = True
     state_kind = DeltaAttentionState
 
+    @check_types
     def __init__(self, *, decay: str | None = None, unit_keys: bool = True):
         super().__init__()
         self.needs = checked_needs(GateNeeds(decay, "strength"))

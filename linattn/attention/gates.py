@@ -10,9 +10,9 @@ DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step")
 
 
 class GateNeeds(NamedTuple):
-    """Say what an inner attention needs to know per token: a `decay` per key "head" or per "channel" of a key, and how
-    strongly a token writes: the `write` is the "strength" β of the delta rule, or the "step" Δ of a state space model,
-    which is in its decay as well. None stands for what it does not need."""
+    """The gates that an inner attention needs per token, None for one that it does not need. `decay` is "head" or
+    "channel": a decay per key head or per channel of a key. `write` is "strength", the β of the delta rule, or "step",
+    the Δ of a state space model, which multiplies the value and also determines the decay."""
 
     decay: str | None = None
     write: str | None = None
@@ -56,7 +56,7 @@ def needs_strength(needs: AnyNeeds) -> bool:
 
 
 def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]) -> Any:
-    """Let nothing pass into the tokens that are True in `first`. Raise ValueError unless every head fades by gates."""
+    """Return the gates with a log decay of −∞ where `first` is True. Raise ValueError if a head has no decay gate."""
     if isinstance(needs, SplitNeeds):
         parts: Any = gates
         return tuple(begin_sequences(part, own, first) for part, own in zip(needs.parts, parts, strict=True))
@@ -70,7 +70,7 @@ def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]
 
 
 def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates, ...]:
-    """Return the gates of an attention that needs some, else nothing. Raise ValueError for gates that do not fit."""
+    """Return (gates,), or () if the attention needs none. Raise ValueError for gates that do not fit."""
     needs = attention.needs
     if gates is needs is None:
         return ()

@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, Gates, checked_needs
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.names import unknown_name
 from linattn.ops.features import Features, FeatureState, causal_feature_attention, read_features, summarize_features
@@ -24,12 +25,14 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade at a fixed rate per head. `needs` names gates: their decay is per key head or, for maps without a scale per
-    token, per feature; their write multiplies v and requires `normalize=None`. Without `causal`, both `decay` and
-    `needs` raise ValueError. The causal state has constant size."""
+    fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per feature, and a write,
+    which multiplies v and requires `normalize=None`. A decay per feature excludes maps that scale each token's
+    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError. The causal state has
+    constant size."""
 
     state_kind = FeatureState
 
+    @check_types
     def __init__(
         self,
         feature_map: FeatureMap,
@@ -51,7 +54,7 @@ class LinearAttention(InnerAttention):
         if needs is not None and checked_needs(needs).write is not None and normalize is not None:
             raise ValueError(f"a write belongs to un-normalised attention, but normalize is {normalize!r}")
         self.feature_map, self.decay, self.needs = feature_map, decay, needs
-        self.causal, self.normalize = causal, normalize
+        self.causal, self.normalize, self.scales_products = causal, normalize, feature_map.scales_products
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> FeatureState:
         """Return S and z, whose size does not depend on m."""
@@ -85,7 +88,7 @@ class LinearAttention(InnerAttention):
         return y.flatten(1, 2), state
 
     def _log_decay(self, gate: Tensor | None) -> Tensor | None:
-        """Return the decay, (hk 1 1), of the gate, (b hk 1 n) or (b hk 1 n d), or both."""
+        """Return the fixed log decay (hk 1 1), the gate's (b hk 1 n) or (b hk 1 n d), or the sum of both."""
         gate = None if gate is None else gate.unsqueeze(2)
         if self.decay is None:
             return gate
@@ -96,14 +99,14 @@ class LinearAttention(InnerAttention):
 
 
 def group_features(features: Features, num_key_heads: int) -> Features:
-    """Group the heads of queries (b hk g n f) or of keys (b hk 1 n f). Maps see them ungrouped, as they may have
-    weights per head."""
+    """Return the features of queries as (b hk g n f), or of keys as (b hk 1 n f). Grouping follows the feature map,
+    whose weights may differ between heads."""
     x, log_scale, function = features
     log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
     return Features(group_queries(x, num_key_heads), log_scale, function)
 
 
 def check_sums(state: FeatureState, keys: Features, v: Values) -> None:
-    """Raise ValueError unless the sums of a state are those of such grouped keys and values."""
+    """Raise ValueError unless the sums of a state have the shape and dtype for these keys and values."""
     sums = checked_kind(state.sums, LinearState)
     check_part("sums", sums.S, accumulator(v.dtype), v.shape[1], 1, keys.x.shape[-1], v.shape[-1])

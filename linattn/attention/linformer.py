@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
+from linattn.checks import check_types
 from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator
 from linattn.ops.softmax.kernel import softmax_attention
@@ -22,8 +23,9 @@ _Present = Bool[Tensor, " b #hk r"] | None
 
 
 class SequenceProjection(nn.Module, ABC):
-    """Projects up to `max_length` keys or values to at most `projected_length`, which must not be more."""
+    """Projects up to `max_length` keys or values to at most `projected_length`, which must not exceed `max_length`."""
 
+    @check_types
     def __init__(self, max_length: int, projected_length: int):
         super().__init__()
         if not 1 <= projected_length <= max_length:
@@ -55,6 +57,7 @@ class LearnedProjection(SequenceProjection):
     E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
     """
 
+    @check_types
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
         super().__init__(max_length, projected_length)
         heads = () if num_key_heads is None else (num_key_heads,)
@@ -86,6 +89,7 @@ class StridedConvolution(SequenceProjection):
     that `max_length` tokens become at most `projected_length`. Each of `head_dim` channels has its own weights, the
     same for all heads, which start as mean pooling."""
 
+    @check_types
     def __init__(self, max_length: int, projected_length: int, head_dim: int):
         super().__init__(max_length, projected_length)
         self.weight = nn.Parameter(torch.empty(self.window, head_dim))
@@ -131,6 +135,7 @@ class LinformerAttention(InnerAttention):
     """
 
     causal = False
+    scales_products = True
 
     def __init__(self, key_projection: SequenceProjection, value_projection: SequenceProjection | None = None):
         super().__init__()

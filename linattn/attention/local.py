@@ -4,7 +4,7 @@ Roy et al., https://arxiv.org/abs/2003.05997 (buckets); Beltagy et al., https://
 from typing import final
 
 from linattn.attention.base import InnerAttention
-from linattn.checks import check_sizes
+from linattn.checks import check_sizes, check_types
 from linattn.ops.softmax.local import LocalState, Window, extend_local, local_attention
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -23,8 +23,10 @@ class LocalAttention(InnerAttention):
     """
 
     state_kind = LocalState
+    scales_products = True
     same_tokens = True
 
+    @check_types
     def __init__(self, window: int, *, causal: bool = False, bucketed: bool = False):
         super().__init__()
         check_sizes(window=window)

@@ -5,8 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.decay import Decay
@@ -24,8 +22,8 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
+from linattn.checks import check_types
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
-from linattn.feature_maps.base import FeatureMap
 from linattn.names import did_you_mean
 
 # where the Linformer paper's curves flatten (figure 3); the projection is never longer than what it projects
@@ -115,6 +113,7 @@ SYNONYMS = {
 }
 
 
+@check_types
 def named_attention(
     spec: str,
     *,
@@ -166,7 +165,8 @@ def names_in(spec: str) -> list[str]:
     for name in names:
         if name not in ATTENTIONS:
             hint = did_you_mean(name or spec, ATTENTIONS, SYNONYMS)
-            raise ValueError(f"{name!r} in {spec!r} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
+            place = "" if name == spec else f" in {spec!r}"
+            raise ValueError(f"{name!r}{place} is no attention{hint}: there are {', '.join(sorted(ATTENTIONS))}")
     return names
 
 
@@ -177,37 +177,6 @@ def resolved_attention(
     if isinstance(inner, str):
         return named_attention(inner, num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads)
     return checked_inner(inner)
-
-
-def attend(
-    q: Float[Tensor, "*b n d"],
-    k: Float[Tensor, "*b2 m d"],
-    v: Float[Tensor, "*b2 m dv"],
-    method: str | FeatureMap | InnerAttention = "elu",
-    *,
-    is_causal: bool = False,
-    key_mask: Bool[Tensor, "*masked m"] | None = None,
-) -> Float[Tensor, "*b n dv"]:
-    """Attend by any method on raw `q`, `k` and `v`, which are laid out as for `scaled_dot_product_attention`.
-
-    Heads precede tokens, (…, h, n, d); k and v may have fewer, each serving consecutive heads of q. `method` is a name
-    in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention. Random
-    features come from a fixed seed. If `is_causal`, a query sees the keys up to its own; an inner attention must have
-    been made so. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all heads.
-
-    Raises ValueError for what does not fit.
-    """
-    if not 2 <= q.ndim == k.ndim == v.ndim:
-        raise ValueError(
-            "q, k and v must have the same number of dimensions, (…, tokens, channels), but they are "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    inner = _resolve(method, q, k, is_causal)
-    if inner.causal != is_causal:
-        raise ValueError(f"is_causal is {is_causal}, but {type(inner).__name__} was made with causal={inner.causal}")
-    if key_mask is not None:
-        key_mask = _four(_expanded_mask(key_mask, k).unsqueeze(-1)).squeeze(-1)
-    return inner(_four(q), _four(k), _four(v), key_mask=key_mask).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
@@ -223,49 +192,3 @@ def _shares(spec: str, num_heads: int) -> list[tuple[str, int]]:
     if sum(map(int, counts)) != num_heads:
         raise ValueError(f"{spec!r} has {sum(map(int, counts))} heads, but num_heads is {num_heads}")
     return list(zip(names, map(int, counts), strict=True))
-
-
-def _resolve(method: str | FeatureMap | InnerAttention, q: Tensor, k: Tensor, causal: bool) -> InnerAttention:
-    if isinstance(method, FeatureMap):
-        return LinearAttention(method, causal=causal)
-    if not isinstance(method, str):
-        return checked_inner(method)
-    heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    inner = untrained_attention(
-        method,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_dim=q.shape[-1],
-        causal=causal,
-        max_length=max(k.shape[-2], 1),
-    )
-    if inner.needs is not None:
-        raise ValueError(
-            f"{method!r} needs gates, which a module learns to make from its input, so a function cannot hold it: "
-            f"build MultiheadAttention with named_attention({method!r}, …)"
-        )
-    if any(True for _ in inner.parameters()):
-        raise ValueError(
-            f"{method!r} has weights to learn, so a function cannot hold it: build the module with "
-            f"named_attention({method!r}, …), train it, and give it as method"
-        )
-    return inner.to(device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
-    """Expand a mask to (…, h, m), for all heads if it is (b, m)."""
-    wanted = k.shape[:-1]
-    shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
-    if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):
-        raise ValueError(
-            f"key_mask must be {tuple(wanted)}, as the keys, or broadcast to it, or be (b, m) for all heads, but is "
-            f"{tuple(key_mask.shape)}"
-        )
-    return key_mask.reshape(shape).expand(wanted)
-
-
-def _four(x: Tensor) -> Tensor:
-    """Reshape to (b, h, n, d): add a missing batch or head, flatten several batch dimensions."""
-    while x.ndim < 4:
-        x = x.unsqueeze(0)
-    return x.flatten(0, -4)

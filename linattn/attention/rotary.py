@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import AnyGates
+from linattn.checks import check_numbers, check_types
 from linattn.ops.nested import check_part
 from linattn.ops.tokens.compaction import per_query_head
 from linattn.ops.tokens.rotary import rotate_by, rotations
@@ -24,19 +25,21 @@ class RotaryState(NamedTuple):
 
 @final
 class RotaryAttention(InnerAttention):
-    """inner(R_i q_i, R_j k_j, v_j) for self-attention: rotates queries and keys by their positions, before `inner` sees
+    """inner(R_i q_i, R_j k_j, v_j) for self-attention: rotates queries and keys by their positions, before `inner` gets
     them: channels c and c + ⌊d/2⌋ by the angle i · base^(−c/⌊d/2⌋), so that a larger `base` rotates more slowly.
 
-    q·k then depends on i − j alone, and so does softmax attention. A feature map sees channels, so with one the output
-    depends on absolute positions too. Masked tokens have no position."""
+    q·k then depends on i − j alone, and so does softmax attention. A feature map takes single channels as inputs, so
+    linear attention depends on absolute positions too. Masked tokens have no position."""
 
     state_kind = RotaryState
     same_tokens = True
 
+    @check_types
     def __init__(self, inner: InnerAttention, *, base: float = 10000.0):
         super().__init__()
+        check_numbers(least=1.0, base=base)
         self.inner, self.base, self.causal = checked_inner(inner), base, inner.causal
-        self.needs = inner.needs
+        self.needs, self.scales_products = inner.needs, inner.scales_products
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
         q, k, _ = self._rotated(q, k, None, key_mask)

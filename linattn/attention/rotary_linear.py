@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, group_mask, group_queries
 from linattn.attention.rotary import check_same_tokens, count_positions
+from linattn.checks import check_numbers, check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.ops.linear import causal_linear_attention, linear_attention
 from linattn.ops.nested import check_part
@@ -32,19 +33,21 @@ _Term = tuple[Tensor, Tensor, Tensor]
 
 @final
 class RotaryLinearAttention(InnerAttention):
-    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), over all j or, if `causal`, j ≤ i: only the
-    numerator has rotated features, as a negative similarity is harmless there. Queries and keys belong to the same
-    tokens; masked tokens have no position. R_i rotates features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger
-    `base` rotates more slowly.
+    """y_i = Σ_j (R_i φ(q_i))·(R_j φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j), over all j or, if `causal`, j ≤ i. Only the
+    numerator has rotated features: a denominator of them could be zero. Queries and keys belong to the same tokens;
+    masked tokens have no position. R_i rotates features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger `base`
+    rotates more slowly.
 
-    φ is `feature_map`; a call raises ValueError if it has a scale per token, as FAVOR+ and exp do."""
+    φ is `feature_map`; a call raises ValueError if it scales each token's features, as FAVOR+ and exp do."""
 
     state_kind = RotaryLinearAttentionState
     same_tokens = True
 
+    @check_types
     def __init__(self, feature_map: FeatureMap, *, causal: bool = False, base: float = 10000.0):
         super().__init__()
         self.feature_map = checked_feature_map(feature_map, FeatureMap)
+        check_numbers(least=1.0, base=base)
         self.causal, self.base = causal, base
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:

@@ -5,6 +5,7 @@ from typing import final
 import torch
 
 from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.checks import check_types
 from linattn.ops.nested import check_tokens
 from linattn.ops.numerics import zero_masked
 from linattn.ops.softmax.kernel import among_present, fused_softmax, softmax_attention
@@ -22,7 +23,9 @@ class SoftmaxAttention(InnerAttention):
     """
 
     state_kind = KeysAndValues
+    scales_products = True
 
+    @check_types
     def __init__(self, *, causal: bool = False):
         super().__init__()
         self.causal = causal

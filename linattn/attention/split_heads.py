@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import SplitNeeds
+from linattn.checks import check_sizes
 from linattn.ops.nested import checked_parts
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -24,14 +25,17 @@ class SplitHeads(InnerAttention):
 
     def __init__(self, *parts: tuple[int, InnerAttention]):
         super().__init__()
-        if not parts or any(count < 1 for count, _ in parts):
-            raise ValueError(f"each part needs at least one head, but the heads are {[count for count, _ in parts]}")
+        if not parts or not all(isinstance(part, (tuple, list)) and len(part) == 2 for part in parts):
+            kinds = ", ".join(type(part).__name__ for part in parts) or "none"
+            raise ValueError(f"parts must be pairs of a number of heads and an attention, but are {kinds}")
+        check_sizes(heads=tuple(count for count, _ in parts))
         if len({checked_inner(part).causal for _, part in parts}) > 1:
             kinds = ", ".join(f"{type(part).__name__}(causal={part.causal})" for _, part in parts)
             raise ValueError(f"either all parts are causal or none, but they are {kinds}")
         self.heads = tuple(count for count, _ in parts)
         self.parts = nn.ModuleList(part for _, part in parts)
         self.causal = parts[0][1].causal
+        self.scales_products = all(part.scales_products for _, part in parts)
         self.same_tokens = any(part.same_tokens for _, part in parts)
         needs = tuple(part.needs for _, part in parts)
         self.needs = SplitNeeds(self.heads, needs) if any(needs) else None

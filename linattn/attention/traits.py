@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from linattn.attention.base import InnerAttention
 from linattn.attention.named import names_in, untrained_attention
+from linattn.checks import check_types
 
 
 class Traits(NamedTuple):
@@ -23,6 +24,7 @@ class Traits(NamedTuple):
     fixed_length: bool
 
 
+@check_types
 def traits(spec: str) -> Traits:
     """Return the facts about the attention of a name, or about a mixture. `spec` is as in `named_attention`.
 

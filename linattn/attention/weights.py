@@ -14,9 +14,9 @@ from linattn.types import KeyMask, Keys, Queries
 def attention_weights(
     inner: InnerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None, gates: AnyGates = None
 ) -> Float[Tensor, "b h n m"]:
-    """Return the matrix A of `inner` for `q` and `k`, with inner(q, k, v) = A v for every v, by the outputs for one-hot
-    v. Keys that are False in `key_mask` have zeros. An attention that needs `gates` takes them here as it does there.
-    A `StridedConvolution`, with a matrix per channel, is a ValueError.
+    """Return the matrix A of `inner` for `q` and `k`, with inner(q, k, v) = A v for every v. Its columns are the
+    outputs for one-hot values. Keys that are False in `key_mask` have zeros. `gates` are those that a call of `inner`
+    takes. Raises ValueError for a `StridedConvolution`, which has a matrix per channel.
 
     The rows of softmax and of normalised linear attention sum to one. Those of Linformer need not, and its weights may
     be negative, as may those of random trigonometric features. Time and memory are quadratic for any method."""

@@ -4,8 +4,10 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+from linattn.attention.named import ATTENTIONS, names_in
 from linattn.names import unknown_name
 
 Parsing = dict[str, Any]
@@ -38,16 +40,37 @@ def comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def names_from(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a converter of names with commas between, which refuses unknown ones."""
+@dataclass(frozen=True)
+class Names:
+    """Converts a name, or `several` with commas between. `check` raises ValueError for one that is not `known`."""
 
-    def names(text: str) -> tuple[str, ...]:
-        for name in comma_separated(text):
-            if name not in known:
-                raise argparse.ArgumentTypeError(str(unknown_name("each", name, known)))
-        return comma_separated(text)
+    known: Sequence[str]
+    check: Callable[[str], object]
+    several: bool = True
 
-    return names
+    def __call__(self, text: str) -> str | tuple[str, ...]:
+        names = comma_separated(text) if self.several else (text,)
+        try:
+            for name in names:
+                self.check(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return names if self.several else text
+
+
+def names_from(known: Sequence[str]) -> Names:
+    def check(name: str) -> None:
+        if name not in known:
+            raise unknown_name("each", name, known)
+
+    return Names(known, check)
+
+
+# an attention may be a mixture
+METHOD = Names(tuple(ATTENTIONS), names_in, several=False)
+METHODS = replace(METHOD, several=True)
+# a layer may be a gated convolution instead; the configuration checks its width
+LAYERS = Names(METHODS.known, lambda name: name.startswith("convolution:") or names_in(name))
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -64,7 +87,7 @@ def numbers(allowed: Callable[[float], bool], expected: str) -> Parsing:
 
 
 def repeatable(metavar: str) -> Parsing:
-    """Let an option take one value at a time and be repeatable; one that takes several would swallow DATA too."""
+    """Return the keywords of a repeatable option of one value. An option of several values would also consume DATA."""
     return {"action": "append", "metavar": metavar}
 
 

@@ -14,19 +14,23 @@ from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
 from linattn.models.generation import Sampling, stream
+from linattn.states import load_state
 
+SMALLER = "a shorter prompt"
 SUMMARY = "generate text with the model of a run"
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
     add("--prompt", default="", metavar="TEXT", help="beginning of the text, or - to read it from stdin")
+    add("--state", type=Path, metavar="FILE", help="go on from what linattn read has read")
     add("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
     add("--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)")
     add("--top-k", **COUNT, help="sample from the N most likely tokens")
     add("--top-p", **SHARE, help="sample from the most likely tokens that together reach probability X")
+    add("--min-p", **SHARE, help="sample from the tokens with X times the probability of the most likely, or more")
     add("--repetition-penalty", default=1.0, **POSITIVE, help="above 1: repeat less (default: 1)")
     add("--seed", **SEED, help="seed; it gives the same text every time")
     add("--stop", metavar="TEXT", help="end before this text")
@@ -37,13 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
     described = open_run(arguments.folder)
     vocabulary = described.vocabulary()
     prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
-    # this token marks the beginning of a text, where every text that the model has seen starts
-    tokens = [vocabulary.separator, *vocabulary.encode(prompt)]
+    tokens = list(vocabulary.encode(prompt))
+    if arguments.state is None:
+        # this token marks the beginning of a text, where every text that the model has seen starts
+        tokens.insert(0, vocabulary.separator)
+    elif not tokens:
+        raise CommandError("a state needs a --prompt, with which the text that was read goes on")
     model = described.model()
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
+    state = None
+    if arguments.state is not None:
+        with explained("the state cannot be used", ValueError, FileNotFoundError):
+            state = load_state(arguments.state, model=model)
     times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
@@ -54,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
             sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
             stop_tokens=(vocabulary.separator,),
             seed=arguments.seed,
+            state=state,
         )
         new = _timed((token for (token,) in steps if token is not None), times)
-        _write(text(vocabulary, tokens[1:], new, arguments.stop))
+        _write(text(vocabulary, tokens[state is None :], new, arguments.stop))
     print(_speed(times), file=sys.stderr)
     return 0
 
@@ -79,7 +92,8 @@ def _speed(times: list[float]) -> str:
 
 
 def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
-    """Yield the prompt and what follows it, in pieces that are final, up to the text `stop` if it is ever generated."""
+    """Yield the prompt, then the text of the new tokens, in pieces that no later token changes. If the text `stop` is
+    generated, the output ends right before it."""
     decode = vocabulary.decoder()
     yield "".join(map(decode, prompt))
     held = ""

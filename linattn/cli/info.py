@@ -10,8 +10,9 @@ import torch
 
 from linattn.cli.run_folder import Description, Run, open_run
 from linattn.models import LanguageModel
-from linattn.ops.nested import num_bytes
+from linattn.states.rows import num_bytes
 
+SMALLER = "a smaller model"
 SUMMARY = "describe a run"
 
 
@@ -86,7 +87,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _settings(values: dict[str, Any]) -> str:
-    """Return the settings that differ from "off"."""
+    """Return the settings as text, without those that are None, False, 0 or empty."""
     shown = {name: " ".join(map(str, x)) if isinstance(x, list) else x for name, x in values.items()}
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, False, ""))
 

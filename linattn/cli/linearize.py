@@ -6,10 +6,11 @@ import argparse
 from fractions import Fraction
 from pathlib import Path
 
-from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, SEED, integers, repeatable
+from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
 
+SMALLER = "a lower --batch or --context, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
-METHOD, WINDOW = "taylor2", 16
+DEFAULT, WINDOW = "taylor2", 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", required=True, metavar="FILE", help="files, or folders of files, of text like its own")
     add("--out", required=True, type=Path, metavar="OUT", help="the folder of the linear model and the report")
     add = parser.add_argument_group("what it becomes").add_argument
-    add("--method", default=METHOD, metavar="METHOD", help=f"an attention, or a mixture of them (default: {METHOD})")
+    shown = f"an attention, or a mixture of them (default: {DEFAULT})"
+    add("--method", type=METHOD, default=DEFAULT, metavar="METHOD", help=shown)
     add(
         "--keep",
         type=layer_choice,

@@ -2,17 +2,22 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any, NoReturn
 
-from linattn.cli import bench, generate, info, linearize, train
-from linattn.console.errors import CommandError, one_line
+from linattn.checks import MissingPackage, extra
+from linattn.cli import bench, generate, info, linearize, read, train
+from linattn.console.errors import CommandError, one_line, out_of_memory, writing
 from linattn.names import did_you_mean
 from linattn.version import __version__
 
-COMMANDS = {"train": train, "generate": generate, "info": info, "linearize": linearize, "bench": bench}
+COMMANDS = {"train": train, "generate": generate, "read": read, "info": info, "linearize": linearize, "bench": bench}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -35,7 +40,10 @@ class OneLineParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(value, map(str, action.choices or ()))
+            # imported with torch, which takes a second
+            from linattn.models.config import SYNONYMS
+
+            error.message += did_you_mean(value, map(str, action.choices or ()), SYNONYMS)
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -52,27 +60,58 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let a request to terminate interrupt the block as Ctrl-C does, so that nothing is left half-written."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # only the main thread may handle signals
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     command = COMMANDS[parsed.command]
     try:
-        # the `command` of a package takes seconds to import, so mistakes in its options are told before
-        runner = import_module(f"{command.__name__}.command") if hasattr(command, "__path__") else command
-        return runner.run(parsed)
+        with extra("cli"), interrupted_by_sigterm(), writing(getattr(parsed, "out", "the output")):
+            # the `command` of a package takes seconds to import, so mistakes in its options are told before
+            runner = import_module(f"{command.__name__}.command") if hasattr(command, "__path__") else command
+            status = runner.run(parsed)
+            sys.stdout.flush()
+            return status
     except CommandError as error:
         message, status = str(error), error.status
-    except ModuleNotFoundError as error:
-        # a missing module of our own is a bug
-        if error.name is None or error.name.partition(".")[0] == "linattn":
-            raise
-        message, status = f"this needs {error.name}, which pip install 'linattn[cli]' brings", 2
+    except MissingPackage as error:
+        message, status = str(error), 2
     except BrokenPipeError:
-        # the reader of the output is gone, as with `| head`; Python would complain again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader of the output is gone, as with `| head`
+        _discard_output()
         return 0
     except OSError as error:
         message, status = str(error), 2
     except KeyboardInterrupt:
         message, status = "interrupted", 130
+    except (MemoryError, RuntimeError) as error:
+        if (reason := out_of_memory(error)) is None:
+            raise
+        message, status = f"the memory is full: {reason}; {command.SMALLER} needs less", 2
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
     print(f"linattn {parsed.command}: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+def _discard_output() -> None:
+    """Discard the output that cannot be written. Python would try again at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,7 +25,7 @@ BY_TYPE: dict[Any, parse.Parsing] = {
     tuple[str, ...]: parse.repeatable("NAME"),
 }
 MODEL_PARSING: dict[str, parse.Parsing] = {
-    "attention": {"type": parse.comma_separated, "metavar": "METHOD"},
+    "attention": {"type": parse.LAYERS, "metavar": "METHOD"},
     "rotary": {"type": parse.base_or_none, "metavar": "X"},
     "dropout": parse.NOT_NEGATIVE,
     "head_norm_eps": parse.NOT_NEGATIVE,
@@ -35,8 +35,9 @@ MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
 
 
 def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
-    """Declare an option. Its rules: the `group` in the help, the `least` value of an integer, the `choices` of a name,
-    and `free` if it may change on --resume, because the weights do not depend on it."""
+    """Declare an option. `parsing` has its keywords for argparse (None: by its type), and `rules` the `group` in the
+    help, the `least` value of an integer, the `choices` of a name, and `free` if --resume may change the option,
+    because the weights do not depend on it."""
     return field(default=default, metadata={"help": help, "parsing": parsing, **rules})
 
 
@@ -80,8 +81,12 @@ class TrainOptions(ModelOptions):
     context: int = training(512, "tokens per sequence", least=2)
     batch: int = training(16, "sequences per process and batch")
     accumulate: int = training(1, "batches per update")
-    lr: float = training(1e-3, "highest learning rate of AdamW")
-    warmup: float = training(0.05, "part of the run in which the learning rate rises", parse.PART)
+    lr: float = training(2e-3, "highest learning rate of AdamW")
+    warmup: float | None = training(
+        None,
+        "part of the run in which the learning rate rises (default: 100 updates, but 0.05 to 0.3 of the run)",
+        parse.PART,
+    )
     weight_decay: float = training(0.1, "weight decay of AdamW, for matrices only", parse.NOT_NEGATIVE)
     clip: float = training(1.0, "largest norm of the gradient (0: any)", parse.NOT_NEGATIVE)
     precision: str = training(
@@ -108,7 +113,7 @@ class TrainOptions(ModelOptions):
         return LanguageModelConfig(vocab_size=vocab_size, max_length=longest, **fields)
 
     def limit(self) -> int:
-        """Return the number of updates. With --minutes, time ends the run long before a million."""
+        """Return the largest number of updates: --steps, else 2,000, or, with --minutes, more than the time allows."""
         return self.steps or (2000 if self.minutes is None else 1_000_000)
 
 
@@ -116,7 +121,8 @@ OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
 
 
 def new_options(given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a new run. With a preset, those that neither it nor the user gives are the library's."""
+    """Return the options of a new run. With a preset, an option of the model that is neither in the preset nor `given`
+    has the default of LanguageModelConfig, not that of `linattn train`."""
     if (name := given.get("preset")) is None:
         return TrainOptions(**given)
     defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}

@@ -2,7 +2,7 @@
 
 config.json, model.safetensors   the last checkpoint's weights, for LanguageModel.load and from_pretrained
 run.json                         the options, the data and the versions
-tokenizer.json                   of bytes too, as transformers reads it
+tokenizer.json                   the tokenizer for transformers, also if tokens are bytes
 log.jsonl, curve.png             how the training went
 data/                            the tokens
 checkpoints/checkpoint-…/        what --resume needs"""
@@ -93,7 +93,7 @@ class Run:
             return LanguageModel.load(self.folder)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of the log. The last line may be incomplete, while or after it was written."""
+        """Yield the records of the log up to an incomplete line, such as a last one that is still being written."""
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else ():
             try:
                 record = json.loads(line)

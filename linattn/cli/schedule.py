@@ -18,16 +18,20 @@ from linattn.console.learning_rate import learning_rate_factor
 ECHO_SECONDS = 1.0
 """After so many seconds another Ctrl-C is the user's: launchers repeat the signal that all processes had already."""
 
+WARMUP_STEPS, WARMUP_SHARES = 100, (0.05, 0.3)
+"""The default number of steps in the warm-up, and the least and the largest share of a run that it may be. After a
+shorter one, a model with tied embeddings predicts the frequencies of tokens for long (docs/learning.md)."""
+
 
 class Schedule(TrainerCallback, ExportableState):
     """Counts the seconds of training without interruptions; the learning rate follows them, or the steps."""
 
-    def __init__(self, *, steps: int, minutes: float | None, warmup: float) -> None:
+    def __init__(self, *, steps: int, minutes: float | None, warmup: float | None) -> None:
         self.steps, self.warmup = steps, warmup
         self.limit = math.inf if minutes is None else 60 * minutes
         self.seconds = self.before = 0.0
         self.started = time.monotonic()
-        self.interrupted = self.must_stop = False
+        self.stepping = self.interrupted = self.must_stop = False
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"seconds": self.seconds}}
@@ -36,8 +40,16 @@ class Schedule(TrainerCallback, ExportableState):
         """Return the progress from 0 to 1 in the middle of a step, so that no step has a learning rate of zero."""
         return min(1.0, max((step + 0.5) / self.steps, self.seconds / self.limit))
 
+    def warmup_share(self, step: int) -> float:
+        """Return the share of the run in which the learning rate rises: the option, or the default number of steps
+        within the limits. If the time ends the run, its number of steps is estimated from the time of those so far."""
+        if self.warmup is not None:
+            return self.warmup
+        least, most = WARMUP_SHARES
+        return min(most, max(least, WARMUP_STEPS * self.progress(step) / (step + 0.5)))
+
     def learning_rate_factor(self, step: int) -> float:
-        return learning_rate_factor(self.progress(step), self.warmup)
+        return learning_rate_factor(self.progress(step), self.warmup_share(step))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         callbacks: Any = state.stateful_callbacks
@@ -45,8 +57,11 @@ class Schedule(TrainerCallback, ExportableState):
         self.before = self.seconds = saved["attributes"]["seconds"]
         self.started = time.monotonic()
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.stepping = True
+
     def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Agree on the time before the scheduler's step: a process that stopped alone would leave others waiting."""
+        """Set the same time in all processes before the scheduler's step: if one stopped alone, others would wait."""
         self.seconds, interrupted = largest(
             self.before + time.monotonic() - self.started, float(self.interrupted), device=args.device
         )
@@ -60,12 +75,14 @@ class Schedule(TrainerCallback, ExportableState):
 
     @contextmanager
     def saves_on_interrupt(self) -> Iterator[None]:
-        """Let the step end and be saved after Ctrl-C or a request to terminate. A second Ctrl-C does not wait."""
+        """Let the step end and be saved after Ctrl-C or a request to terminate. A second Ctrl-C does not wait, and
+        before the first step there is nothing to save."""
         asked_at = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:
             nonlocal asked_at
-            if number == signal.SIGINT and time.monotonic() > asked_at + ECHO_SECONDS:
+            again = number == signal.SIGINT and time.monotonic() > asked_at + ECHO_SECONDS
+            if again or not self.stepping:
                 raise KeyboardInterrupt
             asked_at = min(asked_at, time.monotonic())
             self.interrupted = True

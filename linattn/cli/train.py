@@ -9,6 +9,7 @@ from linattn.cli.run_folder import open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
 
+SMALLER = "a lower --batch, --context, --dim or --depth"
 SUMMARY = "train a language model on text files"
 
 

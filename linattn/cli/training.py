@@ -1,18 +1,20 @@
-"""Train a run with transformers' Trainer, whose are the loop, DDP, FSDP2 and mixed precision.
+"""Train a run with transformers' Trainer, which provides the loop, DDP, FSDP2 and mixed precision.
 
 Every process builds the model, the data and the Trainer; the first one writes files."""
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,15 +22,17 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from linattn.cli.checkpoints import adopt_checkpoint, last_step, recover
+from linattn.cli.memory import require_activations, require_weights
 from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports, draw_curve
-from linattn.cli.run_folder import Run, open_run, timestamp
+from linattn.cli.run_folder import Run, open_run, require_free, timestamp
 from linattn.cli.schedule import Schedule, largest
 from linattn.cli.vocabulary import Vocabulary
 from linattn.cli.windows import TrainingWindows, open_tokens, validation_windows
 from linattn.console.atomic import partial_name, remove_leftovers
-from linattn.console.errors import CommandError, explained, one_line
+from linattn.console.errors import CommandError, explained, one_line, writing
+from linattn.console.lock import locked
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 
 
@@ -40,22 +44,32 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
     with explained("no such model", ValueError):
         config = options.language_model(vocabulary.size)
         separator = vocabulary.separator
-        model = LinattnForCausalLM(LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator))
+        own = LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator)
+        require_weights(partial(LinattnForCausalLM, own), options)
+        model = LinattnForCausalLM(own)
     with explained("this cannot be run here", ValueError, ImportError):
         args = training_arguments(options, arguments.out)
-    if not arguments.resume:
-        _first_process_only(
-            args, lambda: create_run(arguments.out, arguments.data, options, vocabulary, processes=args.world_size)
-        )
-    _train(open_run(arguments.out), model, options, args)
+    require_activations(model, options, args)
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(locked(arguments.out))
+            if not arguments.resume:
+                # another process may have begun a run since this was checked first
+                require_free(arguments.out, replace=arguments.replace)
+                create_run(arguments.out, arguments.data, options, vocabulary, processes=args.world_size)
+
+        _first_process_only(args, arguments.out, begin)
+        _train(open_run(arguments.out), model, options, args)
 
 
-def _first_process_only(args: TrainingArguments, action: Callable[[], None]) -> None:
-    """Run the action in the first process while the others wait; if it fails, all end."""
+def _first_process_only(args: TrainingArguments, out: Path, action: Callable[[], None]) -> None:
+    """Run the action, which writes `out`, in the first process while the others wait; if it fails, all end."""
     failure: list[str | None] = [None]
     if args.process_index == 0:
         try:
-            action()
+            with writing(out):
+                action()
         except (CommandError, OSError) as error:
             failure = [one_line(error)]
     broadcast_object_list(failure)
@@ -81,11 +95,15 @@ def _train(run: Run, model: PreTrainedModel, options: TrainOptions, args: Traini
     if first:
         draw_curve(run.records(), run.curve)
     if trainer.schedule.must_stop:
-        saved, going_on = trainer.state.global_step, f"linattn train --resume --out {run.folder} goes on"
-        raise CommandError(f"interrupted after step {saved:,}, which is saved; {going_on}", status=130)
+        saved, command = (
+            trainer.state.global_step,
+            shlex.join(["linattn", "train", "--resume", "--out", str(run.folder)]),
+        )
+        raise CommandError(f"interrupted after step {saved:,}, which is saved; {command} goes on", status=130)
     if first:
         run.describe(finished=timestamp())
-        print(f"{run.folder} is complete: linattn generate {run.folder} --prompt … writes with it", file=sys.stderr)
+        command = shlex.join(["linattn", "generate", str(run.folder)])
+        print(f"{run.folder} is complete: {command} --prompt … writes with it", file=sys.stderr)
 
 
 def _announce(run: Run, model: PreTrainedModel, options: TrainOptions, tokens_per_step: int, step: int) -> None:
@@ -147,7 +165,7 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
 
 
 def _multiplies_bfloat16(use_cpu: bool) -> bool:
-    """Tell whether the machine multiplies bfloat16 natively; a step then takes 0.6 to 0.8 of the time."""
+    """Tell whether the machine multiplies bfloat16 natively: a step then takes 0.6 to 0.8 of its time in float32."""
     if use_cpu:
         return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -205,9 +223,7 @@ class RunTrainer(Trainer):
         if largest(float(not is_finite(model)), device=self.args.device) != [0.0]:
             raise self._diverged("the weights are")
         step = self.state.global_step
-        # safetensors and torch's zip writer report a full disk by errors of their own
-        kinds = OSError, RuntimeError, SafetensorError
-        with explained(f"{self.run.checkpoint(step)} could not be written", *kinds):
+        with writing(self.run.checkpoint(step)):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
@@ -216,7 +232,7 @@ class RunTrainer(Trainer):
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Tell whether all weights are finite, of a sharded model those of this process."""
+    """Tell whether all weights are finite. If the model is sharded, each process checks its own part of the weights."""
     weights = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
     return all(bool(weight.isfinite().all()) for weight in weights)
 

@@ -1,14 +1,15 @@
-"""Reads JSON as a value of a declared type, so that a damaged file is told in one line."""
+"""Reads JSON as a value of a declared type, so that a damaged file leads to an error of one line."""
 
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 
 def read_json(kind: Any, text: str | bytes) -> Any:
-    """Return a value of the type, whose tuples are lists in JSON. Raise ValueError with what is missing or of another
-    type; a whole number is a float too, and a bool is no number. What the type does not know is left out, unless
-    `pydantic.with_config` says otherwise."""
+    """Return `text` as a value of the type `kind`; a list becomes a tuple where the type has one. Raise ValueError that
+    names what is missing or of another type: a whole number is a valid float, but a bool is no number. Unknown fields
+    are ignored, unless `pydantic.with_config` forbids them."""
+    # imported here, because `linattn --help` works without the extra
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:

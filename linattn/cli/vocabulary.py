@@ -1,7 +1,8 @@
 """Vocabularies: tokens are bytes, or entries of a `tokenizers` file.
 
-The last token, `separator`, begins every document. `decoder` returns a function from the next token to the text that
-has become certain; the separator ends the text. `lost` is a lower bound on the bytes that tokens do not give back."""
+The last token, `separator`, begins every document. `decoder` returns a function that takes each next token and returns
+the text that it completes; the separator completes the rest. `lost` returns a lower bound on the number of bytes that
+cannot be restored from the tokens."""
 
 import codecs
 from collections import Counter
@@ -60,7 +61,7 @@ class Tokenizer:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Count the bytes of missing characters: unknown, dropped or replaced ones, but not moved ones."""
+        """Count the bytes of unknown, dropped or replaced characters. Those that only moved are not counted."""
         # surrogateescape makes each invalid byte a character of its own, which no tokenizer gives back
         original = text.decode("utf-8", "surrogateescape")
         decoded = self.backend.decode(list(tokens), skip_special_tokens=False)

@@ -55,13 +55,14 @@ class TrainingWindows(Dataset):
 
 @lru_cache(maxsize=1)
 def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.ndarray]:
-    """Return the offset and the order of the windows in a pass."""
+    """Return the offset, from 0 to `slack`, and the order of the `windows` windows in the pass with this `number`."""
     random = np.random.default_rng((seed, number))
     return int(random.integers(slack + 1)), random.permutation(windows)
 
 
 def validation_windows(tokens: np.ndarray, context: int, *, most: int) -> list[dict[str, Tensor]]:
-    """Return at most `most` windows, evenly spread; those that cover the row predict each token but the first once."""
+    """Return at most `most` windows, evenly spread. With no limit they would predict each token once, except the first
+    token and those after the last full window."""
     fitting = (len(tokens) - 1) // (context - 1)
     chosen = np.linspace(0, fitting - 1, min(most, fitting)).round().astype(np.int64)
     return [window(tokens, start * (context - 1), context) for start in chosen.tolist()]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from linattn.checks import check_types
 from linattn.models.generation import Sampling, nucleus, penalised, stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
@@ -23,6 +24,7 @@ LossMask = Bool[Tensor, "b k"] | None
 LogitsOrLoss = Float[Tensor, "..."]
 
 
+@check_types
 def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
     """Keep the most likely tokens, a share of 1 − thres of all, but at least one."""
     k = max(1, round((1 - thres) * logits.shape[-1]))
@@ -30,14 +32,15 @@ def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b 
     return torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
 
 
+@check_types
 def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
     """Keep the fewest tokens that together reach the probability thres."""
     return nucleus(logits, thres)
 
 
 class SamplingOptions(NamedTuple):
-    """The options for drawing a token: penalty for each row's `recent` last tokens, temperature, filter. At temperature
-    0 it is the most likely one. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+    """The options for drawing a token: penalty for each row's `recent` last tokens, temperature, filter. A temperature
+    of 0 takes the most likely token. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
 
     temperature: float
     filter: Filter
@@ -46,7 +49,7 @@ class SamplingOptions(NamedTuple):
     recent: int = 32
 
     def sampling(self, rows: list[list[int]]) -> Sampling:
-        """Return these options as a `Sampling` for `generate`, which reads `rows` at each step, as they grow."""
+        """Return a `Sampling` for `generate`. At each step it reads `rows`, to which the caller adds the new tokens."""
         if self.penalty <= 0 or self.recent < 1:
             raise ValueError(
                 "repetition_penalty must be positive and repetition_penalty_ctx at least 1, "
@@ -65,8 +68,8 @@ class SamplingOptions(NamedTuple):
 class WrapperBase(nn.Module, ABC):
     """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
 
-    A subclass names the net's argument for the mask, and `slides` if generation goes on beyond the last position: the
-    net then sees the latest tokens that fit."""
+    `mask_name` is the net's argument for the mask. If `slides`, generation continues after the net's greatest length,
+    and the net then sees as many of the last tokens as it can take."""
 
     mask_name: ClassVar[str]
     slides: ClassVar[bool] = False
@@ -79,7 +82,7 @@ class WrapperBase(nn.Module, ABC):
         self.max_seq_len = net.max_seq_len
 
     def _logits_or_loss(self, x: TokenIds, call: Call, *, return_loss: bool) -> LogitsOrLoss:
-        """Return the net's logits or their loss. The call's mask may leave out the last token."""
+        """Return the net's logits or their loss. If the call's mask lacks a last column, the last token is present."""
         mask, seen = call.key_mask, slice(-1) if return_loss else slice(None)
         if mask is not None and mask.shape[1] == x.shape[1] - 1:
             mask = F.pad(mask, (0, 1), value=True)

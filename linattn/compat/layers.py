@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +10,16 @@ from torch import nn
 from linattn.attention import InnerAttention, LinearAttention, SplitHeads
 from linattn.compat.options import REQUIRED, Options
 from linattn.feature_maps import EfficientFeatureMap
-from linattn.nn import Branch, Chunked, FeedForward, GatedFeedForward, ResidualSequence, ReversibleSequence, TokenShift
+from linattn.nn import (
+    Branch,
+    Chunked,
+    FeedForward,
+    GatedFeedForward,
+    MultiheadAttention,
+    ResidualSequence,
+    ReversibleSequence,
+    TokenShift,
+)
 
 Pair = tuple[Branch, Branch]
 
@@ -48,7 +58,7 @@ def make_pair(
     shift: tuple[int, ...] | None = None,
     rezero: bool = False,
 ) -> Pair:
-    """Return the attention and a feed-forward as branches, each with a norm and a token shift of its own."""
+    """Return `attention` and a new feed-forward as two `Branch`es, each with its own norm, token shift and `rezero`."""
     sizes = options.dim, options.ff_mult * options.dim
     if options.ff_glu:
         part = GatedFeedForward(*sizes, activation=F.gelu, bias=True, hidden_dropout=options.ff_dropout)
@@ -79,3 +89,10 @@ def split_heads(*parts: tuple[int, InnerAttention]) -> InnerAttention:
     """Return the parts, each with its number of heads, as one attention. Parts without heads are left out."""
     parts = tuple(part for part in parts if part[0])
     return parts[0][1] if len(parts) == 1 else SplitHeads(*parts)
+
+
+def inner_parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
+    """Return the inner attentions, each with its number of heads."""
+    if isinstance(inner := module.inner, SplitHeads):
+        return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
+    return [(module.q_proj.out_features // module.head_dim, inner)]

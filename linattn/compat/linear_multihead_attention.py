@@ -1,5 +1,5 @@
 """`from linear_multihead_attention import LinearMultiheadAttention`, with our attention behind it."""
 
-from linattn.nn.linear_multihead import LinearMultiheadAttention
+from linattn.integrations.torch import LinearMultiheadAttention
 
 __all__ = ["LinearMultiheadAttention"]

@@ -1,8 +1,13 @@
-"""One record of options per package, and constructors whose arguments are fields of it."""
+"""One record of options per package, and constructors whose arguments are fields of it.
+
+An option that has no effect beside the others is named in a warning and left out. The originals accept such options,
+and a sweep over options passes all of them to every model, so an error would stop programs that work there, while
+silence would let users believe in a setting that changes nothing. An argument that does not exist is an error."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, final
 
@@ -10,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn.checks import check_sizes
+from linattn.checks import check_fields, check_sizes
 from linattn.names import did_you_mean
 
 
 @final
 class Required(int):
-    """The default of an option that has none, a number because every such option is one: records are type-checked."""
+    """Marks an option without a default. It is an int, as all such options are, because records are type-checked."""
 
 
 REQUIRED = Required(-1)
@@ -32,6 +37,7 @@ class Options:
     Whole numbers are sizes, at least 1; those with a default of 0, such as numbers of local heads, may be 0."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for option in fields(self):
             value = getattr(self, option.name)
             is_size = option.type is int or (option.type == int | None and value is not None)
@@ -50,10 +56,9 @@ Record = TypeVar("Record", bound=Options)
 def takes(
     record: type[Record], names: str, **defaults: Any
 ) -> Callable[[Callable[[Any, Record], None]], Callable[..., None]]:
-    """Make a constructor of one record take the named fields instead, those after a * by their names only.
+    """Let a constructor of one `record` take the record's fields in `names` as arguments, those after a * by keyword.
 
-    `defaults` are those that differ from the record's. An option without effect must be its default. A record may stand
-    for all arguments, where one constructor calls another."""
+    `defaults` replace those of the record. The first argument may also be a whole record, from another constructor."""
     signature = _signature(record, names, defaults)
 
     def decorate(init: Callable[[Any, Record], None]) -> Callable[..., None]:
@@ -62,7 +67,7 @@ def takes(
             if args and isinstance(args[0], record):
                 init(self, args[0])
                 return
-            init(self, _checked(record, _bound(signature, self, args, kwargs)))
+            init(self, read(record, type(self), args, kwargs))
 
         vars(__init__)["__signature__"] = signature
         return __init__
@@ -70,8 +75,29 @@ def takes(
     return decorate
 
 
+def read(
+    record: type[Record], constructor: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, prefix: str = ""
+) -> Record:
+    """Return the arguments of a constructor as a record. A warning names those without effect, which keep their
+    defaults, with the `prefix` that their names have for the caller."""
+    arguments = _bound(inspect.signature(constructor.__init__), constructor, args, kwargs)
+    defaults, given = _defaults(arguments.signature), {**arguments.arguments}
+    del given["self"]
+    options = record(**defaults | given)
+    idle = {
+        name: reason
+        for name, reason in _reasons(options).items()
+        if name in given and not _same(given[name], defaults[name])
+    }
+    if idle:
+        lines = [f"{prefix}{name}={given[name]!r} has no effect {reason}" for name, reason in idle.items()]
+        # the caller of the constructor, which calls this function
+        warnings.warn(f"{constructor.__name__}: {'; '.join(lines)}", stacklevel=3 if not prefix else 4)
+    return replace(options, **{name: defaults[name] for name in idle})
+
+
 def effective(record: type[Options], constructor: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that have an effect: old weights were made with others too."""
+    """Return the arguments that have an effect. The arguments of old models may contain others."""
     dropped = _reasons(record(**_defaults(inspect.signature(constructor)) | dict(arguments)))
     return {name: value for name, value in arguments.items() if name not in dropped}
 
@@ -91,27 +117,17 @@ def _signature(record: type[Options], names: str, defaults: Mapping[str, Any]) -
 
 
 def _bound(
-    signature: inspect.Signature, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, constructor: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
     known = [name for name in signature.parameters if name != "self"]
     for name in kwargs:
         if name not in known:
             # before anything is missed, which may be what is misspelt
-            raise TypeError(f"{type(model).__name__} takes no argument {name!r}{did_you_mean(name, known)}")
+            raise TypeError(f"{constructor.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
     try:
-        return signature.bind(model, *args, **kwargs)
+        return signature.bind(constructor, *args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{type(model).__name__}: {error}") from None
-
-
-def _checked(record: type[Record], arguments: inspect.BoundArguments) -> Record:
-    defaults = _defaults(arguments.signature)
-    given = {name: value for name, value in arguments.arguments.items() if name != "self"}
-    options = record(**defaults | given)
-    for name, reason in _reasons(options).items():
-        if name in given and not _same(given[name], defaults[name]):
-            raise ValueError(f"{name} is {given[name]!r}, but it has no effect {reason}: leave it out")
-    return options
+        raise TypeError(f"{constructor.__name__}: {error}") from None
 
 
 def _defaults(signature: inspect.Signature) -> dict[str, Any]:

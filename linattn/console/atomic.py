@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from linattn.models.storage import atomic_file, flush_to_disk
@@ -48,18 +48,28 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial = partial_name(path)
     for leftover in (partial, removed_name(path)):
         shutil.rmtree(leftover, ignore_errors=True)
-    parents = [parent for parent in path.parents if not parent.exists()]
+    with missing_parents(path):
+        try:
+            partial.mkdir()
+            yield partial
+            rename_durably(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def missing_parents(path: Path) -> Iterator[None]:
+    """Create the parents of the path that do not exist. Those that are empty at the end are removed."""
+    missing = [parent for parent in path.parents if not parent.exists()]
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        rename_durably(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in parents:
-            # remove the parents made here, unless another process has put something there
-            if parent.exists() and not any(parent.iterdir()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for parent in missing:
+            # a folder that is not empty stays
+            with suppress(OSError):
                 parent.rmdir()
-        raise
 
 
 def rename_durably(partial: Path, path: Path) -> None:

@@ -22,6 +22,8 @@ class FeatureMap(nn.Module, ABC):
 
     normalize: str | None = "output"
     """The operator's normalisation with this map, unless the user gives another."""
+    scales_products: bool = False
+    """If True, φ(q)·φ(k) is a function of q·k/√d, or estimates one."""
 
     @abstractmethod
     def query(self, x: Float[Tensor, "*b n d"]) -> Features: ...

@@ -6,6 +6,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.ops.features import Features
 from linattn.ops.numerics import accumulator
@@ -21,6 +22,7 @@ class EfficientFeatureMap(FeatureMap):
 
     normalize = "keys"
 
+    @check_types
     def __init__(self, *, norm_queries: bool = True):
         super().__init__()
         self.norm_queries = norm_queries

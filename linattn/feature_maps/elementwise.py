@@ -1,11 +1,12 @@
-"""Feature maps that act on each number alone: a scale of queries; or elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid,
-exp, or none, applied by the operator in its loop. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
+"""Feature maps that act on each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, exp or x, which the
+operator applies in its loop; or queries / √d. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
 
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.names import unknown_name
 from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
@@ -19,6 +20,7 @@ class ElementwiseFeatureMap(FeatureMap):
     With "exp", φ(q)·φ(k) = Σ_c exp(q_c + k_c), which is not softmax's exp(q·k). Any x is in range: channels of a key
     count as zero from about 70 below the largest of the keys, channels of a query from 87 below its own."""
 
+    @check_types
     def __init__(self, function: str):
         super().__init__()
         if function not in ELEMENTWISE:
@@ -40,6 +42,7 @@ class ScaledFeatureMap(FeatureMap):
     https://arxiv.org/abs/2307.08621, section 2.2. Similarities may be negative."""
 
     normalize = None
+    scales_products = True
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         return Features(x * x.shape[-1] ** -0.5)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
 from linattn.ops.features import Features, value_dtype
@@ -21,7 +22,9 @@ class _RandomFeatureMap(FeatureMap):
     """Features of Ω u with u = x/d^¼, `features_per_row` for each row of Ω; the same for queries and keys."""
 
     features_per_row = 1
+    scales_products = True
 
+    @check_types
     def __init__(self, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, scaling: int = 0):
         super().__init__()
         if num_features is None:
@@ -40,8 +43,9 @@ class _RandomFeatureMap(FeatureMap):
 class FavorFeatureMap(_RandomFeatureMap):
     """φ(x) = exp(Ω u − ‖u‖²/2) / √f with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d) over draws of Ω.
 
-    No constant is added, as log_scale keeps the features in range. The relative variance is exp(‖q + k‖²/√d) / f: at
-    unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures it on your q and k."""
+    No constant is added, as features have a `log_scale` that keeps them in range. The relative variance is exp(‖q +
+    k‖²/√d) / f: at unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures it on your q
+    and k."""
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         return _positive(self.projection(x), x)

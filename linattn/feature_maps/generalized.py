@@ -7,6 +7,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection
 from linattn.ops.features import Features
@@ -20,6 +21,7 @@ class GeneralizedFeatureMap(FeatureMap):
     keys; a negative one raises ValueError. `kernel` maps a tensor number by number; one that `ELEMENTWISE` names is
     faster as an `ElementwiseFeatureMap`, and a lambda cannot be pickled."""
 
+    @check_types
     def __init__(
         self, kernel: Callable[[Tensor], Tensor], *, epsilon: float = 0.0, projection: RandomProjection | None = None
     ):

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.ops.features import Features, value_dtype
@@ -18,6 +19,7 @@ class HedgehogFeatureMap(FeatureMap):
     of `num_key_heads` (None: as many), initially the identity of `head_dim` channels. The paper trains W to bring the
     attention weights close to those of a given softmax attention."""
 
+    @check_types
     def __init__(self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None):
         super().__init__()
         self.query_linear = PerHeadLinear(num_heads, head_dim, head_dim, identity=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @final
 class PerHeadLinear(nn.Module):
-    """x ↦ x W_h + b_h for head h. It starts as the identity, without a bias, or as `nn.Linear` does."""
+    """x ↦ x W_h + b_h for head h. It starts as `nn.Linear` does or, with `identity`, as W_h = 1 without a bias."""
 
     def __init__(self, num_heads: int, head_dim: int, num_features: int, *, identity: bool = False):
         super().__init__()

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.checks import check_types
 from linattn.ops.numerics import accumulator
 
 
@@ -21,6 +22,7 @@ class RandomProjection(nn.Module):
 
     rows: Tensor
 
+    @check_types
     def __init__(self, head_dim: int, num_rows: int, *, orthogonal: bool = True, scaling: int = 0):
         super().__init__()
         if head_dim < 1 or num_rows < 1:

@@ -5,6 +5,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.ops.features import Features
@@ -16,6 +17,7 @@ class T2RFeatureMap(FeatureMap):
     (None: as many), from `head_dim` channels to `num_features` (None: as many; the paper takes 32). A query whose
     features are all zero resembles no key, so its output is zero."""
 
+    @check_types
     def __init__(
         self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None, num_features: int | None = None
     ):

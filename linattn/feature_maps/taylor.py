@@ -29,6 +29,8 @@ class SecondOrderTaylorFeatureMap(FeatureMap):
     There are 1 + d + d(d+1)/2 features, half as many as the outer product of Based: 153 for d = 16, but 2,145 for
     d = 64, so use few channels per head."""
 
+    scales_products = True
+
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         d = x.shape[-1]
         u = x.to(value_dtype(x.dtype)) * d**-0.25

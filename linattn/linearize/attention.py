@@ -122,7 +122,7 @@ class LinearizedAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: LayerGates | None = None
     ) -> tuple[Outputs, Any]:
-        """Attend in both directions, too, where no state comes and none goes."""
+        """Return the outputs and the new state. Attention in both directions takes and returns a state of None."""
         inner_gates, share = gates or (None, None)
         past, window_past = checked_parts(state, 2)
         y, past = _results(self.inner, self.query_map(q), self.key_map(k), v, past, key_mask, inner_gates)

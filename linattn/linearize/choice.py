@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from linattn.checks import check_types
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import divergence
@@ -22,6 +23,7 @@ class Choice:
     restored: dict[int, float]
 
 
+@check_types
 def choose_layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], count: int) -> Choice:
     """Try every linear layer with the teacher's softmax attention, one at a time, and return the `count` layers that
     lower the divergence on the `batches` most.

@@ -111,7 +111,7 @@ def _share_products(own: LinearizedAttention, call: AttentionCall) -> list[Tenso
 def _sums(
     teacher: PreTrainedModel, batches: Iterable[Batch], terms: Callable[[AttentionCall], list | None]
 ) -> dict[str, list]:
-    """Sum up the terms of each call of a module, by its name; None stands for a module without terms."""
+    """Return the sums of the `terms` of all calls of each module, by its name. Modules without terms are left out."""
     sums: dict[str, list] = {}
 
     def add(call: AttentionCall) -> None:

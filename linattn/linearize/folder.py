@@ -11,10 +11,11 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from linattn.checks import check_types
 from linattn.integrations.transformers.own_model.config import NotCopied
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX
-from linattn.models.storage import check_version
+from linattn.models.storage import check_version, set_default_mode
 from linattn.version import __version__
 
 FIELD = "linear_attention"
@@ -61,8 +62,11 @@ class Linearized(NotCopied, PreTrainedModel):
         text += "from linattn.linearize import linearized_class\n\n"
         text += "".join(f'{name} = linearized_class("{name}")\n' for name in classes)
         (Path(save_directory) / LOADER).write_text(text, encoding="utf-8")
+        for file in Path(save_directory).glob("*.safetensors"):
+            set_default_mode(file)
 
 
+@check_types
 @functools.cache
 def linearized_class(name: str) -> type[Linearized]:
     """Return the stock class of transformers with this name, for configurations with linearized layers."""

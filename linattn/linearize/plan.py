@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linattn.attention.named import names_in
 from linattn.checks import check_sizes, given
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, linearized_layers
 from linattn.linearize.calls import SOFTMAX, AttentionCall, Batch, attention_function, observe
@@ -94,6 +95,7 @@ def plan(
             f"{method!r}, {decay!r} and {keep!r}"
         )
     check_sizes(keep=tuple(keep), least=0)
+    names_in(method)
     if linearized_layers(model):
         raise ValueError(
             "the model is linearized already: undo that first, or plan with the model that it was made from"

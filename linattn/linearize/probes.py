@@ -13,21 +13,32 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linattn.linearize.calls import attention_function, run
 from linattn.nn.modes import evaluating
-from linattn.ops.nested import num_bytes
+from linattn.states.rows import num_bytes
 
 NEEDLE = 32
 """The number of tokens in a passage that a row begins and ends with. The end of its second half is to be recalled."""
+SAMPLES = 2
+"""The number of texts that a report shows."""
 # with one token at a time, each model's weights would drive the other's out of the processor's cache
 TURN = 8
 
 
+class Sample(NamedTuple):
+    """The tokens of a `prompt`, and those by which the `teacher` and the `linear` model continue it."""
+
+    prompt: list[int]
+    teacher: list[int]
+    linear: list[int]
+
+
 class Generated(NamedTuple):
     """The agreement of greedy texts of `tokens` tokens with the teacher's: the share of equal tokens, place by place,
-    and the mean number of tokens before the first difference, `equal`."""
+    and the mean number of tokens before the first difference, `equal`. `samples` are the first of these texts."""
 
     agreement: float
     equal: float
     tokens: int
+    samples: tuple[Sample, ...]
 
 
 @torch.no_grad()
@@ -39,8 +50,11 @@ def greedy_agreement(model: PreTrainedModel, teacher: PreTrainedModel, prompts: 
         with evaluating(each):
             generate: Any = each.generate
             texts.append(generate(prompts.to(each.device), **options)[:, prompts.shape[1] :])
-    same = texts[0] == texts[1]
-    return Generated(float(same.double().mean()), float(same.cumprod(1).sum(1).double().mean()), tokens)
+    linear, expected = texts
+    same = linear == expected
+    samples = zip(*(part[:SAMPLES].tolist() for part in (prompts, expected, linear)), strict=True)
+    equal = float(same.cumprod(1).sum(1).double().mean())
+    return Generated(float(same.double().mean()), equal, tokens, tuple(Sample(*texts) for texts in samples))
 
 
 def needles(text: Tensor, length: int, *, rows: int, known: bool) -> Tensor:
@@ -91,8 +105,8 @@ def costs(
     compiled: bool = False,
 ) -> list[Cost]:
     """Read `rows` sequences of `tokens` random tokens with each model, `piece` tokens at a time, and then time single
-    tokens: the models take `repeats` turns of 8 tokens. If `compiled`, by `torch.compile`; the first few tokens then
-    include its own time."""
+    tokens: the models take `repeats` turns of 8 tokens. If `compiled`, torch.compile runs them; the first few tokens
+    then include the time of compilation."""
     random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
     ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
     caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]

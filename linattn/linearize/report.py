@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linattn.checks import check_fields
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.controls import CONTROLS, controlled, entropies
@@ -23,9 +24,9 @@ BEFORE, AFTER, WINDOW, OFF = "teacher", "linear", "window alone", "linear part o
 
 @dataclass(frozen=True)
 class Recall:
-    """Holds the share of a passage's second half that is predicted at the end of rows of `length` tokens. The rows
-    begin with the same passage for the `model`, the `teacher`, and the model with its `window_alone`, but not in
-    `without`, which is the model's share, too."""
+    """Holds the share of a passage's second half that is predicted at the end of rows of `length` tokens: by the
+    `model`, the `teacher`, and the model with its `window_alone`. The rows also begin with this passage, except those
+    for `without`, the model's share without it."""
 
     length: int
     model: float
@@ -64,17 +65,19 @@ class Report:
         """Return the fields as JSON has them, with the sentences."""
         tables = {name: row._asdict() for name, row in self.scores.items()}
         pairs = [{"model": model._asdict(), "teacher": teacher._asdict()} for model, teacher in self.costs]
-        texts = None if self.generated is None else self.generated._asdict()
+        texts = None
+        if (found := self.generated) is not None:
+            texts = {**found._asdict(), "samples": [sample._asdict() for sample in found.samples]}
         return {**asdict(self), "scores": tables, "generated": texts, "costs": pairs, "sentences": self.sentences()}
 
     def sentences(self) -> list[str]:
-        """Say what the figures mean, and first whether the linear part has any effect."""
-        sentences = [self.verdict()]
+        """Say what the figures mean: first the result, then whether the linear part has any effect."""
+        sentences = [self.result(), self.verdict()]
         change, noise = _change(self.scores[WINDOW], self.scores[AFTER])
         if change is not None and noise is not None and change <= noise:
             sentences.append(
                 f"A window of {self.window or 1} tokens alone does as well, without any training for it: the loss "
-                f"changes by {change:+.4f} bits, so this text does not show what linear attention is for."
+                f"changes by {_signed(change, 4)} bits, so this text does not show what linear attention is for."
             )
         if (text := self.generated) is not None:
             sentences.append(f"Greedy texts equal the teacher's for {text.equal:.1f} of {text.tokens} tokens.")
@@ -87,17 +90,34 @@ class Report:
             )
         return sentences
 
+    def result(self) -> str:
+        """Say in one sentence which quality the model has kept."""
+        before, after = self.scores[BEFORE], self.scores[AFTER]
+        if before.loss is None or after.loss is None:
+            return f"The outputs of the linear model have a cosine of {after.cosine:.3f} to the softmax model's."
+        share = "" if before.loss == 0 else f"{_signed(100 * (after.loss / before.loss - 1), 1)} % from "
+        return (
+            f"The linear model has a loss of {after.loss:.3f} bits per prediction, {share}the softmax model's "
+            f"{before.loss:.3f}; {100 * (after.agreement or 0):.1f} % of their most likely predictions are the same."
+        )
+
     def verdict(self) -> str:
         """Compare the model with its linear part switched off, batch by batch: the noise is two standard errors."""
         change, noise = _change(self.scores[OFF], self.scores[AFTER])
         if change is None:
-            lost = self.scores[AFTER].cosine - self.scores[OFF].cosine
-            return f"Without its linear part, the cosine to the teacher's output falls by {lost:.3f}."
-        figures = f"its removal changes the loss by {change:+.4f} bits, and the noise is "
+            moved = _signed(self.scores[OFF].cosine - self.scores[AFTER].cosine, 3)
+            return f"The removal of the linear part changes the cosine to the teacher's output by {moved}."
+        figures = f"its removal changes the loss by {_signed(change, 4)} bits, and the noise is "
         if noise is None:
             return f"A single batch does not tell whether the linear part matters: {figures}unknown."
         effect = "matters" if change > noise else "does harm" if -change > noise else "does nothing"
         return f"The linear part {effect}: {figures}{noise:.4f}."
+
+
+def _signed(x: float, digits: int) -> str:
+    """Write a change with its sign, or say that it is smaller than the digits show."""
+    text = f"{x:+.{digits}f}"
+    return f"less than {10**-digits:.{digits}f}" if float(text) == 0 else text
 
 
 def _change(one: Scores, other: Scores) -> tuple[float | None, float | None]:
@@ -121,6 +141,9 @@ class Probes:
     prompts: Tensor | None = None
     new_tokens: int = 64
     cost_lengths: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def report(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.checks import check_numbers
+from linattn.checks import check_numbers, check_types, extra
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch, run
 from linattn.linearize.distance import divergence, layer_distance, layer_outputs, output_distance, with_labels
@@ -60,6 +60,7 @@ def transfer(
     return train(model, objective, batches, _groups(model, weights, rates), budget)
 
 
+@check_types
 def fine_tune(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
@@ -120,8 +121,9 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
 def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
     """Add LoRA adapters to the model's old linear maps inside the block, yield their weights, and merge them at the
     end. Hu et al., https://arxiv.org/abs/2106.09685"""
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    with extra("cli"):
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.pytorch_utils import Conv1D
 
     new = _new_weights(model)

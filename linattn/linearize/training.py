@@ -1,9 +1,10 @@
-"""The training loop of a conversion: AdamW on batches as they are, within a budget of steps or minutes.
+"""The training loop of a conversion: AdamW on batches in their order, within a budget of steps or minutes.
 
 A checkpoint is complete before it gets its name, so a training that was killed resumes from the last one."""
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from linattn.checks import check_numbers, check_sizes, given
+from linattn.checks import check_fields, check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
@@ -56,6 +57,7 @@ class Budget:
     report: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.steps is None and self.minutes is None:
             raise ValueError("give steps, minutes or both, or training would not end")
         check_sizes(save_every=self.save_every, **given(steps=self.steps))
@@ -132,9 +134,18 @@ def _finish_step(model: PreTrainedModel, optimizer: AdamW, budget: Budget, losse
         weights, state = model.state_dict(), optimizer.state_dict()
         Path(budget.folder).mkdir(parents=True, exist_ok=True)
         with atomic_file(Path(budget.folder) / CHECKPOINT) as file:
-            torch.save({"weights": weights, "optimizer": state, "losses": losses, "seconds": seconds}, file)
+            _save({"weights": weights, "optimizer": state, "losses": losses, "seconds": seconds}, file)
     if budget.report is not None:
         budget.report(Progress(step, budget.steps, losses[-1], seconds * (1 - share) / share))
+
+
+def _save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Save a checkpoint. Raises OSError where torch raises RuntimeError, such as "unexpected pos", on a full disk."""
+    try:
+        torch.save(checkpoint, path)
+    except RuntimeError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"a checkpoint could not be written to {path.parent}, which has {free:,} bytes free") from error
 
 
 def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float]:

@@ -13,7 +13,7 @@ import torch
 
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
-from linattn.checks import check_numbers, check_sizes
+from linattn.checks import check_numbers, check_sizes, check_type
 from linattn.models.presets import PRESETS
 from linattn.names import did_you_mean, unknown_name
 from linattn.nn import GatedConvolution, MultiheadAttention
@@ -21,6 +21,8 @@ from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_d
 
 # names that other packages use, of fields and of their values
 SYNONYMS = {
+    "method": "attention",
+    "methods": "attention",
     "context_length": "max_length",
     "block_size": "max_length",
     "d_model": "dim",
@@ -180,7 +182,7 @@ class LanguageModelConfig:
 
 
 def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that an architecture of `PRESETS` sets, for the sizes that are among the options."""
+    """Return the fields that a preset sets; `options` may hold its dim, depth and num_heads (else the defaults)."""
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     sizes = {size: options.get(size, getattr(LanguageModelConfig, size)) for size in ("dim", "depth", "num_heads")}
@@ -189,16 +191,16 @@ def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that any version wrote, with the values of options that were added later:
-    the first norms of heads had no epsilon."""
+    """Return the fields of a configuration that any version wrote, with a `head_norm_eps` of 0 if norms of heads are
+    used without one: the first versions had no such option."""
     has_norm = fields.get("head_norm") or fields.get("gated_norm")
     return {"head_norm_eps": 0.0, **fields} if has_norm else dict(fields)
 
 
 def _check_field(each: dataclasses.Field, value: Any) -> None:
     least, choices = each.metadata["least"], each.metadata["choices"]
-    if each.type is bool and not isinstance(value, bool):
-        raise ValueError(f"{each.name} must be true or false, but is {value!r}")
+    if each.type is bool:
+        check_type(each.name, value, bool)
     if each.type is int or (each.type == int | None and value is not None):
         check_sizes(**{each.name: value}, least=least)
     if each.type is float or (each.type == float | None and value is not None):
@@ -238,7 +240,7 @@ def _check_layers(config: LanguageModelConfig) -> None:
 # transformers reads each field of the same configuration many times
 @lru_cache
 def _has_strength(config: LanguageModelConfig) -> bool:
-    """Return whether a layer has a write strength β. Building each kind of layer once raises what is wrong with it."""
+    """Return whether a layer has a write strength β. This builds each kind of layer once, which checks its options."""
     layers = {name: layer for layer, name in enumerate(config.layers)}.values()
     # random features must not show in the caller's randomness
     with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -2,17 +2,20 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention
+from linattn.checks import check_fields, check_sizes, check_types
+from linattn.models.drafts import Draft, Verification
 from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
+from linattn.ops.nested import map_state
 from linattn.types import TokenIds
 
 Prompts = Sequence[Sequence[int]] | TokenIds
@@ -28,26 +31,31 @@ class Sampling:
     """The way to draw the next token from the logits: first the penalty, then temperature, top_k, top_p and filter.
 
     `temperature` divides the logits; 0 takes the most likely token. `top_k` keeps the k most likely, `top_p` the fewest
-    that reach probability p together (both need a temperature above 0), `filter` is any function of logits to logits.
+    that reach probability p together, `min_p` those with at least p times the probability of the most likely one
+    (these three need a temperature above 0), `filter` is any function of logits to logits.
     `repetition_penalty` concerns the tokens that were there before, in the prompt too: it divides positive logits and
     multiplies negative ones, so 1 does nothing (Keskar et al., https://arxiv.org/abs/1909.05858)."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     repetition_penalty: float = 1.0
     filter: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        # written so that NaN, which compares false with everything, is refused
+        check_fields(self)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and not negative, but is {self.temperature}")
-        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(f"top_k must be a positive integer, but is {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], but is {self.top_p}")
-        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
-            raise ValueError("top_k and top_p choose what is drawn from: with temperature 0, the default, nothing is")
+        if self.top_k is not None:
+            check_sizes(top_k=self.top_k)
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], but is {share}")
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
+            raise ValueError(
+                "top_k, top_p and min_p choose what is drawn from: with temperature 0, the default, nothing is"
+            )
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be positive and finite, but is {self.repetition_penalty}")
 
@@ -55,6 +63,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@check_types
 def generate(
     model: TokenModel,
     prompts: Prompts,
@@ -64,13 +73,25 @@ def generate(
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
     state: Any = None,
-) -> list[list[int]]:
-    """Return the new tokens of each row, including a stop token. See `stream`."""
-    options = {"sampling": sampling, "stop_tokens": stop_tokens, "seed": seed, "state": state}
-    steps = list(stream(model, prompts, max_new_tokens=max_new_tokens, **options))
-    return [[token for step in steps if (token := step[row]) is not None] for row in range(len(prompts))]
+    draft: Draft | None = None,
+    return_state: bool = False,
+) -> Any:
+    """Return the new tokens of each row, including a stop token, as lists. See `stream`.
+
+    With `return_state`, return them and the state after all of them, for the next call: a conversation goes on."""
+    sampler = _Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, return_state)
+    rows, steps = [list[int]() for _ in sampler.rows], sampler.steps(state)
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            # copies, as tensors of inference mode take no part in training
+            return (rows, map_state(torch.clone, end.value)) if return_state else rows
+        for row, token in zip(rows, step, strict=True):
+            row.extend([] if token is None else [token])
 
 
+@check_types
 def stream(
     model: TokenModel,
     prompts: Prompts,
@@ -80,6 +101,7 @@ def stream(
     stop_tokens: Collection[int] = (),
     seed: int | None = None,
     state: Any = None,
+    draft: Draft | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield in each step one token per row, None for a row that has stopped (its stop token is given).
 
@@ -88,39 +110,103 @@ def stream(
     not in the vocabulary, or if the model's positions do not suffice.
 
     `state` is the state after the tokens before the prompts, from `extend`; or, for a decoder, that of its context,
-    from `begin`.
+    from `begin`. A `draft`, for a single prompt, guesses tokens, which cost less than others where they are right; the
+    tokens that come are the same, but for rounding.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    # a stack without attention does not say whether it is causal
-    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
-        raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
-    rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must not be negative, but is {max_new_tokens}")
-    length, limit = max(map(len, rows)) + max(max_new_tokens - 1, 0), model.max_length
-    if limit is not None and length > limit:
-        raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")
-    stops = frozenset(stop_tokens)
-    generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
+    sampler = _Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, False)
+    return sampler.steps(state)
+
+
+class _Sampler(NamedTuple):
+    """The arguments of `stream`, checked."""
+
+    model: TokenModel
+    rows: list[list[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    stops: frozenset[int]
+    generator: torch.Generator | None
+    draft: Draft | None
+    complete: bool
+    """True if the state after the last tokens is wanted, for which one more token is read."""
+
+    @classmethod
+    def checked(
+        cls,
+        model: TokenModel,
+        prompts: Any,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: Collection[int],
+        seed: int | None,
+        draft: Draft | None,
+        complete: bool,
+    ) -> "_Sampler":
+        # a stack without attention does not say whether it is causal
+        if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
+            raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
+        rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
+        check_sizes(max_new_tokens=max_new_tokens, least=0)
+        length, limit = max(map(len, rows)) + max(max_new_tokens - (not complete), 0), model.max_length
+        if limit is not None and length > limit:
+            raise ValueError(f"the model's positions end at {limit}, but prompt and new tokens need {length}")
+        if seed is not None and not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must be in [−2⁶³, 2⁶⁴), as torch's generators take it, but is {seed}")
+        if draft is not None and not isinstance(draft, Draft):
+            raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
+        if draft is not None and len(rows) > 1:
+            raise ValueError(f"a draft guesses the tokens of one prompt, but there are {len(rows)}")
+        generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
+        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), generator, draft, complete)
 
     # what it yields are Python's numbers, so that no tensor of this mode, which takes no part in a gradient, gets out
     @torch.inference_mode()
-    def steps() -> Iterator[list[int | None]]:
-        logits, past, seen = _prefill(model, rows, state)
-        stopped = [False] * len(rows)
-        for remaining in reversed(range(max_new_tokens)):
-            tokens = draw(logits, sampling, seen, generator).unsqueeze(1)
+    def steps(self, state: Any) -> Generator[list[int | None], None, Any]:
+        """Yield as `stream` does. Return the state after the last tokens if it is wanted."""
+        if self.draft is not None:
+            return (yield from self._drafted(self.draft, state))
+        logits, state, seen = _prefill(self.model, self.rows, state)
+        stopped = [False] * len(self.rows)
+        for remaining in reversed(range(self.max_new_tokens)):
+            tokens = draw(logits, self.sampling, seen, self.generator).unsqueeze(1)
             seen.scatter_(1, tokens, True)
-            new = tokens.squeeze(1).tolist()
-            yield [None if stop else token for stop, token in zip(stopped, new, strict=True)]
-            stopped = [stop or token in stops for stop, token in zip(stopped, new, strict=True)]
-            if all(stopped) or not remaining:
-                return
-            with evaluating(model):
-                x, past = model.extend_hidden(tokens, past)
-                logits = model.logits(x.squeeze(1))
+            new, before = tokens.squeeze(1).tolist(), stopped
+            yield [None if stop else token for stop, token in zip(before, new, strict=True)]
+            stopped = [stop or token in self.stops for stop, token in zip(before, new, strict=True)]
+            ends = all(stopped) or not remaining
+            if ends and not self.complete:
+                return None
+            # a state that is returned holds no token of a row after its stop token
+            masked = self.complete and any(before)
+            present = ~torch.tensor(before, device=tokens.device).unsqueeze(1) if masked else None
+            with evaluating(self.model):
+                x, state = self.model.extend_hidden(tokens, state, key_mask=present)
+                if ends:
+                    return state
+                logits = self.model.logits(x.squeeze(1))
+        return state
 
-    return steps()
+    def _drafted(self, draft: Draft, state: Any) -> Generator[list[int | None], None, Any]:
+        (row,) = self.rows
+        seen = torch.zeros(1, self.model.vocab_size, dtype=torch.bool, device=self.model.device)
+        seen[0, row] = True
+        if row[:-1]:
+            state = _prefill(self.model, [row[:-1]], state)[1]
+        text, count, ends = Verification(self.model, draft, state, row), 0, not self.max_new_tokens
+        while not ends:
+            logits, new = text.read(self.max_new_tokens - count), list[int]()
+            for each, guess in zip(logits.split(1), [*text.guesses, None], strict=True):
+                token = int(draw(each, self.sampling, seen, self.generator))
+                seen[0, token] = True
+                new.append(token)
+                yield [token]
+                if token != guess or token in self.stops:
+                    break
+            text.accept(new)
+            count += len(new)
+            ends = count == self.max_new_tokens or new[-1] in self.stops
+        return text.finish() if self.complete else None
 
 
 def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:
@@ -131,6 +217,10 @@ def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -
         raise ValueError(
             f"prompts must be rows of tokens, [[1, 2]] for a single one, but are {prompts!s:.60}"
         ) from error
+    try:
+        stop_tokens = [operator.index(token) for token in stop_tokens]
+    except TypeError as error:
+        raise ValueError(f"stop_tokens must be tokens, (2,) for a single one, but are {stop_tokens!r:.60}") from error
     if not rows or not all(rows):
         raise ValueError("each prompt needs at least one token to go on from, but there is an empty one")
     for name, tokens in (*(("a prompt", row) for row in rows), ("stop_tokens", stop_tokens)):
@@ -171,9 +261,19 @@ def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Genera
         logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.top_p is not None:
         logits = nucleus(logits, sampling.top_p)
+    if sampling.min_p is not None:
+        least = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < least, -math.inf)
     if sampling.filter is not None:
-        logits = sampling.filter(logits)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+        shape, logits = logits.shape, sampling.filter(logits)
+        if not isinstance(logits, Tensor) or logits.shape != shape:
+            came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
+    probabilities = logits.softmax(-1)
+    if not probabilities.isfinite().all():
+        origin = "model" if sampling.filter is None else "model, or the filter,"
+        raise ValueError(f"the logits of the {origin} hold NaN or +∞, or −∞ for every token: nothing can be drawn")
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
 
 def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:

@@ -74,7 +74,7 @@ class LanguageModel(TokenModel):
                         nn.init.zeros_(child.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json and model.safetensors into the folder, neither ever in part, and `storage.LOADER`."""
+        """Write config.json, model.safetensors and `storage.LOADER` into the folder; no file is left half-written."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import TokenIds, TokenMask
 
@@ -12,13 +13,14 @@ NO_LABEL = -100
 """The label of a token without a loss, as in torch and transformers."""
 
 
+@check_types
 def next_token_loss(
     logits: Float[Tensor, "b k v"], tokens: TokenIds, *, key_mask: TokenMask = None, ignore_index: int = NO_LABEL
 ) -> Float[Tensor, ""]:
     """Return the mean cross entropy of the next present token, over all tokens that have one; zero if none has.
 
-    `logits` are for `tokens[:, :-1]`, as no token follows the last one; in logits for all tokens the last do not count.
-    Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
+    `logits` are for `tokens[:, :-1]`, as no token follows the last one, or for all tokens, where those of the last are
+    ignored. Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
     count = tokens.shape[1] - 1
     if logits.shape[1] not in (count, count + 1):
         raise ValueError(

@@ -3,6 +3,7 @@ tells transformers where that class is. No pickle."""
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
+from linattn.checks import extra
 from linattn.models.config import LanguageModelConfig, upgraded
 from linattn.version import __version__
 
@@ -39,6 +41,8 @@ def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
     """Write the files. Both that hold the model are complete on the disk before either takes its name."""
+    # a missing package is an error before there is a folder
+    safetensors_library()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     described = {
@@ -52,7 +56,7 @@ def write_model(
     # the weights are last in and first out: a folder with a configuration is a folder with a model
     with atomic_file(folder / CONFIG) as config_file, atomic_file(folder / WEIGHTS) as weights_file:
         config_file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        _write_tensors(weights, weights_file)
+        write_tensors(weights, weights_file, {"format": "pt"})
         write_loader(folder)
 
 
@@ -68,11 +72,8 @@ def read_tensors(
     folder: str | os.PathLike[str], expected: Mapping[str, Shaped[Tensor, "..."]]
 ) -> dict[str, Shaped[Tensor, "..."]]:
     """Return the weights of a saved model, which must have the expected names and shapes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = Path(folder) / WEIGHTS
-    tensors = _read(path, load_file, SafetensorError)
+    library, path = safetensors_library(), Path(folder) / WEIGHTS
+    tensors = _read(path, library.torch.load_file, library.SafetensorError)
     _check_tensors({PREFIX + name: tensor for name, tensor in expected.items()}, tensors, path)
     # copies, or the weights would be views of a file that someone may write to
     return {name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items()}
@@ -115,14 +116,33 @@ def _read(path: Path, load: Callable[[Path], Any], corrupt: type[Exception]) -> 
         raise ValueError(f"{path} is corrupt: {error}") from error
 
 
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def safetensors_library() -> Any:
+    """Import safetensors, which writes with numpy. Raise MissingPackage without either."""
+    with extra("models"):
+        import numpy  # noqa: F401
+        import safetensors.torch
+    return safetensors
 
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file of safetensors that those may read who may read other new files."""
+    library = safetensors_library()
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
+        library.torch.save_file(tensors, path, metadata=metadata)
+    except library.SafetensorError as error:
         raise OSError(f"{path.name} could not be written to {path.parent}: {error}") from error
+    set_default_mode(path)
+
+
+def set_default_mode(file: Path) -> None:
+    """Give a file the mode of a new file: safetensors, by itself or through transformers, writes files that only their
+    owner can read."""
+    new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        new.touch()
+        file.chmod(stat.S_IMODE(new.stat().st_mode))
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _check_tensors(expected: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Models of tokens: embeddings with positions, a stack of layers, a norm and the logits; the base of all, and the one
-by composition, whose parts are given."""
+"""Models of tokens: embeddings with positions, a stack of layers, a norm and the logits. `TokenModel` is their base
+class; `SequenceModel` is composed of modules that the caller passes."""
 
 from abc import ABC
 from typing import Any, NamedTuple, cast, final
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linattn.attention.base import InnerAttention
 from linattn.attention.rotary import count_positions
+from linattn.checks import check_types
 from linattn.nn import MultiheadAttention
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
@@ -30,9 +31,9 @@ class TokenModelState(NamedTuple):
 class TokenModel(nn.Module, ABC):
     """head(norm(stack(embedding(tokens) + positions))). Subclasses define how they are called.
 
-    If `tied`, the logits are E x with the embedding's own matrix E; without that and without a head, there are none.
-    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
-    stack is `causal`, `linattn.generate` takes the model."""
+    If `tied`, the logits are E x with the embedding's own matrix E; a model that is neither tied nor has a head gives
+    no logits. A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing.
+    If the stack is `causal`, `linattn.generate` takes the model."""
 
     embedding: nn.Embedding
     positions: nn.Module | None
@@ -142,6 +143,7 @@ class SequenceModel(TokenModel):
     A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
     stack is causal, `linattn.generate` takes the model."""
 
+    @check_types
     def __init__(
         self,
         embedding: nn.Embedding,
@@ -185,8 +187,8 @@ class SequenceModel(TokenModel):
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:
-    """Apply the stack. If it is causal, first move the present tokens to the left: padding on the right is future,
-    so that no layer needs a mask."""
+    """Apply the stack to x with the arguments in `call`. If it is causal, first move the present tokens to the left: no
+    present token sees the missing ones behind it, so that no layer needs a mask."""
     if call.key_mask is None or not causal:
         return stack(x, **call._asdict())
     where = compact(call.key_mask)

@@ -6,12 +6,10 @@ from linattn.nn.convolution import GatedConvolution, ShortConvolution
 from linattn.nn.feed_forward import Chunked, FeedForward, GatedFeedForward
 from linattn.nn.gates import token_gates
 from linattn.nn.image import ChannelLinearAttention, ImageLinearAttention, PositionLinearAttention
-from linattn.nn.linear_multihead import LinearMultiheadAttention
 from linattn.nn.norms import HeadNorm, ScaleNorm
 from linattn.nn.positions import AxialPositions, LearnedPositions, SinusoidalPositions
 from linattn.nn.residual import Projected, ResidualSequence, ReversibleSequence
 from linattn.nn.token_shift import TokenShift
-from linattn.nn.torch_multihead import TorchMultiheadAttention, with_inner
 
 __all__ = [
     "AttentionState",
@@ -26,7 +24,6 @@ __all__ = [
     "HeadNorm",
     "ImageLinearAttention",
     "LearnedPositions",
-    "LinearMultiheadAttention",
     "MultiheadAttention",
     "PositionLinearAttention",
     "Projected",
@@ -36,7 +33,5 @@ __all__ = [
     "ShortConvolution",
     "SinusoidalPositions",
     "TokenShift",
-    "TorchMultiheadAttention",
     "token_gates",
-    "with_inner",
 ]

@@ -12,7 +12,7 @@ from linattn.attention.base import InnerAttention
 from linattn.attention.gates import AnyGates, begin_sequences, needs_strength
 from linattn.attention.named import resolved_attention
 from linattn.attention.rotary import count_positions
-from linattn.checks import check_sizes, given
+from linattn.checks import check_sizes, check_types, given
 from linattn.feature_maps.base import unit
 from linattn.names import unknown_name
 from linattn.nn.checks import check_mask, check_tokens
@@ -69,7 +69,7 @@ class MultiheadAttention(nn.Module):
 
     Gates:
 
-    - `beta_limit`: largest write strength of delta, gated_delta and kda, at most 2; above 1 they track states
+    - `beta_limit`: largest write strength of delta, gated_delta and kda, at most 2; above 1 a layer can track states
     - `value_skip`: add D v to each head's output, with a learned D, as in Mamba-2
     - `gate`: multiply the attention's output by silu(W x), as in RetNet
     - `gate_function`: function of W x in the gate; sigmoid in Kimi Linear
@@ -88,6 +88,7 @@ class MultiheadAttention(nn.Module):
     - `dropout`: share of the outputs that is dropped in training
     - `hidden_dropout`: share of the inputs of W_o that is dropped in training"""
 
+    @check_types
     def __init__(
         self,
         dim: int,
@@ -158,30 +159,28 @@ class MultiheadAttention(nn.Module):
     ) -> Tokens:
         """Attend to x, or to the context if there is one; `key_mask` is True for its present tokens.
 
-        With gates that let every head fade, a row may hold several sequences: `starts` is True for tokens that begin
-        one, which sees nothing before: neither by attention nor by convolution, and positions begin again."""
+        If `inner` has a decay gate in every head, a row may hold several sequences: `starts` is True for the first
+        token of each. No attention or convolution looks back beyond it, and positions begin again."""
         if context is None:
             q, k, v, _, _ = self._project(x, None, key_mask, starts)
         else:
             if starts is not None:
                 raise ValueError("starts are of self attention: cross attention takes none")
             self._check_cross_attention()
-            check_tokens(x, self.dim)
-            check_tokens(context, self.source_dim, key_mask, name="context")
-            q, (k, v) = _split(self.q_proj(x), self.key_dim), self._keys(context)
+            check_tokens(x, self.dim, layer=self.q_proj)
+            q, (k, v) = _split(self.q_proj(x), self.key_dim), self._keys(context, key_mask)
         y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=self._gates(x, key_mask, starts))
         return self._merge(x, y, v)
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
         self._check_cross_attention()
-        check_tokens(context, self.source_dim, key_mask, name="context")
-        return self.inner.summarize(*self._keys(context), key_mask=_over_heads(key_mask))
+        return self.inner.summarize(*self._keys(context, key_mask), key_mask=_over_heads(key_mask))
 
     def read(self, x: Tokens, summary: Any) -> Tokens:
         """Return the output of `forward` for any number of queries, given the summary of the context."""
         self._check_cross_attention()
-        check_tokens(x, self.dim)
+        check_tokens(x, self.dim, layer=self.q_proj)
         return self._merge(x, self.inner.read(_split(self.q_proj(x), self.key_dim), summary))
 
     def extend(
@@ -189,7 +188,8 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
-        `starts` is as in `forward`; a sequence that begins with missing tokens needs a present one in the same call."""
+        `starts` is as in `forward`; a sequence that it starts at a missing token must have a present one in the same
+        call."""
         if state is not None:
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])
             check_part("position", state.position, None if self.rotary is None else torch.int64)
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, ConvolutionState, Tensor | None]:
         if self.is_cross_attention:
             raise ValueError("cross attention needs its context, but none was given")
-        check_tokens(x, self.dim, key_mask)
+        check_tokens(x, self.dim, key_mask, layer=self.q_proj)
         check_mask(x, starts, starts=True)
         mixed, convolution, position = x, None, None
         past: Any = None if state is None else state.convolution
@@ -232,7 +232,8 @@ class MultiheadAttention(nn.Module):
         gates = None if self.gates is None else self.gates(x)
         return gates if starts is None else begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
 
-    def _keys(self, context: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(self, context: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        check_tokens(context, self.source_dim, key_mask, name="context", layer=self.k_proj)
         return _split(self.k_proj(context), self.key_dim), _split(self.v_proj(context), self.head_dim)
 
     def _make_convolution(self, width: int) -> Any:
@@ -277,7 +278,7 @@ def _check_choices(rotary: float | None, convolution: int, convolution_on: str, 
 
 
 def checked_head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
-    """Return the width of a head. Raise ValueError unless the heads divide as they must."""
+    """Return head_dim or dim / num_heads. Raise ValueError if it or num_heads / num_key_heads is no integer."""
     if num_heads % num_key_heads:
         raise ValueError(f"num_key_heads must divide num_heads, but they are {num_key_heads} and {num_heads}")
     if head_dim is not None:

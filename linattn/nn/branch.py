@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import given
+from linattn.checks import check_types, given
 from linattn.nn.attention import MultiheadAttention
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.nested import check_part, checked_kind
@@ -49,6 +49,7 @@ class Branch(nn.Module):
     such a function too; `shift` is a `TokenShift`. With `rezero`, g is a learned number that starts near zero.
     Bachlechner et al., https://arxiv.org/abs/2003.04887"""
 
+    @check_types
     def __init__(
         self, module: nn.Module, *, norm: nn.Module | None = None, shift: TokenShift | None = None, rezero: bool = False
     ):

@@ -1,16 +1,59 @@
 """Checks of tokens, the inputs of modules, made once at the boundary, so that errors show what the caller passed."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from linattn.checks import check_boolean
+from linattn.checks import check_boolean, check_tensors
+
+# others, such as quantized and adapted layers, convert their inputs by themselves
+_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv2d)
 
 
-def check_tokens(x: Tensor, dim: int, key_mask: Tensor | None = None, *, name: str = "x") -> None:
-    """Raise ValueError unless x is (b, n, dim) and its mask boolean (b, n)."""
-    if x.ndim != 3 or x.shape[2] != dim:
-        raise ValueError(f"{name} must be (b, n, {dim}), but is {tuple(x.shape)}")
+def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
+    """Raise ValueError for a dtype, outside of autocast, or a device that are not those of the layer's weights."""
+    if not isinstance(x, Tensor):
+        check_tensors(**{name: x})
+    weight: Any = getattr(layer, "weight", None)
+    if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
+        return
+    # a hook may move the weights, or convert the input
+    if (
+        torch.compiler.is_compiling()
+        or type(layer) not in _PLAIN
+        or layer._forward_pre_hooks
+        or "forward" in vars(layer)
+    ):
+        return
+    check_tensors(**{name: x, "the module": weight})
+    is_autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    if not is_autocast or not x.is_floating_point() or x.dtype == torch.float64:
+        raise ValueError(f"{name} must be {weight.dtype}, as the weights, but is {x.dtype}")
+
+
+def check_tokens(
+    x: Tensor, dim: int | None, key_mask: Tensor | None = None, *, name: str = "x", layer: nn.Module | None = None
+) -> None:
+    """Raise ValueError unless x is (b, n, dim), with any dim if it is None, of numbers that the `layer` takes, and its
+    mask boolean (b, n)."""
+    check_floats(x, name=name)
+    if x.ndim != 3 or dim not in (None, x.shape[2]):
+        raise ValueError(f"{name} must be (b, n, {dim or 'channels'}), but is {tuple(x.shape)}")
     check_mask(x, key_mask, name=name)
+    if layer is not None:
+        check_input(x, layer, name=name)
+
+
+def check_floats(x: Tensor, weight: Tensor | None = None, *, name: str = "x") -> None:
+    """Raise ValueError unless x is a tensor of floating-point numbers, on the device of a module's weight."""
+    if not isinstance(x, Tensor):
+        check_tensors(**{name: x})
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
+    if weight is not None and x.device != weight.device:
+        check_tensors(**{name: x, "the module": weight})
 
 
 def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool = False) -> None:
@@ -19,12 +62,16 @@ def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool 
         return
     what, meaning = ("starts", "a sequence begins") if starts else ("key_mask", "a token is present")
     check_boolean(mask, name=what, meaning=meaning)
+    if mask.device != x.device:
+        check_tensors(**{name: x, what: mask})
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{what} must be {tuple(x.shape[:2])}, as {name}, but is {tuple(mask.shape)}")
 
 
 def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
     """Raise ValueError unless tokens are integers (b, n) and their mask boolean (b, n)."""
+    if not isinstance(tokens, Tensor):
+        check_tensors(tokens=tokens)
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be integers (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
     check_mask(tokens, key_mask, name="tokens")

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.nn.checks import check_mask, check_tokens
+from linattn.checks import check_types
+from linattn.nn.checks import check_floats, check_input, check_mask, check_tokens
 from linattn.nn.starts import ages
 from linattn.ops.convolution import short_convolution
 from linattn.ops.nested import check_part, checked_parts, for_batch
@@ -28,6 +29,7 @@ class ShortConvolution(nn.Module):
 
     A missing token is skipped: the neighbours of a token are the present ones before it."""
 
+    @check_types
     def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
         if width < 1:
@@ -52,6 +54,7 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tokens, Past]:
         """Process the next tokens. The state is the last width - 1 present inputs. `starts` is True for tokens that
         begin a sequence, which has no neighbours before."""
+        check_floats(x, self.weight)
         check_tokens(x, self.weight.shape[1], key_mask)
         width = self.weight.shape[0] - 1
         check_mask(x, starts, starts=True)
@@ -117,6 +120,7 @@ class GatedConvolution(nn.Module):
     This is Zoology's BaseConv with a gate that starts open: a product with random numbers would hide the neighbours at
     first, and recall would be learnt some 200 steps later. Arora et al., https://arxiv.org/abs/2312.04927"""
 
+    @check_types
     def __init__(self, dim: int, width: int, *, dropout: float = 0.0):
         super().__init__()
         self.convolution = ShortConvolution(dim, width, residual=False)
@@ -127,6 +131,7 @@ class GatedConvolution(nn.Module):
         return self.extend(x, key_mask=key_mask)[0]
 
     def extend(self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Past]:
+        check_input(x, self.g_proj)
         y, state = self.convolution.extend(x, state, key_mask=key_mask)
         return self.dropout((1 + self.g_proj(x)) * y), state
 
@@ -134,8 +139,8 @@ class GatedConvolution(nn.Module):
 def run_on_present(
     function: Callable[[Past | None, Tokens], Tokens], x: Tokens, past: Past | None, width: int, key_mask: TokenMask
 ) -> tuple[Tokens, Past]:
-    """Return function(past, x) without the missing tokens, and the last `width` present inputs, the next past. A past
-    of None is zeros."""
+    """Apply function(past, x) to the present tokens of x, in order. Return the outputs, with zeros at missing tokens,
+    and the last `width` present inputs, which are the next call's `past`. A past of None stands for zeros."""
     if past is not None:
         check_part("last inputs", past, x.dtype, width, x.shape[2])
         past = for_batch(past, x.shape[0])

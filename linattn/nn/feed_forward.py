@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from linattn.checks import check_sizes
+from linattn.checks import check_sizes, check_types
+from linattn.nn.checks import check_floats, check_input
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -21,6 +22,7 @@ class FeedForward(nn.Module):
     x and y have `dim` channels, with `hidden_dim` hidden units between. Without `bias` there are no b₁ and b₂.
     `dropout` is the probability of dropping outputs in training, `hidden_dropout` that of hidden units."""
 
+    @check_types
     def __init__(
         self,
         dim: int,
@@ -38,6 +40,7 @@ class FeedForward(nn.Module):
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        check_input(x, self.up_proj)
         hidden = self.hidden_dropout(self.activation(self.up_proj(x)))
         return self.dropout(self.down_proj(hidden))
 
@@ -50,6 +53,7 @@ class GatedFeedForward(nn.Module):
     x and y have `dim` channels, a(W₁ x) and W₂ x `hidden_dim`; `bias` adds a vector to each of the three products.
     See `FeedForward` for `dropout` and `hidden_dropout`."""
 
+    @check_types
     def __init__(
         self,
         dim: int,
@@ -68,6 +72,7 @@ class GatedFeedForward(nn.Module):
         self.dropout, self.hidden_dropout = nn.Dropout(dropout), nn.Dropout(hidden_dropout)
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        check_input(x, self.up_proj)
         hidden = self.hidden_dropout(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return self.dropout(self.down_proj(hidden))
 
@@ -85,6 +90,7 @@ class Chunked(nn.Module):
         self.module, self.chunks = module, chunks
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        check_floats(x)
         if self.chunks == 1:
             return self.module(x)
         pieces = x.chunk(self.chunks, -2)

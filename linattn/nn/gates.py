@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention.gates import AnyNeeds, GateNeeds, Gates, SplitNeeds
+from linattn.checks import check_types
 from linattn.ops.numerics import accumulator
 from linattn.types import Tokens
 
@@ -21,6 +22,7 @@ PerHead = Float[Tensor, "b hk n"]
 PerChannel = Float[Tensor, "b hk n c"]
 
 
+@check_types
 def token_gates(
     needs: AnyNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0
 ) -> nn.Module | None:

@@ -8,9 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linattn.attention.linear import LinearAttention
-from linattn.checks import check_sizes, given
+from linattn.checks import check_sizes, check_tensors, check_types, given
 from linattn.feature_maps.efficient import EfficientFeatureMap
 from linattn.feature_maps.taylor import TaylorFeatureMap
+from linattn.nn.checks import check_floats, check_input
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]
@@ -23,9 +24,9 @@ class ImageLinearAttention(nn.Module):
     channels (without `norm_queries`, q d^-¼ itself), φ(k)/z the softmax of k d^-¼ over pixels, d = `key_dim`. Shen et
     al., Efficient Attention, https://arxiv.org/abs/1812.01243
 
-    x has `chan` channels and y `chan_out` (as many); each of the `heads` has `key_dim` channels of q and k and
-    `value_dim` of v. `kernel_size` and `padding` (zeros) are those of all four convolutions. `stride` is that of q's,
-    k's and v's, so it makes the result smaller, as `kernel_size` without `padding` does.
+    x has `chan` channels and y `chan_out` (default: `chan`); each of the `heads` has `key_dim` channels of q and k and
+    `value_dim` of v. All four convolutions have the same `kernel_size` and `padding` with zeros. `stride` is that of
+    q's, k's and v's, so it makes the result smaller, as `kernel_size` without `padding` does.
 
     Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, another
     image or a set of pixels (b, chan, m), queries attend to its pixels and to their own.
@@ -33,6 +34,7 @@ class ImageLinearAttention(nn.Module):
     Masks are True for present pixels. The others are treated as lying outside of the image: the convolutions read zeros
     there, and they are no keys. A small image in a corner of a larger one gives what it gives alone."""
 
+    @check_types
     def __init__(
         self,
         chan: int,
@@ -65,6 +67,7 @@ class ImageLinearAttention(nn.Module):
         context_mask: Bool[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "b o h2 w2"]:
         x = _checked(x, mask, self.chan)
+        check_input(x, self.to_q)
         q = self.to_q(x)
         present = None if mask is None else self._mask_after(mask)
         keys = [(self.to_k(x), self.to_v(x), present)]
@@ -102,6 +105,7 @@ class PositionLinearAttention(nn.Module):
     pixel of zeros causes no division by zero. Masked pixels (False) come back unchanged. Li et al., Linear Attention
     Mechanism, https://arxiv.org/abs/2007.14902"""
 
+    @check_types
     def __init__(self, channels: int, key_channels: int | None = None):
         super().__init__()
         keys = max(1, channels // 8) if key_channels is None else key_channels
@@ -113,6 +117,7 @@ class PositionLinearAttention(nn.Module):
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         pixels = _checked(x, mask, self.query_conv.in_channels)
+        check_input(x, self.query_conv)
         parts = [convolution(pixels) for convolution in (self.query_conv, self.key_conv, self.value_conv)]
         q, k, v = (part.flatten(2).mT.unsqueeze(1) for part in parts)
         y = self.inner(q, k, v, key_mask=None if mask is None else mask.flatten(1).unsqueeze(1))
@@ -131,6 +136,7 @@ class ChannelLinearAttention(nn.Module):
         self.inner = LinearAttention(TaylorFeatureMap())
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
+        check_floats(x, self.gamma)
         channels = _checked(x, mask).flatten(2).unsqueeze(1)
         y = self.inner(channels, channels, channels)
         return x + self.gamma * y.squeeze(1).view_as(x)
@@ -139,6 +145,8 @@ class ChannelLinearAttention(nn.Module):
 def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
     """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has the channels (None:
     any number), and the mask its size."""
+    check_tensors(x=x, **given(mask=mask))
+    check_floats(x)
     if x.ndim != 4 or channels not in (None, x.shape[1]):
         raise ValueError(f"an image must be (b, {channels or 'channels'}, h, w), but is {tuple(x.shape)}")
     if mask is not None:

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_numbers
+from linattn.checks import check_numbers, check_types
+from linattn.nn.checks import check_floats
 
 HEAD_NORM_EPS = 1e-4
 
@@ -20,6 +21,7 @@ class HeadNorm(nn.Module):
     Where q and the state nearly cancel, x is little more than rounding error. An `eps` of 0 makes it as large as all
     other outputs, and its gradient too large for float16; see docs/gates.md for what each value gives."""
 
+    @check_types
     def __init__(self, head_dim: int, *, eps: float = HEAD_NORM_EPS):
         super().__init__()
         check_numbers(eps=eps)
@@ -42,6 +44,7 @@ class ScaleNorm(nn.Module):
     """y = g · x / ‖x‖ over `dim` channels with one learned g, √dim at first.
     Nguyen and Salazar, https://arxiv.org/abs/1910.05895"""
 
+    @check_types
     def __init__(self, dim: int):
         super().__init__()
         self.dim = dim
@@ -60,6 +63,7 @@ class ScaleNorm(nn.Module):
 
 def _rms_normalized(x: Float[Tensor, "*b d"], factor: Tensor, eps: float) -> Float[Tensor, "*b d"]:
     """Return x / √(mean(x²) + eps) times the factor, computed in float32 or better."""
+    check_floats(x, factor)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     # squares of small and of large numbers leave float32's range; a factor of x and √eps changes neither the result nor
     # its gradient

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from linattn.checks import check_numbers, check_types
 from linattn.nn.checks import out_of_range
 
 INIT_STD = 0.02
@@ -18,6 +19,7 @@ class LearnedPositions(nn.Module):
     """A learned vector of `dim` channels for each of `max_length` positions, drawn with the standard deviation
     `std`. Later positions are an error."""
 
+    @check_types
     def __init__(self, max_length: int, dim: int, *, std: float = INIT_STD):
         super().__init__()
         _check_lengths((max_length,))
@@ -37,15 +39,17 @@ class LearnedPositions(nn.Module):
 
 @final
 class SinusoidalPositions(nn.Module):
-    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim), in two halves of the `dim` channels as in the packages, not
-    alternating as in the paper. A larger `base` makes the slowest waves longer, up to 2π·base positions. It has no
-    weights and no longest length."""
+    """[sin(p ω), cos(p ω)] with ω_c = base^(−2c/dim): sines in the first half of the `dim` channels and cosines in the
+    second, not alternating as in the paper. A larger `base` makes the slowest waves longer, up to 2π·base positions. It
+    has no weights and no longest length."""
 
     max_length = None
     dtype_holder: Tensor
 
+    @check_types
     def __init__(self, dim: int, *, base: float = 10000.0):
         super().__init__()
+        check_numbers(least=1.0, base=base)
         self.dim, self.base = dim, base
         # it is empty: it only follows the model's dtype when `to` changes it
         self.register_buffer("dtype_holder", torch.empty(0), persistent=False)
@@ -67,6 +71,7 @@ class AxialPositions(nn.Module):
     vector of `dim` channels per axis: (64, 128) has 8,192 positions with 192 vectors. At first these sums have the
     standard deviation `std`. Positions beyond the grid are an error."""
 
+    @check_types
     def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()
         _check_lengths(shape)

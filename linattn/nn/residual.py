@@ -1,5 +1,5 @@
-"""Stacks of branches. Each says how a branch's output joins the residual stream, once for whole sequences and for the
-next tokens of a sequence."""
+"""Stacks of branches. The `run` of each class defines how the output of a branch joins the residual stream; it serves
+whole sequences and the next tokens of a sequence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import given
+from linattn.checks import check_types, given
 from linattn.names import unknown_name
 from linattn.nn.branch import Branch, Call
+from linattn.nn.checks import check_floats, check_input
 from linattn.nn.reversal import run_reversibly
 from linattn.ops.nested import checked_parts
 from linattn.types import Context, ContextMask, TokenMask, Tokens
@@ -22,7 +23,7 @@ Hidden = Float[Tensor, "b n o"]
 
 
 class Extension:
-    """A step that processes the next tokens, with the branches' states in turn; `states` are those after it."""
+    """A step that gives each branch its state in turn, for the next tokens; `states` collects their new states."""
 
     def __init__(self, call: Call, state: tuple[Any, ...] | None, depth: int):
         self.call, self.past, self.states = call, iter(checked_parts(state, depth)), []
@@ -104,9 +105,9 @@ class ReversibleSequence(Stack):
     Reformer, https://arxiv.org/abs/2001.04451
 
     The backward pass computes each pair's inputs from its outputs: the memory for activations does not grow with the
-    number of pairs, and one more forward is the price. The function differs from `ResidualSequence`. Gradients equal
-    autograd's up to rounding and cannot be differentiated again; `extend` saves what autograd saves. Under
-    torch.compile nothing is reversed: the compiler decides what to recompute."""
+    number of pairs, but a step takes one more forward pass. The function differs from `ResidualSequence`. Gradients
+    equal autograd's up to rounding and cannot be differentiated again. `extend` is not reversed, so its activations are
+    saved. Under torch.compile nothing is reversed: the compiler decides what to recompute."""
 
     def __init__(self, pairs: Iterable[tuple[Branch, Branch]], *, reduce: str = "mean"):
         super().__init__()
@@ -116,6 +117,7 @@ class ReversibleSequence(Stack):
         self.reduce = reduce
 
     def run(self, x: Tokens, step: Step) -> Tokens:
+        check_floats(x)
         # a step of `extend` cannot be repeated in the backward pass, as it moves the state on
         if isinstance(step, Call) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             first, second = run_reversibly([*self.branches], x, step)
@@ -135,6 +137,7 @@ class Projected(Stack):
     embeddings: `in_dim` channels come in, the stack has `dim`, and `out_dim` go out; without `out_dim` the output keeps
     the stack's width. Lan et al., ALBERT, https://arxiv.org/abs/1909.11942"""
 
+    @check_types
     def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
         super().__init__()
         self.in_proj, self.stack = nn.Linear(in_dim, dim), stack
@@ -145,5 +148,6 @@ class Projected(Stack):
         return self.stack.depth
 
     def run(self, x: Tokens, step: Step) -> Hidden:
+        check_input(x, self.in_proj)
         y = self.stack.run(self.in_proj(x), step)
         return y if self.out_proj is None else self.out_proj(y)

@@ -17,8 +17,8 @@ from linattn.types import Tokens
 def run_reversibly(branches: Sequence[nn.Module], x: Tokens, call: Call) -> tuple[Tokens, Tokens]:
     """Compute (a, b) ← (b, a + branch(b)) for each branch in turn, from a = b = x.
 
-    Weights and context are inputs of the one autograd function, so that gradients flow to them where x needs none,
-    reach `torch.autograd.grad` and DDP's hooks, and go only once through what computed the context."""
+    Weights and context are inputs of the one autograd function. So they get gradients even if x needs none, those reach
+    `torch.autograd.grad` and DDP's hooks, and what computed the context is differentiated only once."""
     if not branches:
         return x, x
     weights = tuple(dict.fromkeys(weight for branch in branches for weight in _weights(branch)))

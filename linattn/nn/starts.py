@@ -11,8 +11,8 @@ UNKNOWN = 2**40
 
 
 def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-    """Return the number of present tokens before each token in its sequence, and before a next token: `UNKNOWN` or
-    more if the sequence began before the first token here."""
+    """Return the number of present tokens before each token in its sequence, and the same for the token after the last.
+    If a sequence began before the first token here, its numbers are `UNKNOWN` or more."""
     present = torch.ones_like(starts) if key_mask is None else key_mask
     count = present.cumsum(1)
     before = count - present.long()

@@ -6,6 +6,7 @@ from typing import final
 import torch
 from torch import nn
 
+from linattn.checks import check_types
 from linattn.nn.checks import check_tokens
 from linattn.nn.convolution import Past, run_on_present
 from linattn.types import TokenMask, Tokens
@@ -20,6 +21,7 @@ class TokenShift(nn.Module):
     Channels left over by the division are not shifted. Missing tokens are skipped: the neighbour is the next present
     token, or zeros if there is none."""
 
+    @check_types
     def __init__(self, offsets: tuple[int, ...]):
         super().__init__()
         if not offsets:
@@ -37,7 +39,7 @@ class TokenShift(nn.Module):
         return self._run(x, state, key_mask)
 
     def _run(self, x: Tokens, state: Past | None, key_mask: TokenMask) -> tuple[Tokens, Past]:
-        check_tokens(x, x.shape[-1], key_mask)
+        check_tokens(x, None, key_mask)
         return run_on_present(self._shift, x, state, self.past, key_mask)
 
     def _shift(self, past: Past | None, x: Tokens) -> Tokens:

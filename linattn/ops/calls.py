@@ -11,9 +11,9 @@ SHORT = 128
 
 class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
-    the full size or 1, and q has the full ones, except where heads share queries; `key_mask` and `log_decay` are
-    (*b, n), decays per channel (*b, n, f); S (*b, f, dv) and z (*b, f) are the sums before the first token, zeros if
-    `zero_state`. What is masked does not decay."""
+    the full size or 1; q has the full sizes, except for the operator of heads that share queries. `key_mask` and
+    `log_decay` are (*b, n), decays per channel (*b, n, f). S (*b, f, dv) and z (*b, f) are the sums before the first
+    token, zeros if `zero_state`. `log_decay` is zero for masked tokens."""
 
     q: Tensor
     k: Tensor

@@ -75,7 +75,7 @@ def _unsupported(call: ConvolutionCall) -> str | None:
 
 
 def _overlaps(past: Tensor | None, n: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (t, p, o) for each distance t: the past inputs p lie t tokens before the outputs o."""
+    """Yield (t, p, o) for each distance t: slices of the past inputs and of the outputs t tokens after them."""
     width = 0 if past is None else past.shape[-2]
     for distance in range(1, width + 1):
         count = min(distance, n)

@@ -1,9 +1,9 @@
-"""The delta rule: a token does not only add to the state, but corrects what the state answers at its key:
+"""The delta rule: a token predicts its value from the state and its key, and adds the error, times β, to the state:
 
     S_t = α_t S_{t−1} + β_t k_t (v_t − (α_t S_{t−1})ᵀ k_t)ᵀ        y_t = S_tᵀ q_t
 
-α_t = 1: DeltaNet, https://arxiv.org/abs/2406.06484. A number per head: gated DeltaNet, https://arxiv.org/abs/2412.06464.
-A number per channel: Kimi Delta Attention, https://arxiv.org/abs/2510.26692."""
+DeltaNet, https://arxiv.org/abs/2406.06484, has α_t = 1, gated DeltaNet, https://arxiv.org/abs/2412.06464, a number per
+head, and Kimi Delta Attention, https://arxiv.org/abs/2510.26692, one per channel."""
 
 from numbers import Real
 
@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linattn.checks import check_tensors, on_one_device
 from linattn.ops.calls import DeltaCall
-from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expand, expanded, per_channel, shape
-from linattn.ops.numerics import accumulator, align, zero_masked_tokens
+from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expanded, per_channel, shape
+from linattn.ops.numerics import accumulator, align, expand, zero_masked_tokens
 from linattn.ops.operators import DELTA
 
 
@@ -31,19 +32,22 @@ def causal_delta_attention(
     scale: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
-    """Let each token decay the `state` (None: zeros), correct what it answers at its key in `k`, and read it with its
+    """Let each token decay the `state` (None: zeros), correct its prediction for the key in `k`, and read it with the
     query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
 
-    `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then answers it with v
-    exactly; with β = 0 nothing is written; β between 1 and 2 turns signs. A key with β|k|² > 2 makes states grow:
-    normalize keys. α = exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many
-    dimensions as k, or more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None:
-    all); leading dimensions broadcast. `backend` is a name that `explain_backend` lists, given `beta`, or None: the
+    `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then predicts v exactly;
+    with β = 0 nothing is written; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
+    exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or
+    more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None: all); leading
+    dimensions broadcast. `backend` is a name that `explain_backend` lists if it is called with `beta`, or None: the
     first that can run.
 
     A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
     sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is
     float32, or float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
+
+    NaN in a present token reaches all later ones, and on a GPU the earlier ones of its chunk of up to 32 tokens: mask a
+    document that may hold any.
 
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
     call = delta_call(q, k, v, beta, state, log_decay, key_mask, scale)
@@ -68,12 +72,13 @@ def delta_call(
     # a float passes at the first comparison, in 0.03 µs
     if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
         raise ValueError(f"scale must be a number, but is {scale!r}")
-    if not beta.dtype.is_floating_point:
-        raise ValueError(f"beta must be floating-point, but is {beta.dtype}")
     beta = expanded(k, beta, "beta").unsqueeze(-1)
     log_decay = None if log_decay is None else per_channel(k, log_decay)
     (n, d), dv = k.shape[-2:], v.shape[-1]
-    _check_state(state, d, dv, accumulator(k.dtype))
+    if state is not None:
+        if not on_one_device(k, state, state):
+            check_tensors(k=k, state=state)
+        _check_state(state, d, dv, accumulator(k.dtype))
     if key_mask is not None:
         key_mask = checked_mask(k, key_mask)
         assert key_mask is not None
@@ -94,11 +99,7 @@ def delta_call(
     return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay, scale)
 
 
-def _check_state(state: Tensor | None, d: int, dv: int, dtype: torch.dtype) -> None:
-    if state is None:
-        return
-    if not isinstance(state, Tensor):
-        raise ValueError(f"the state must be a tensor, as the delta rule returns it, but is a {type(state).__name__}")
+def _check_state(state: Tensor, d: int, dv: int, dtype: torch.dtype) -> None:
     if state.shape[-2:] != (d, dv) or state.dtype != dtype:
         came = f"{shape(state)} of {state.dtype}"
         raise ValueError(f"the state must be (..., {d}, {dv}) of {dtype} for these inputs, but is {came}")

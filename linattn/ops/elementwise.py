@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Elementwise(NamedTuple):
-    """A function φ(x), and its derivative (None: one) as a function of y = φ(x), so that a backward needs no x.
+    """A function φ(x), and its derivative as a function of y = φ(x) (None: 1), so that a backward needs no x.
 
-    `overwrite(x, scratch)` writes φ(x) into the memory of x, `derivative(y, scratch)` may write into scratch, of the
-    same shape, if it is given: a loop over blocks then stays in the cache."""
+    `overwrite(x, scratch)` writes φ(x) into the memory of x. It and `derivative(y, scratch)` may write into scratch,
+    None or a tensor of the same shape, so that a loop over blocks needs no new memory."""
 
     function: Callable[[Tensor], Tensor]
     overwrite: Callable[[Tensor, Tensor | None], Tensor]

@@ -3,6 +3,7 @@
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.ops.calls import SumCall
 from linattn.ops.delta import delta_call
 from linattn.ops.linear import causal_call, checked, checked_mask
@@ -11,6 +12,7 @@ from linattn.ops.operators import DELTA, SUM_KEYS
 from linattn.ops.state import LinearState
 
 
+@check_types
 def explain_backend(
     q: Float[Tensor, "*#b n d"],
     k: Float[Tensor, "*#b m d"],

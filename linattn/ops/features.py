@@ -1,8 +1,8 @@
-"""Linear attention of features that may leave the range of their dtype: each token's features are function(x) ·
-exp(log_scale), a function by name and a scale per token.
+"""Linear attention of features that may leave the range of their dtype. The features of a token are function(x) ·
+exp(log_scale), with a function that is given by name and one scale per token.
 
 Sums over keys are divided by the exponential of a running scale, which follows the largest key so far; where it grows,
-the sums decay. No later key has a part in it, so the past does not see the future."""
+the sums decay. It depends on no later key, so outputs do not either."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,19 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from linattn.checks import check_tensors, on_one_device
 from linattn.names import unknown_name
-from linattn.ops.calls import SHORT
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.linear import causal_linear_attention, checked_decay, checked_mask, read, summarize
 from linattn.ops.nested import checked_kind
-from linattn.ops.numerics import accumulator, is_exporting
+from linattn.ops.numerics import accumulator
+from linattn.ops.scale import finite, running_scale
 from linattn.ops.state import LinearState
-from linattn.ops.tokens.cutting import running_max
 
 
 class Features(NamedTuple):
-    """The features function(x) · exp(log_scale) of each token; the scale takes up a large range.
+    """The features function(x) · exp(log_scale) of each token; `log_scale` keeps the numbers in x in range.
 
     `x` holds f numbers per token. `function` is a name in `ELEMENTWISE`, and the operator applies it in its loop.
     `log_scale` is at least float32; None means zero. Gradients flow through `x` and `log_scale`."""
@@ -38,7 +37,7 @@ class Features(NamedTuple):
         return x if log_scale is None else (x * log_scale.exp().unsqueeze(-1)).to(x.dtype)
 
     def evaluated(self) -> "Features":
-        """Apply the function. Exponentials are at most 1 then, and the scale holds the rest."""
+        """Apply the function. If it is exp, first move each token's largest exponent into the scale."""
         x, log_scale, function = self.with_negative_exponents()
         if function not in ELEMENTWISE:
             raise unknown_name("function", function, ELEMENTWISE)
@@ -113,7 +112,7 @@ def causal_feature_attention(
     those of the query.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
-    keys = keys.scalable()
+    queries, keys = checked_features(queries=queries), checked_features(keys=keys).scalable()
     if queries.function != keys.function:
         queries, keys = queries.evaluated(), keys.evaluated()
     keys, log_size = _masked(keys, key_mask)
@@ -121,9 +120,9 @@ def causal_feature_attention(
     if log_size is not None and log_decay is not None:
         log_decay = _decay_per_token(log_decay, keys.x, key_mask)
         log_size = log_size.expand(torch.broadcast_shapes(log_size.shape, log_decay.shape))
+    sums, start = (None, None) if state is None else _checked_parts(state, keys.x)
     if state is not None:
         check_scale(state, log_size)
-    sums, start = state or (None, None)
     if log_size is not None:
         scale, log_decay, end = running_scale(log_size, log_decay, start)
     x, query_scale = _argument(queries, normalize)
@@ -150,7 +149,7 @@ def summarize_features(
     It is the state of `read_features`, and that of `causal_feature_attention` after these keys.
 
     Raises ValueError for shapes and names that do not fit."""
-    keys, log_size = _masked(keys.scalable(), key_mask)
+    keys, log_size = _masked(checked_features(keys=keys).scalable(), key_mask)
     # the maximum over no keys is −inf, with a length of zero too
     scale = None if log_size is None else F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
     x = keys.relative_to(None if scale is None else finite(scale))
@@ -164,10 +163,32 @@ def read_features(
     φ(q) = `queries`, of any size: each query reads the whole `state`, which stays as it is.
 
     Raises ValueError for shapes and names that do not fit."""
-    sums, log_scale = checked_kind(state, FeatureState)
-    x, query_scale = _argument(queries, normalize)
+    x, query_scale = _argument(checked_features(queries=queries), normalize)
+    sums, log_scale = _checked_parts(state, x)
     y = read(x, sums, normalize=normalize, feature_map=queries.function)
     return _rescaled(y, normalize, query_scale, log_scale)
+
+
+def checked_features(**features: Features) -> Features:
+    """Return the features, given by their name. Raise ValueError for raw queries or keys, and for parts that are no
+    tensors."""
+    ((name, each),) = features.items()
+    if not isinstance(each, Features):
+        raise ValueError(f"{name} must be Features, as a feature map returns them, but is a {type(each).__name__}")
+    _check_scaled(each.x, each.log_scale)
+    return each
+
+
+def _checked_parts(state: FeatureState, x: Tensor) -> FeatureState:
+    """Return the state. Raise ValueError for another kind, and unless its scale is a tensor on the device of x."""
+    _check_scaled(x, checked_kind(state, FeatureState).log_scale)
+    return state
+
+
+def _check_scaled(x: Tensor, log_scale: Tensor | None) -> None:
+    scale = x if log_scale is None else log_scale
+    if not on_one_device(x, x, scale):
+        check_tensors(x=x, log_scale=scale)
 
 
 def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
@@ -183,8 +204,8 @@ def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor |
 
 
 def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor | None]:
-    """Return the argument of the function that makes queries, in range, and the scale by which their outputs must be
-    multiplied, None if it is 1 or cancels."""
+    """Return the x for which function(x) gives the queries up to a scale, and the logarithm of this scale, None if it
+    is zero or cancels. Exponentials are at most 1 unless `normalize` is "keys"."""
     x, log_scale, function = queries
     if normalize == "keys" and function == "exp":
         return x if log_scale is None else x + log_scale.unsqueeze(-1), None
@@ -200,6 +221,7 @@ def _rescaled(y: Tensor, normalize: str | None, query_scale: Tensor | None, key_
 
 def _decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return decays (…, n), zero for missing tokens."""
+    check_tensors(keys=k, log_decay=log_decay)
     n, sizes = k.shape[-2], tuple(log_decay.shape)
     if sizes[-1:] not in ((1,), (n,)) or (len(sizes) >= k.ndim and sizes[-2:] == k.shape[-2:]):
         raise ValueError(
@@ -211,7 +233,7 @@ def _decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> T
 
 
 def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> None:
-    """Raise ValueError unless the state's scale can be the start for keys of `log_size`."""
+    """Raise ValueError unless the state's log_scale has one number per sequence of `log_size`, or both are None."""
     log_scale = checked_kind(state, FeatureState).log_scale
     expected = None if log_size is None else (*log_size.shape[:-1], 1)
     came = None if log_scale is None else tuple(log_scale.shape)
@@ -225,66 +247,3 @@ def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> 
         raise ValueError(
             f"the state's log_scale must be {expected} for these keys, but is {came}: it was made from other features"
         )
-
-
-def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Return zeros for −inf, the scale of no keys."""
-    return log_scale.masked_fill(log_scale == -torch.inf, 0)
-
-
-# a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
-_STEP, _LEAST = 24.0, -14.0
-# in sums it stands for −∞, after which the differences of the numbers before would be none
-_FORGETS = -1e6
-
-
-def running_scale(
-    log_size: Float[Tensor, "*b n"],
-    log_decay: Float[Tensor, "*#b #n"] | None = None,
-    start: Float[Tensor, "*b 1"] | None = None,
-    /,
-) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"] | None, Float[Tensor, "*b 1"]]:
-    """Return the scale m_i = max(m_{i−1} + log_decay_i, log_size_i) by which the sums at each token are divided, their
-    decay m_{i−1} + log_decay_i − m_i, and the last m, the next call's start m_0 (None: −inf, no key yet).
-
-    Without a log_decay, sizes are rounded to multiples of 24 first, so that decays are rare: m lies between 10 below
-    and 14 above the largest size. A decay of None is zero everywhere. Where m is −inf, the returned scale is zero, and
-    so is the next decay.
-
-    No gradient passes through m: any m would give the same outputs."""
-    scale = log_size.detach() if log_decay is not None else ((log_size.detach() - _LEAST) / _STEP).floor() * _STEP
-    start = scale.new_tensor(-torch.inf) if start is None else start
-    scale = torch.cat([start.expand(*scale.shape[:-1], 1), scale], -1)
-    if log_decay is None:
-        scale = _running_max(scale)
-    else:
-        exact = torch.float32 if scale.device.type == "mps" else torch.float64
-        total = log_decay.detach().to(exact).clamp(min=_FORGETS).expand_as(log_size).cumsum(-1)
-        total = torch.cat([total.new_zeros(*total.shape[:-1], 1), total], -1)
-        scale = (_running_max(scale - total) + total).to(scale.dtype)
-    last, none, scale = scale[..., -1:], scale == -torch.inf, finite(scale)
-    # differences of the rounded maxima, so that the decays of pieces multiply exactly to that of the whole sequence
-    decay = scale[..., :-1] - scale[..., 1:]
-    if log_decay is not None:
-        decay = log_decay + decay
-        # rounding may leave it slightly above zero, where a clamp would stop the gradient of log_decay
-        decay = decay - decay.detach().clamp(min=0)
-    decay = decay.masked_fill(none[..., :-1], 0)
-    # a copy, because a view would keep the whole sequence alive in a state of constant size
-    return scale[..., 1:], None if log_decay is None and _needless(decay) else decay, last.clone()
-
-
-def _running_max(x: Tensor) -> Tensor:
-    if not is_exporting():
-        return x.cummax(-1).values
-    start = x[..., :1]
-    return torch.cat([start, torch.maximum(start, running_max(x[..., 1:]))], -1)
-
-
-def _needless(decay: Tensor) -> bool:
-    """Return whether the decay is known to be zero. It is unknown in compilation, under vmap, or where reading it would
-    wait. Short sequences keep a decay of zeros: without one they would run on another backend, which rounds otherwise,
-    so that a later key would change outputs before it."""
-    if torch.compiler.is_compiling() or type(decay) is not Tensor or is_functorch_wrapped_tensor(decay):
-        return False
-    return decay.device.type == "cpu" and not 1 < decay.shape[-1] <= SHORT and not decay.any()

@@ -20,7 +20,7 @@ SCHEMA = {
 
 
 def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, in whose results an empty tensor stands for none."""
+    """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, which returns an empty tensor in place of None."""
     backend, count, outputs, total = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -1,20 +1,18 @@
 """Linear attention: y_i = φ(q_i) S_i / (φ(q_i)·z_i) with S_i = Σ_j φ(k_j) v_jᵀ and z_i = Σ_j φ(k_j), over all keys j
 or, causally, over j ≤ i. Katharopoulos et al., Transformers are RNNs, https://arxiv.org/abs/2006.16236, eq. 6–9.
 
-(S, z) is a state: it can be asked, tokens can be added to it, and the same numbers come out whatever the cut."""
+(S, z) is a state, to which later tokens are added. Outputs do not depend on how a sequence is divided between calls."""
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn import Parameter
 
-from linattn.checks import check_boolean
+from linattn.checks import check_boolean, check_tensors, on_one_device
 from linattn.names import unknown_name
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
 from linattn.ops.nested import checked_kind
-from linattn.ops.numerics import accumulator, align
+from linattn.ops.numerics import accumulator, align, expand, is_readable, summable
 from linattn.ops.operator import Operator
 from linattn.ops.operators import CAUSAL, GATED, READ, SHARED, SUM_KEYS
 from linattn.ops.state import LinearState
@@ -53,6 +51,9 @@ def causal_linear_attention(
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
     new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
     it would wait. A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
+
+    A decay per channel is rounded at each token: in float32, constant ones between −10⁻⁵ and −2·10⁻⁸ leave the state of
+    200,000 tokens off by 1e-3 to 3e-3, per head by 2e-4.
 
     NaN in a present token reaches the tokens of its chunk and all later ones, also those of later sequences of a packed
     batch. Mask a document that may hold any: what a masked token holds reaches nothing.
@@ -105,6 +106,7 @@ def summarize(
     all), computed once, for instance of an encoder's output. `feature_map` names φ in `ELEMENTWISE`.
 
     Raises ValueError for shapes and names that do not fit."""
+    check_tensors(k=k, v=v)
     k, _, v = checked(k, k, v, None, feature_map)
     call = SumCall(k, v, checked_mask(k, key_mask), feature_map)
     return LinearState(*SUM_KEYS.choose(call)(call))
@@ -119,10 +121,11 @@ def read(
     feature_map: str = "identity",
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None: each
-    query in `q` sees the whole `state`, which stays. `feature_map` names φ in `ELEMENTWISE`, as it did for the keys.
+    query in `q` sees the whole `state`. `feature_map` names φ in `ELEMENTWISE`, as it did for the keys.
 
     Raises ValueError for shapes and names that do not fit."""
     S, z = checked_kind(state, LinearState)
+    check_tensors(q=q, S=S, z=z)
     checked(q, q, q, normalize, feature_map)
     if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
         raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
@@ -138,6 +141,9 @@ def shape(x: Tensor) -> tuple[int, ...]:
 
 def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in the dtype that torch promotes them to, as an autocast region may mix dtypes."""
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not are_tensors or not q.device == k.device == v.device:
+        check_tensors(q=q, k=k, v=v)
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise ValueError(f"q, k and v must be (..., n, d), but are {shape(q)}, {shape(k)} and {shape(v)}")
     if q.shape[-1] != k.shape[-1]:
@@ -146,7 +152,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map:
         raise ValueError(f"every key must have a value, but k is {shape(k)} and v is {shape(v)}")
     if normalize not in NORMALIZATIONS:
         raise unknown_name("normalize", normalize, NORMALIZATIONS)
-    if feature_map not in ELEMENTWISE:
+    if not isinstance(feature_map, str) or feature_map not in ELEMENTWISE:
         raise unknown_name("feature_map", feature_map, ELEMENTWISE, SYNONYMS)
     if not q.dtype == k.dtype == v.dtype:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
@@ -164,22 +170,27 @@ def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
 
 
 def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
-    """Expand (…, 1) or (…, n) to (…, n)."""
+    """Return x, (…, 1) or (…, n), expanded to the n tokens of k. Numbers become float32 or better first, so that the
+    gradient of a number that several tokens or heads share is summed in that dtype."""
     n = k.shape[-2]
+    if not on_one_device(k, x, x):
+        check_tensors(**{"k": k, name: x})
     if x.ndim == 0 or x.shape[-1] not in (1, n):
         raise ValueError(f"{name} must be (..., {n}), as k is {shape(k)}, but is {shape(x)}")
-    return x.expand(*x.shape[:-1], n)
+    return (x if x.dtype == torch.bool else summable(x, name)).expand(*x.shape[:-1], n)
 
 
 def per_channel(k: Tensor, log_decay: Tensor) -> Tensor:
     """Return decays per channel (…, n, f) as they are, and those per head and token as (…, n, 1)."""
+    if not on_one_device(k, log_decay, log_decay):
+        check_tensors(k=k, log_decay=log_decay)
     if log_decay.ndim >= k.ndim and log_decay.shape[-2:] == k.shape[-2:]:
-        return log_decay
+        return log_decay if log_decay.shape == k.shape else summable(log_decay, "log_decay")
     n, f = k.shape[-2:]
     if log_decay.ndim == 0 or log_decay.shape[-1] not in (1, n):
         expected = f"log_decay must be (..., {n}) or (..., {n}, {f}), as k is {shape(k)}"
         raise ValueError(f"{expected}, but is {shape(log_decay)}")
-    return log_decay.expand(*log_decay.shape[:-1], n).unsqueeze(-1)
+    return summable(log_decay, "log_decay").expand(*log_decay.shape[:-1], n).unsqueeze(-1)
 
 
 def checked_decay(log_decay: Tensor) -> Tensor:
@@ -198,8 +209,7 @@ def checked_decay(log_decay: Tensor) -> Tensor:
 
 def _bounds(x: Tensor) -> tuple[float, float]:
     """Return the least and the largest number in x, or −∞ and zero where reading them would wait or is impossible."""
-    wrapped = torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter)
-    if wrapped or x.device.type != "cpu" or is_functorch_wrapped_tensor(x) or x.numel() == 0:
+    if not is_readable(x) or x.numel() == 0:
         return -torch.inf, 0
     least, largest = torch.aminmax(x.detach())
     return least.item(), largest.item()
@@ -234,13 +244,15 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> tuple[Operator, CausalCall]:
-    """Check and align a call, and choose the operator: the state gets the leading dimensions of keys and values,
-    queries those of all if heads do not share them; the rest broadcasts."""
+    """Check and align a call, and choose the operator. The state gets the leading dimensions of keys and values
+    together, and queries are expanded to those of all tensors, unless several heads share their queries and keys."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
     operator, keys, f, dv = CAUSAL, k.shape[:-2], k.shape[-1], v.shape[-1]
-    state_lead = keys if state is None else checked_kind(state, LinearState).z.shape[:-1]
+    if state is not None and not on_one_device(k, *checked_kind(state, LinearState)):
+        check_tensors(k=k, S=state.S, z=state.z)
+    state_lead = keys if state is None else state.z.shape[:-1]
     # nothing to align in the loop of generation, where checking costs as much as computing
     if log_decay is not None or key_mask is not None or not q.shape[:-2] == keys == v.shape[:-2] == state_lead:
         key_mask = checked_mask(k, key_mask)
@@ -282,7 +294,3 @@ def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype)
         )
     if not S.dtype == z.dtype == accumulator(dtype):
         raise ValueError(f"the state must be {accumulator(dtype)} for these inputs, but is {S.dtype} and {z.dtype}")
-
-
-def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x if x.shape == shape else x.expand(shape)

@@ -58,21 +58,20 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
     return state
 
 
-def num_bytes(state: Any) -> int:
-    """Return the bytes of a state's tensors, each counted once."""
-    sizes: dict[int, int] = {}
-    map_state(lambda tensor: sizes.update({id(tensor): tensor.nbytes}), state)
-    return sum(sizes.values())
+def first_tensor(state: Any) -> Tensor | None:
+    """Return the first tensor that has a batch, None if there is none."""
+    if isinstance(state, Tensor):
+        return state if state.ndim else None
+    for part in state if isinstance(state, tuple) else ():
+        if (tensor := first_tensor(part)) is not None:
+            return tensor
+    return None
 
 
 def batch_size(state: Any) -> int | None:
     """Return the batch size of the first tensor, None if there is no tensor."""
-    if isinstance(state, Tensor):
-        return state.shape[0] if state.ndim else None
-    for part in state if isinstance(state, tuple) else ():
-        if (size := batch_size(part)) is not None:
-            return size
-    return None
+    tensor = first_tensor(state)
+    return None if tensor is None else tensor.shape[0]
 
 
 def for_batch(state: _State, batch: int) -> _State:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -51,6 +53,17 @@ def align(x: Tensor, ndim: int) -> Tensor:
     return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
 
 
+def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x if x.shape == shape else x.expand(shape)
+
+
+def summable(x: Tensor, name: str) -> Tensor:
+    """Return x in the dtype in which the gradients of what is broadcast are summed. Raise ValueError for integers."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
+    return x.to(accumulator(x.dtype))
+
+
 def summed(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of x, the sum of `gradient` over the dimensions in which x is broadcast."""
     return gradient.sum_to_size(x.shape).to(x.dtype)
@@ -63,6 +76,12 @@ def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
     if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
         gradient.masked_fill_(log_decay == -torch.inf, 0)
     return gradient.to(log_decay.dtype)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Return whether the numbers of x can be read without waiting for a device: not in graphs and transforms."""
+    wrapped = torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter)
+    return not (wrapped or x.device.type != "cpu" or is_functorch_wrapped_tensor(x))
 
 
 def is_exporting() -> bool:

@@ -4,7 +4,7 @@ A call is a NamedTuple of tensors, then options. Its operator names the backends
 last: torch differentiates that one, twice if need be, and so it serves the second derivatives of all others."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Backend(NamedTuple):
 
     `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
     call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
-    computes again what was not saved (empty, or None inside vmap). `empty(call, save)` and `empty_gradient(call)` are
+    recomputes saved tensors that are empty or None (as inside vmap). `empty(call, save)` and `empty_gradient(call)` are
     results without numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
 
     name: str
@@ -69,7 +69,7 @@ class Operator:
 
     def choose(self, call: Any, backend: str | None = None) -> Callable[[Any], tuple[Tensor, ...]]:
         """Return the function of the named backend, or of the first backend that can run the call."""
-        if backend is not None and backend not in self.run:
+        if backend is not None and not (isinstance(backend, str) and backend in self.run):
             raise unknown_name("backend", backend, self.run)
         reasons = []
         for candidate in self.backends:
@@ -136,7 +136,15 @@ class DifferentiableBackend:
         return tuple(x.new_zeros(x.shape) if g is None else g for g, x in zip(grads, results, strict=False))
 
 
-class _Differentiable(Function):
+class _ReverseMode(Function):
+    """A function without a forward-mode derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+class _Differentiable(_ReverseMode):
     """One call: forward, and the backend's gradient."""
 
     @staticmethod
@@ -167,8 +175,9 @@ class _Differentiable(Function):
         return _vmap(_Differentiable, info.batch_size, in_dims, args)
 
 
-class _Gradient(Function):
-    """The gradient of a call, differentiable by the definition."""
+class _Gradient(_ReverseMode):
+    """The gradient of a call. Its own derivatives are those of the definition's gradient, which torch
+    differentiates."""
 
     @staticmethod
     def forward(form: DifferentiableBackend, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:
@@ -239,7 +248,10 @@ def _refuse_old_vmap(grads: Tensors) -> None:
 
 def _refuse_forward_mode(tensors: Tensors) -> None:
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "linear attention has no forward-mode derivative: take a reverse-mode one (torch.func.grad, vjp or jacrev) "
-            'or backend="reference"'
-        )
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+_NO_FORWARD_MODE = (
+    "linear attention has no forward-mode derivative: take a reverse-mode one (torch.func.grad, vjp or jacrev; "
+    'for a Hessian, jacrev of jacrev, or torch.autograd.functional.hessian) or backend="reference"'
+)

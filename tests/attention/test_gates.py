@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from linattn import TorchMultiheadAttention
 from linattn.attention import (
     Decay,
     DeltaAttention,
@@ -17,7 +18,6 @@ from linattn.attention import (
     named_attention,
 )
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
-from linattn.nn import TorchMultiheadAttention
 from tests.attention.cases import CHANNELS, FADING, HEADS, KEY_HEADS, gates_of, heads
 
 ELU = ElementwiseFeatureMap("elu_plus_one")

@@ -13,7 +13,13 @@ from linattn.attention import (
     named_attention,
     traits,
 )
-from linattn.feature_maps import FEATURE_MAPS, TaylorFeatureMap
+from linattn.feature_maps import (
+    FEATURE_MAPS,
+    FavorFeatureMap,
+    HyperbolicFavorFeatureMap,
+    TaylorFeatureMap,
+    TrigonometricFavorFeatureMap,
+)
 from linattn.nn import HeadNorm
 from tests.attention.cases import CAUSAL, GATED, GLOBAL, over
 
@@ -47,7 +53,7 @@ def test_mixtures():
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("nothing", {}, "'nothing' in 'nothing' is no attention: there are .*elu"),
+        ("nothing", {}, "'nothing' is no attention: there are .*elu"),
         ("", {}, "is no attention"),
         ("local:3+elu:4", {}, "has 7 heads, but num_heads is 8"),
         ("local:3+elu", {}, "number all parts of a mixture"),
@@ -62,7 +68,7 @@ def test_mixtures():
         ("local", {"window": 0}, "window must be a whole number of at least 1, but is 0"),
         ("elu", {"num_heads": 0}, "at least one head and one channel, but num_heads is 0, num_key_heads 0"),
         ("favor", {"head_dim": 0}, "at least one head and one channel, but .* head_dim 0"),
-        (3, {}, "an attention is given by its name, but this is 3"),
+        (3, {}, "spec must be a string, but is 3"),
     ],
 )
 def test_errors(spec, options, message):
@@ -170,6 +176,58 @@ def test_attend_with_masks_of_any_shape():
 def test_attend_says_which_masks_there_are(shape):
     with pytest.raises(ValueError, match=r"key_mask must be \(2, 2, 30\), .* but is"):
         attend(*some_heads(), key_mask=torch.ones(shape, dtype=torch.bool))
+
+
+@over(CAUSAL + GLOBAL)
+def test_attend_takes_a_scale_where_products_have_one(spec, causal):
+    facts = traits(spec)
+    if facts.learned or facts.gated:
+        return
+    q, k, v = some_heads()
+    if not named_attention(spec, num_heads=4, head_dim=8, causal=causal, max_length=30).scales_products:
+        with pytest.raises(ValueError, match="scale multiplies q·k, but"):
+            attend(q, k, v, spec, is_causal=causal, scale=0.3)
+        return
+    expected = attend(q, k, v, spec, is_causal=causal)
+    assert_close(attend(q, k, v, spec, is_causal=causal, scale=q.shape[-1] ** -0.5), expected)
+    assert not torch.allclose(attend(q, k, v, spec, is_causal=causal, scale=0.9), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_multiplies_products(causal):
+    q, k, v = (x.double() for x in some_heads())
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, is_causal=causal, enable_gqa=True)
+    assert_close(attend(q, k, v, "softmax", is_causal=causal, scale=0.3), expected)
+    s = 0.3 * q @ k.repeat_interleave(2, 1).mT
+    weights = 1 + s + s.square() / 2
+    weights = weights.tril() if causal else weights
+    expected = weights @ v.repeat_interleave(2, 1) / weights.sum(-1, keepdim=True)
+    assert_close(attend(q, k, v, "taylor2", is_causal=causal, scale=0.3), expected)
+
+
+@pytest.mark.parametrize("features", [FavorFeatureMap, HyperbolicFavorFeatureMap, TrigonometricFavorFeatureMap])
+def test_random_features_estimate_softmax_of_any_scale(features):
+    q, k, v = torch.randn(3, 1, 1, 20, 4, dtype=torch.float64) / 4
+    y = attend(q, k, v, features(4, 20000).double(), scale=0.8)
+    assert_close(y, F.scaled_dot_product_attention(q, k, v, scale=0.8), rtol=0, atol=0.02)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_attend_takes_the_masks_and_windows_that_it_can():
+    q, k, v = some_heads()
+    key_mask = torch.rand(2, 30) < 0.5
+    expected = attend(q, k, v, key_mask=key_mask)
+    assert torch.equal(attend(q, k, v, attn_mask=key_mask[:, None, None]), expected)
+    for mask in (key_mask, key_mask[:, None, None].float(), torch.ones(30, 30, dtype=torch.bool).tril(), key_mask[0]):
+        with pytest.raises(ValueError, match=r"attn_mask must be .* key_mask, .* is_causal=True, .* need scaled_dot"):
+            attend(q, k, v, attn_mask=mask)
+    with pytest.raises(ValueError, match="key_mask or attn_mask"):
+        attend(q, k, v, key_mask=key_mask, attn_mask=key_mask[:, None, None])
+    local = LocalAttention(3, causal=True)
+    assert_close(attend(q, k, v, "local", is_causal=True, window=3), local(q, k, v))
+    for method in ("softmax", "elu", local):
+        with pytest.raises(ValueError, match="window is that of local heads"):
+            attend(q, k, v, method, is_causal=True, window=3)
 
 
 def test_a_repr_shows_every_option():

@@ -25,7 +25,7 @@ def test_a_mixture_may_hold_mixtures():
 def test_errors_say_the_counts():
     causal, full = SoftmaxAttention(causal=True), SoftmaxAttention()
     for parts in ((), ((0, full),)):
-        with pytest.raises(ValueError, match="at least one head"):
+        with pytest.raises(ValueError, match=r"parts must be pairs|heads must be a whole number of at least 1"):
             SplitHeads(*parts)
     with pytest.raises(ValueError, match=r"causal=True.*causal=False"):
         SplitHeads((2, causal), (2, full))

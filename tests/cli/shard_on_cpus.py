@@ -1,13 +1,11 @@
-"""linattn, on an Accelerate that shards on CPUs as it does on GPUs: nothing but a list of device types forbids it."""
+"""Accelerate shards on CPUs as it does on GPUs: nothing but a list of device types forbids it."""
 
-import sys
 from typing import Any
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from linattn.cli import training
-from linattn.cli.main import main
 
 make = AcceleratorState.__init__
 
@@ -19,7 +17,7 @@ def make_sharding(self: AcceleratorState, *positional: Any, **named: Any) -> Non
         self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
 
 
-if __name__ == "__main__":
+def shard_on_cpus() -> None:
+    """Change Accelerate in this process."""
     AcceleratorState.__init__ = make_sharding
     training.can_shard = lambda args: args.world_size > 1
-    sys.exit(main(sys.argv[1:]))

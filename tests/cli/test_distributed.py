@@ -1,5 +1,6 @@
 """Two processes on one machine train what one process with batches of twice the size does."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,11 +15,11 @@ from safetensors.torch import load_file
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from tests.cli.conftest import SHORT, TINY
+from tests.cli.shard_on_cpus import shard_on_cpus
+from tests.processes import needs_processes, run_in_two
 
 OPTIONS = (*TINY, *SHORT, "--accumulate", "2", "--cpu")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-COMMAND = ("-m", "linattn.cli")
-SHARDING = (str(Path(__file__).parent / "shard_on_cpus.py"),)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,29 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def launch(*command: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, env=environment)
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+
+
+def launch(*command: str) -> str:
+    """Run the command in two processes as its user does, and return what both report."""
+    command = (sys.executable, "-m", *TORCHRUN, "-m", "linattn.cli", *command)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ON_CPUS)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def launch_sharding(folder: Path, *command: str) -> str:
+    """Run the command in two processes, whose CPUs share the weights, and return what both report."""
+    reports = [folder / "first", folder / "second"]
+    run_in_two(main_of_two, reports, command)
+    return "".join(report.read_text() for report in reports)
+
+
+def main_of_two(rank: int, reports: list[Path], command: tuple[str, ...]) -> None:
+    os.environ |= ON_CPUS | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shard_on_cpus()
+    with reports[rank].open("w") as report, contextlib.redirect_stderr(report):
+        assert main(command) == 0, reports[rank].read_text()
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
@@ -40,35 +61,34 @@ def assert_same_weights(run: Path, other: Path) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-5)
 
 
-def assert_run_of_two(run: Path, alone: Path, done: subprocess.CompletedProcess) -> None:
-    assert done.returncode == 0, done.stderr
+def assert_run_of_two(run: Path, alone: Path, report: str) -> None:
     assert_same_weights(run, alone)
     assert open_run(run).description["processes"] == 2
     # one of them reports
     assert (run / "log.jsonl").read_text().count("\n") == (alone / "log.jsonl").read_text().count("\n")
-    assert done.stderr.count("is complete") == 1
+    assert report.count("is complete") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(text, alone, tmp_path):
     run = tmp_path / "run"
-    done = launch(*TORCHRUN, *COMMAND, "train", str(text), "--out", str(run), *OPTIONS)
-    assert_run_of_two(run, alone, done)
+    report = launch("train", str(text), "--out", str(run), *OPTIONS)
+    assert_run_of_two(run, alone, report)
 
 
+@needs_processes
 def test_two_processes_that_share_the_weights_are_one(text, alone, tmp_path):
     """FSDP2, and going on with it."""
     run = tmp_path / "run"
-    done = launch(*TORCHRUN, *SHARDING, "train", str(text), "--out", str(run), *OPTIONS, "--fsdp")
-    assert_run_of_two(run, alone, done)
+    report = launch_sharding(tmp_path, "train", str(text), "--out", str(run), *OPTIONS, "--fsdp")
+    assert_run_of_two(run, alone, report)
     # Trainer's own files of sharded runs: it was one
     assert (run / "checkpoints" / "checkpoint-4" / "pytorch_model_fsdp.bin").exists()
     weights = (run / "model.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints" / "checkpoint-8")
     description = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(description | {"finished": None}))
-    done = launch(*TORCHRUN, *SHARDING, "train", "--out", str(run), "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "from step 4" in done.stderr
+    assert "from step 4" in launch_sharding(tmp_path, "train", "--out", str(run), "--resume")
     assert (run / "model.safetensors").read_bytes() == weights
 
 

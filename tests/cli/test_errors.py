@@ -4,13 +4,20 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from linattn.cli import demo
 from linattn.cli.main import main
+from linattn.cli.training import RunTrainer
+from linattn.console.atomic import copy_atomically, write_atomically
+from linattn.console.errors import CommandError, writing
 from tests.cli.conftest import SHORT, TINY
 
 
@@ -232,8 +239,48 @@ def test_a_disk_that_is_full_of_data_leaves_nothing(here, capsys, small_files):
     small_files(5000)
     line = fails(capsys, "train", "text", "--out", "runs/new", *TINY, *SHORT)
     small_files(None)
-    assert "File too large" in line
+    assert line == "linattn train: runs/new could not be written: File too large"
     assert snapshot(here) == before
+
+
+def writers(folder: Path) -> dict[str, Callable[[], object]]:
+    """Return what writes in the commands, each with more than 5000 bytes: our own code, and the libraries."""
+    from matplotlib.figure import Figure
+    from tokenizers import Tokenizer, models
+
+    figure, weights = Figure(), torch.zeros(5000)
+    figure.add_subplot().plot(range(1000))
+    words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(1000)}, unk_token="word0"))
+    return {
+        "ours": lambda: write_atomically(folder / "file", 6000 * "x"),
+        "copies": lambda: copy_atomically(Path(__file__), folder / "file"),
+        "torch": lambda: torch.save(weights, folder / "file"),
+        "torch to a stream": lambda: torch.save(weights, open(folder / "file", "wb")),
+        "safetensors": lambda: save_file({"weights": weights}, folder / "file"),
+        "tokenizers": lambda: words.save(str(folder / "file")),
+        "matplotlib": lambda: figure.savefig(folder / "file", format="png"),
+    }
+
+
+def test_every_writers_full_disk_is_told_in_the_same_words(tmp_path, small_files):
+    for name, write in writers(tmp_path).items():
+        small_files(5000)
+        with pytest.raises(CommandError) as error, writing("the file"):
+            write()
+        small_files(None)
+        reason = "the disk is full, or a quota or a limit on files is reached" if name == "torch" else "File too large"
+        assert str(error.value) == f"the file could not be written: {reason}", name
+    with pytest.raises(RuntimeError, match="another"), writing("the file"):
+        raise RuntimeError("another")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is full")
+def test_output_that_cannot_be_written_is_told(finished):
+    program = [sys.executable, "-m", "linattn.cli", "info", str(finished)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
+    line = "linattn info: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 @pytest.mark.parametrize("dim", ["64", "96"])
@@ -251,9 +298,58 @@ def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim)
     assert main(["train", "--resume", "--out", "run"]) == 0
 
 
+LARGE = {
+    "weights": (("train", "text", *SHORT, "--dim", "1000000"), "the weights, their gradients and AdamW (48,0"),
+    "batch": (
+        ("train", "text", *TINY, *SHORT, "--batch", "1000000000"),
+        "the activations of 1,000,000,000 × 32 tokens",
+    ),
+    "checkpointing": (
+        ("train", "text", *TINY, *SHORT, "--batch", "1000000000", "--checkpointing"),
+        "the activations of 1,000,000,000 × 32 tokens; a lower --batch (",
+    ),
+    "inputs": (("bench", "--batch", "1000000000"), "1,000,000,000 × 8 × 256 × 64 numbers each; a lower --batch"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_does_not_fit_into_memory_is_told_before_it_is_allocated(here, capsys, name):
+    arguments, expected = LARGE[name]
+    before = snapshot(here)
+    line = fails(capsys, *arguments, "--out", "new", *(() if arguments[0] == "bench" else ("--cpu",)))
+    assert "this needs at least " in line and expected in line
+    assert snapshot(here) == before
+
+
+def test_the_demo_fits_into_a_gigabyte(here, capsys, monkeypatch):
+    monkeypatch.setattr("linattn.cli.memory.available_memory", lambda cpu: 1e9)
+    monkeypatch.setattr("linattn.cli.training._train", lambda *_: None)
+    assert main(["train", "text", "--out", "run", *demo.MODEL.split(), *demo.TRAINING.split(), "--cpu"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.5 GiB")]
+)
+def test_memory_that_is_full_later_is_told_and_keeps_the_checkpoint(here, capsys, monkeypatch, error):
+    step = RunTrainer.training_step
+
+    def training_step(self, *arguments):
+        if self.state.global_step == 5:
+            raise error
+        return step(self, *arguments)
+
+    monkeypatch.setattr(RunTrainer, "training_step", training_step)
+    assert main(["train", "text", "--out", "run", *TINY, *SHORT]) == 2
+    what = "9.5 GiB could not be allocated" if str(error) else "an allocation failed"
+    line = f"linattn train: the memory is full: {what}; a lower --batch, --context, --dim or --depth needs less"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert os.listdir("run/checkpoints") == ["checkpoint-4"]
+
+
 def test_a_missing_package_is_told(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [name for name in sys.modules if name.startswith("linattn.cli.train")]:
         monkeypatch.delitem(sys.modules, name)
-    assert "pip install 'linattn[cli]'" in fails(capsys, "train", str(here / "text"), "--out", str(here / "run"))
+    assert 'pip install "linattn[cli]"' in fails(capsys, "train", str(here / "text"), "--out", str(here / "run"))
     assert not (here / "run").exists()

@@ -24,7 +24,7 @@ def test_it_says_what_the_run_is(finished, text, capsys):
     assert found["model"]["configuration"] == LanguageModel.load(finished).config.to_dict()
     parameters = sum(parameter.numel() for parameter in LanguageModel.load(finished).parameters())
     assert found["model"]["parameters"] == parameters
-    assert found["options"]["lr"] == 1e-3
+    assert found["options"]["lr"] == 2e-3
 
 
 def test_the_text_has_the_same_facts(finished, text, capsys):
@@ -38,7 +38,7 @@ def test_the_text_has_the_same_facts(finished, text, capsys):
         f"validation {progress['validation_bits_per_byte']:.3f} bits/byte",
         f"best {progress['best_validation_bits_per_byte']:.3f} at step {progress['best_step']}",
         "torch 2.",
-        "lr 0.001",
+        "lr 0.002",
         "checkpoints  4, 8",
         "bytes per sequence, however long it gets",
     ):

@@ -1,27 +1,35 @@
 """`linattn linearize`: a folder that transformers loads, a report, refusals, and going on after an interruption."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BertForMaskedLM,
     BertForMultipleChoice,
     BertForQuestionAnswering,
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     ViTConfig,
     ViTModel,
 )
 
 from linattn.cli.main import main
-from linattn.linearize import linearized_layers
+from linattn.console.errors import CommandError
+from linattn.integrations.transformers import LinattnForCausalLM
+from linattn.linearize import linearized_layers, training
 from linattn.linearize.command import run
+from linattn.linearize.command.text import TrainingBatches
+from linattn.models import LanguageModel, LanguageModelConfig
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
@@ -66,7 +74,10 @@ def test_the_report_has_everything_and_says_it(done):
     assert [each["length"] for each in made["recall"]] == [64]
     assert [len(losses) for losses in made["losses"].values()] == [1, 3]
     page = (done / "report.html").read_text("utf-8")
+    assert page.index(made["sentences"][0].partition("'")[0]) < page.index("<code>")
+    assert len(made["samples"]) == 2 and {"prompt", "teacher", "linear"} == made["samples"][0].keys()
     for words in (
+        "what it writes",
         "window alone",
         "linear part off",
         "uniform attention",
@@ -76,6 +87,35 @@ def test_the_report_has_everything_and_says_it(done):
     ):
         assert words.lower() in page.lower().replace("&#39;", "'"), words
     assert page.count("<svg ") == 5 and "<script" not in page
+
+
+def test_files_have_the_mode_of_new_files(finished, done, tmp_path):
+    """safetensors makes its files readable for their owner alone, so that nobody else could load the model."""
+    model = LanguageModel(LanguageModelConfig(vocab_size=5, dim=8, depth=1, num_heads=2))
+    model.save(tmp_path / "saved")
+    LinattnForCausalLM.of(model).save_pretrained(tmp_path / "pretrained")
+    (tmp_path / "new").touch()
+    mode = (tmp_path / "new").stat().st_mode
+    for folder in (finished, done, tmp_path):
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        assert not [file for file in files if file.stat().st_mode != mode]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device without space")
+def test_a_full_disk_is_one_sentence():
+    with pytest.raises(OSError, match=r"a checkpoint could not be written to /dev, which has [\d,]+ bytes free"):
+        training._save({"weights": torch.zeros(100_000)}, Path("/dev/full"))
+
+
+def test_a_full_disk_at_the_end_leaves_nothing(done, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    model = AutoModelForCausalLM.from_pretrained(done, trust_remote_code=True)
+    monkeypatch.setattr(type(model), "save_pretrained", fail)
+    with pytest.raises(CommandError, match=r"linear could not be written: .* No space left"):
+        run.write_result(tmp_path / "linear", model, None, {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, tmp_path, monkeypatch, capsys):
@@ -99,10 +139,10 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "elo"), "no attention named 'elo'|elo"),
         (("--keep", "7"), r"keep has \[7\]"),
         (("--minutes", "1"), "--minutes or --steps"),
         (("--context", "100000"), "too short"),
+        (("--batch", "100000000"), r"needs at least .* the activations of 100,000,000 × 64 tokens; a lower --batch"),
         (("--context", "257"), "--context 257 is longer than the 256 tokens"),
     ],
 )
@@ -148,7 +188,7 @@ def test_unfit_models_are_refused_before_any_work(text, tmp_path, capsys, case):
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
-def test_damaged_and_linearized_folders_are_refused(model, text, done, tmp_path, capsys):
+def test_damaged_and_linearized_folders_are_refused(model, text, done, finished, tmp_path, capsys):
     def refusal(folder: Path, **contents: bytes) -> str:
         if contents:
             shutil.copytree(model, folder)
@@ -158,6 +198,7 @@ def test_damaged_and_linearized_folders_are_refused(model, text, done, tmp_path,
         return capsys.readouterr().err
 
     assert "linear is linearized already" in refusal(done)
+    assert "finished is a model of linattn, whose attention is local+elu: it is linear already" in refusal(finished)
     assert "cannot be loaded: Error while deserializing header" in refusal(tmp_path / "short", model=b"\0" * 100)
     assert "the tokenizer of" in refusal(tmp_path / "tokenizer", tokenizer=b"{}")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"cat": 256, "?": 0}, unk_token="?"))
@@ -170,6 +211,27 @@ def test_a_conversion_that_diverges_ends_in_one_line(model, text, tmp_path, caps
     assert linearize(model, text, tmp_path / "linear", "--lr", "1e30") == 1
     assert "not finite" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "linear").exists()
+
+
+def test_a_masked_language_model_is_scored_by_its_own_loss(text, tmp_path):
+    """The words of the text, 15 % of which are hidden."""
+    words = sorted({word for line in (text / "a.txt").read_text("utf-8").split(".") for word in line.split()})
+    vocabulary = {word: number for number, word in enumerate(["?", "[MASK]", ".", *words])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "bert"
+    PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", unk_token="?").save_pretrained(folder)
+    sizes = SIZE | {"vocab_size": len(vocabulary), "max_position_embeddings": 64}
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(folder)
+    assert linearize(folder, text, tmp_path / "linear") == 0
+    made = json.loads((tmp_path / "linear/report.json").read_text("utf-8"))
+    assert made["scores"]["teacher"]["loss"] == pytest.approx(math.log2(len(vocabulary)), abs=0.5)
+    assert made["scores"]["linear"]["cosine"] > 0 and made["samples"] == []
+    page = (tmp_path / "linear/report.html").read_text("utf-8")
+    assert "<th>loss</th>" in page and "<th>cosine</th>" in page
+    batch = TrainingBatches(torch.full((99,), 5), context=64, batch=8, seed=0, mask=1)[0]
+    hidden = batch["input_ids"] == 1
+    assert torch.equal(hidden, batch["labels"] == 5) and 0.1 < hidden.double().mean() < 0.2
 
 
 def test_an_encoder_has_a_report_too(text, tmp_path):

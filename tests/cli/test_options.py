@@ -111,13 +111,16 @@ def test_the_same_options_make_the_same_weights(plain, text, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGURED)
-def test_options_of_the_model_reach_it(text, tmp_path, name):
+def test_options_of_the_model_reach_it(text, tmp_path, monkeypatch, name):
+    models = []
+    monkeypatch.setattr("linattn.cli.training._train", lambda run, model, options, args: models.append(model.model))
     given, expected = CONFIGURED[name]
     value = [given] if isinstance(given, str) else given
     # a mixture's heads could not share one key head
-    train(text, tmp_path / "run", "--attention", "elu", flag(name), *value, "--steps", "1")
-    config = LanguageModel.load(tmp_path / "run").config
-    assert getattr(config, name) == expected
+    options = ("--attention", "elu", flag(name), *value, "--steps", "1")
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *FOUR_STEPS, *options]) == 0
+    (model,) = models
+    assert getattr(model.config, name) == expected
 
 
 def test_each_layer_may_have_an_attention_of_its_own(text, tmp_path):

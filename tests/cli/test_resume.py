@@ -102,14 +102,26 @@ def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch,
     assert validated == [record for record in outcome(uninterrupted)[1] if "validation_bits_per_byte" in record]
 
 
+@pytest.mark.parametrize("signalled", [interrupt, terminate])
+@pytest.mark.parametrize("moment", ["prepare.write_tokens", "training._train", "schedule.Schedule.on_train_begin"])
+def test_before_the_first_step_an_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys, signalled, moment):
+    monkeypatch.setattr(f"linattn.cli.{moment}", lambda *_, **__: signalled())
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
+    # a run that has its data can begin with --resume
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "tokens" in moment else ["run"])
+
+
 def test_the_second_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     monkeypatch.setattr("linattn.cli.schedule.ECHO_SECONDS", 0.0)
-    at_step(monkeypatch, 6, lambda: (interrupt(), interrupt()))
-    assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 130
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, lambda: (interrupt(), interrupt()))
+        assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 130
     assert open_run(run).saved_steps() == [4]
     assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
-    # a signal that is repeated at once is one interrupt
+    # a signal that is repeated at once is one interrupt; the data of step 6 are read before the first step, 5
+    at_step(monkeypatch, 7, lambda: (interrupt(), interrupt()))
     monkeypatch.setattr("linattn.cli.schedule.ECHO_SECONDS", 60.0)
     assert main(["train", "--resume", "--out", str(run)]) == 130
     assert len(open_run(run).saved_steps()) == 2
@@ -169,7 +181,7 @@ def test_a_damaged_checkpoint_is_noticed(broken_off, capsys, name):
 def test_options_may_be_repeated_but_not_changed(broken_off, capsys):
     assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-4"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "linattn train: the run began with --lr 0.001, so it cannot go on with 0.0001"
+    assert line == "linattn train: the run began with --lr 0.002, so it cannot go on with 0.0001"
     # what the weights do not depend on may change
-    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-3", "--keep", "1"]) == 0
+    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "2e-3", "--keep", "1"]) == 0
     assert open_run(broken_off).saved_steps() == [8]

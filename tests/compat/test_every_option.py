@@ -1,4 +1,5 @@
-"""Every parameter of every constructor, in every setting, either changes what the model does or is refused.
+"""Every parameter of every constructor, in every setting, changes what the model does, or is named in a warning, or is
+refused.
 
 The constructors' signatures are walked, so a parameter without a row here fails. Weights are set by their names and
 random features by one seed: an option that only moved the random generator would change nothing."""
@@ -6,6 +7,7 @@ random features by one seed: an option that only moved the random generator woul
 import importlib
 import inspect
 import pkgutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -585,16 +587,18 @@ def test_every_parameter_has_a_value(case):
         for name, setting in case.settings.items()
     ],
 )
-def test_every_option_has_an_effect_or_is_refused(case, setting):
-    before, idle = watched(case, built(case, setting)), []
+def test_a_warning_names_every_option_without_effect_and_no_other(case, setting):
+    before, wrong = watched(case, built(case, setting)), []
     assert same(before, watched(case, built(case, setting))), "the same model must be seen to do the same"
     for name, value in case.values.items():
         if setting.get(name) is value or setting.get(name) == value:
             continue
-        with suppress(ValueError):
-            if same(before, watched(case, built(case, setting | {name: value}))):
-                idle.append(name)
-    assert set(idle) <= set(case.needed), idle
+        with suppress(ValueError), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            idle = same(before, watched(case, built(case, setting | {name: value})))
+            if idle != any(f" {name}=" in str(each.message) for each in caught):
+                wrong.append(name)
+    assert set(wrong) <= set(case.needed), wrong
 
 
 @pytest.mark.usefixtures("unchecked")

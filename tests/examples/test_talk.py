@@ -1,8 +1,10 @@
 """What the talk's pages claim, on small tensors, and each page from beginning to end."""
 
 import math
+import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from linattn import (
     SoftmaxAttention,
     attention_weights,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/talk.md"
 
 
 def tokens(*shape):
@@ -356,3 +360,45 @@ def test_a_model_is_loaded_as_it_was_saved(folder):
     inputs = torch.randint(66, (2, 16))
     assert_close(model(inputs), again(inputs), rtol=0, atol=0)
     assert not torch.equal(captured.untrained(model)(inputs), model(inputs))
+
+
+# the figures of the page
+
+
+def table(first: str) -> dict[str, list[str]]:
+    """Return the rows of the page's table that begins with this head, by their first cells."""
+    _, _, rest = PAGE.read_text("utf-8").partition(f"\n| {first}")
+    _, _, *lines = rest.partition("\n\n")[0].splitlines()
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {name: cells for name, *cells in rows}
+
+
+def test_the_pages_promises_are_the_theorems():
+    for k, (promised, *_) in table("k, at n = 512 |").items():
+        promise = theorem.promised_error(512, int(k))
+        assert promised == ("nothing" if promise is None else f"{promise:.2f}")
+    for n, (promised, _) in table("n | k promised").items():
+        assert promised == f"{theorem.promised_rank(int(n)):.0f}"
+
+
+@pytest.mark.parametrize("name", ["masked", "causal"])
+def test_the_pages_spectrum_is_that_of_its_picture(name):
+    """The heat map of the same run has the share of each head, in two digits."""
+    picture = (PAGE.parent / f"talk-spectrum-{name}.svg").read_text("utf-8")
+    shares = [float(x) for x in re.findall(r">([01]\.\d\d)</text>", picture)]
+    mean, span, *_ = table("| share of the largest 128")[f"{name} model"]
+    assert float(mean) == pytest.approx(sum(shares) / len(shares), abs=0.0101)
+    assert span == f"{min(shares):.2f} … {max(shares):.2f}"
+
+
+def test_the_pages_operations_are_those_of_the_methods():
+    for place, n in enumerate((512, 16_384)):
+        counted = [combined.operations(inner, n) for inner in combined.cost_contenders(n).values()]
+        page = [int(cells[place].replace(",", "")) for cells in table("| per token, n = 512").values()]
+        assert sorted(page) == sorted(map(round, counted))
+
+
+def test_the_pages_memory_is_what_autograd_saves():
+    for place, name in ((0, "sums"), (2, "matrix"), (4, "ours")):
+        saved = gradient_memory.saved_bytes(gradient_memory.ATTENTIONS[name], 1_024) / 2**20
+        assert table("n | through all S")["1,024"][place] == f"{saved:.1f}"

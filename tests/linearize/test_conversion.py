@@ -43,7 +43,6 @@ CASES = {
     **{f"llama-{method}": (DECODERS["llama"], method) for method in METHODS},
     **{f"{name}-taylor2": (family, "taylor2") for name, family in DECODERS.items() if name not in ("llama", "gemma2")},
 }
-every_case = pytest.mark.parametrize(("family", "method"), CASES.values(), ids=CASES)
 
 
 def converted(family: Any, method: str, **options: Any) -> Any:
@@ -55,6 +54,13 @@ def converted(family: Any, method: str, **options: Any) -> Any:
             for weight in module.linear_attention.parameters():
                 weight += 0.3 * torch.randn_like(weight)
     return model.eval()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Any:
+    """Return the linearized model of a case, for tests that leave it as it is."""
+    torch.manual_seed(0)
+    return converted(*CASES[request.param])
 
 
 @every(DECODERS)
@@ -92,9 +98,8 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens()}
 
 
-@every_case
-def test_pieces_make_the_whole(family, method):
-    model, inputs = converted(family, method), padded((7, 10, 11), "left")
+def test_pieces_make_the_whole(case):
+    model, inputs = case, padded((7, 10, 11), "left")
     present = inputs["attention_mask"].bool()
     expected = logits(model, **inputs)[present]
     for cuts in ((1,) * 11, (5, 1, 5)):
@@ -107,20 +112,18 @@ def test_pieces_make_the_whole(family, method):
         assert_close(torch.cat(found, 1)[present], expected)
 
 
-@every_case
-def test_padding_has_no_effect(family, method):
-    model = converted(family, method)
+def test_padding_has_no_effect(case):
     for side in ("left", "right"):
         inputs = padded((4, 10, 11), side)
-        found, present = logits(model, **inputs), inputs["attention_mask"].bool()
+        found, present = logits(case, **inputs), inputs["attention_mask"].bool()
         for row, real in enumerate(present):
-            assert_close(found[row, real], logits(model, input_ids=inputs["input_ids"][row, real][None])[0])
+            assert_close(found[row, real], logits(case, input_ids=inputs["input_ids"][row, real][None])[0])
 
 
-# stock OPT has no packed rows
-@pytest.mark.parametrize(("family", "method"), [case for case in CASES.values() if case[0] is not DECODERS["opt"]])
-def test_a_packed_document_is_alone(family, method):
-    model, rows = converted(family, method), tokens(2)
+def test_a_packed_document_is_alone(case):
+    if case.config.model_type == "opt":
+        pytest.skip("stock OPT has no packed rows")
+    model, rows = case, tokens(2)
     places = torch.cat([torch.arange(4), torch.arange(7)]).expand(2, -1)
     found = logits(model, input_ids=rows, position_ids=places)
     for row in range(2):

@@ -181,7 +181,8 @@ def test_texts_are_compared_up_to_the_first_difference():
     made, _ = start(DECODERS["llama"])
     for model, text in ((made.model, [7, 1, 2, 3, 4]), (made.teacher, [7, 1, 2, 9, 4])):
         model.generate = lambda *_, text=text, **__: torch.tensor([text])
-    assert greedy_agreement(made.model, made.teacher, torch.tensor([[7]]), tokens=4) == (0.75, 2.0, 4)
+    found = greedy_agreement(made.model, made.teacher, torch.tensor([[7]]), tokens=4)
+    assert found == (0.75, 2.0, 4, (([7], [1, 2, 9, 4], [1, 2, 3, 4]),))
 
 
 def test_without_a_window_a_token_sees_itself():
@@ -193,7 +194,7 @@ def test_without_a_window_a_token_sees_itself():
 def test_generated_text_is_compared_token_by_token():
     made, _ = start(DECODERS["llama"])
     prompts = torch.randint(3, VOCABULARY, (2, 5))
-    assert greedy_agreement(made.teacher, made.teacher, prompts, tokens=6) == (1.0, 6.0, 6)
+    assert greedy_agreement(made.teacher, made.teacher, prompts, tokens=6)[:3] == (1.0, 6.0, 6)
     made.model.lm_head.weight.data.neg_()
     assert greedy_agreement(made.model, made.teacher, prompts, tokens=6).agreement < 1
 
@@ -225,7 +226,9 @@ def test_the_report_has_every_part_as_json():
     assert [layer["name"] for layer in record["layers"]] == list(linearized_layers(made.model))
     assert record["recall"][0]["length"] == 64 and record["generated"]["tokens"] == 4
     assert record["costs"][0]["model"]["tokens"] == 8
-    assert len(record["sentences"]) >= 3 and record["sentences"][0].startswith("The linear part ")
+    assert record["sentences"][0].startswith("The linear model has a loss of ")
+    assert len(record["sentences"]) >= 4 and record["sentences"][1].startswith("The linear part ")
+    assert [len(sample["teacher"]) for sample in record["generated"]["samples"]] == [4, 4]
     assert stages == ["scores", "layers", "generated text", "recall over 64 tokens", "a token after 8"]
 
 
@@ -235,7 +238,7 @@ def test_it_says_when_the_linear_part_does_nothing():
         for layer in model.modules():
             if hasattr(layer, "o_proj"):
                 layer.o_proj.weight.data.zero_()
-    assert "The linear part does nothing" in report(made.model, made.teacher, batches).sentences()[0]
+    assert "The linear part does nothing" in report(made.model, made.teacher, batches).verdict()
 
 
 def said_of(differences: list[float]) -> str:
@@ -257,6 +260,29 @@ def test_the_verdict_has_a_sign_and_needs_two_batches():
         "A single batch does not tell whether the linear part matters: its removal changes the loss by +0.3000 bits, "
         "and the noise is unknown."
     )
+
+
+def test_the_result_is_the_quality_that_is_left():
+    def result(before: Scores, after: Scores) -> str:
+        return Report("LlamaForCausalLM", "elu", 16, {BEFORE: before, AFTER: after}, ()).result()
+
+    teacher = Scores(2.0, 0.5, 0.0, 1.0, 1.0, (2.0,))
+    assert result(teacher, Scores(2.1, 0.5, 0.1, 0.906, 0.9, (2.1,))) == (
+        "The linear model has a loss of 2.100 bits per prediction, +5.0 % from the softmax model's 2.000; 90.6 % of "
+        "their most likely predictions are the same."
+    )
+    assert "prediction, less than 0.1 % from the softmax model's 2.000" in result(teacher, teacher)
+    without = Scores(None, None, None, None, 1.0, ())
+    assert result(without, without._replace(cosine=0.984)) == (
+        "The outputs of the linear model have a cosine of 0.984 to the softmax model's."
+    )
+
+
+@pytest.mark.parametrize(("off", "words"), [(0.9, "by -0.100"), (1.0, "by less than 0.001"), (0.9999, "less than")])
+def test_a_change_that_rounds_to_nothing_has_no_sign(off, words):
+    rows = {name: Scores(None, None, None, None, 1.0, ()) for name in (BEFORE, AFTER, WINDOW)}
+    rows[OFF] = rows[AFTER]._replace(cosine=off)
+    assert words in Report("BertModel", "elu", 16, rows, ()).verdict()
 
 
 @pytest.mark.parametrize("silent", [{"labels": torch.full((3, N), -100)}, {"input_ids": torch.ones(2, 1).long()}])

@@ -4,7 +4,6 @@ not."""
 import copy
 import importlib
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -256,9 +255,9 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="give steps, minutes or both"):
         Budget()
     for steps in (0, -1, 1.5, True, "many"):
-        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, but is {steps!r}"):
+        with pytest.raises(ValueError, match=rf"steps must be a whole number.*, but is {steps!r}"):
             Budget(steps=steps)
-        with pytest.raises(ValueError, match=f"save_every must be a whole number of at least 1, but is {steps!r}"):
+        with pytest.raises(ValueError, match=rf"save_every must be a whole number.*, but is {steps!r}"):
             Budget(steps=1, save_every=steps)
     for minutes in (0, -1.0, float("nan"), float("inf"), True, "many"):
         with pytest.raises(ValueError, match=f"minutes must be .*, but (is|are) {minutes!r}"):
@@ -306,9 +305,8 @@ def test_training_has_no_dropout(name, monkeypatch):
     assert rates == len(rates) * [0]
     # all is as it was
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
-    with pytest.raises(ValueError, match="dropout=") if name in ("llama", "gpt2") else nullcontext():
-        model(**batch_of(model))
-    assert name == "llama" or max(rates) > 0
+    model(**batch_of(model))
+    assert max(rates) > 0
 
 
 def test_a_loss_that_is_not_finite_is_an_error():

@@ -1,13 +1,10 @@
 """Two processes train as one: data in two halves, gradients averaged, or every weight in two halves."""
 
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from linattn.models import LanguageModel, LanguageModelConfig
+from tests.processes import needs_processes, run_in_two
 
 CONFIG = LanguageModelConfig(
     vocab_size=13,
@@ -47,31 +45,20 @@ def distribute(model: LanguageModel, how: str) -> nn.Module:
     return {"ddp": DistributedDataParallel, "fsdp": shard}[how](model)
 
 
-def leave() -> None:
-    """Together: a process whose partner has gone while it still talks to it may abort."""
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def work(rank: int, folder: str, how: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank: int, folder: Path, how: str) -> None:
     model = LanguageModel(CONFIG)
-    model.load_state_dict(torch.load(f"{folder}/start", weights_only=True))
-    batches = torch.load(f"{folder}/batches", weights_only=True)
+    model.load_state_dict(torch.load(folder / "start", weights_only=True))
+    batches = torch.load(folder / "batches", weights_only=True)
     train(distribute(model, how), [tokens.chunk(2)[rank] for tokens in batches])
     weights = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in model.state_dict().items()
     }
     if rank == 0:
-        torch.save(weights, f"{folder}/end")
-    leave()
+        torch.save(weights, folder / "end")
 
 
-def work_from_meta(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work_from_meta(rank: int) -> None:
     with torch.device("meta"):
         model = LanguageModel(CONFIG)
     shard(model).to_empty(device="cpu")
@@ -87,31 +74,24 @@ def work_from_meta(rank: int, folder: str) -> None:
     everyones = [torch.empty_like(logits) for _ in range(2)]
     dist.all_gather(everyones, logits.detach())
     assert torch.equal(everyones[0], everyones[1])
-    leave()
 
 
-@pytest.fixture
-def folder():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
-
-
-@pytest.mark.skipif(os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in")
+@needs_processes
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(folder, how):
+def test_two_processes_train_as_one(tmp_path, how):
     model = LanguageModel(CONFIG)
     batches = [torch.randint(13, (4, 18)) for _ in range(3)]
-    torch.save(model.state_dict(), Path(folder) / "start")
-    torch.save(batches, Path(folder) / "batches")
-    mp.spawn(work, (folder, how), nprocs=2)
+    torch.save(model.state_dict(), tmp_path / "start")
+    torch.save(batches, tmp_path / "batches")
+    run_in_two(work, tmp_path, how)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model, batches)
-    end = torch.load(Path(folder) / "end", weights_only=True)
+    end = torch.load(tmp_path / "end", weights_only=True)
     for name, tensor in model.state_dict().items():
         assert_close(end[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     assert not torch.allclose(start["embedding.weight"], end["embedding.weight"], atol=1e-3)
 
 
-@pytest.mark.skipif(os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in")
-def test_a_sharded_model_is_initialised_where_it_lies(folder):
-    mp.spawn(work_from_meta, (folder,), nprocs=2)
+@needs_processes
+def test_a_sharded_model_is_initialised_where_it_lies():
+    run_in_two(work_from_meta)

@@ -155,7 +155,7 @@ def test_a_missing_file_is_named(tmp_path, name):
         LanguageModel.load(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "flush_to_disk"])
+@pytest.mark.parametrize("step", ["write_tensors", "flush_to_disk"])
 def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     old = small_model(elu)
     old.save(tmp_path)
@@ -172,4 +172,4 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
 
 def test_what_the_disk_refuses_is_an_error_of_the_system(tmp_path):
     with pytest.raises(OSError, match=r"weights could not be written to .*absent"):
-        storage._write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights")
+        storage.write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights", {})

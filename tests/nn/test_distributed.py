@@ -1,19 +1,15 @@
 """Two processes with reversible stacks train as one, also where all decoder layers read one encoder."""
 
-import os
-import tempfile
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from linattn.attention.named import named_attention
 from linattn.nn import Branch, FeedForward, MultiheadAttention, ReversibleSequence
+from tests.processes import needs_processes, run_in_two
 
 DIM = 8
 
@@ -54,27 +50,21 @@ def train(model: nn.Module, batches: Tensor) -> None:
         optimizer.step()
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    batches = torch.load(f"{folder}/batches", weights_only=True).chunk(2, 2)[rank]
+def work(rank: int, folder: Path) -> None:
+    batches = torch.load(folder / "batches", weights_only=True).chunk(2, 2)[rank]
     models = {unused: make(unused) for unused in (False, True)}
     for unused, model in models.items():
         train(DistributedDataParallel(model, find_unused_parameters=unused), batches)
     if rank == 0:
-        torch.save({unused: model.state_dict() for unused, model in models.items()}, f"{folder}/end")
-    # together: a process whose partner has gone while it still talks to it may abort
-    dist.barrier()
-    dist.destroy_process_group()
+        torch.save({unused: model.state_dict() for unused, model in models.items()}, folder / "end")
 
 
-@pytest.mark.skipif(os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in")
-def test_two_processes_train_as_one():
-    with tempfile.TemporaryDirectory() as folder:
-        batches = torch.randn(3, 2, 4, 7, DIM, dtype=torch.float64)
-        torch.save(batches, Path(folder) / "batches")
-        mp.spawn(work, (folder,), nprocs=2)
-        end = torch.load(Path(folder) / "end", weights_only=True)
+@needs_processes
+def test_two_processes_train_as_one(tmp_path):
+    batches = torch.randn(3, 2, 4, 7, DIM, dtype=torch.float64)
+    torch.save(batches, tmp_path / "batches")
+    run_in_two(work, tmp_path)
+    end = torch.load(tmp_path / "end", weights_only=True)
     for unused, weights in end.items():
         model = make(unused)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -62,7 +62,7 @@ def test_an_epsilon_is_that_of_float64_at_any_scale(scale):
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), "1e-5", True])
 def test_epsilons_that_cannot_be_are_refused(eps, unchecked):
-    with pytest.raises(ValueError, match="eps must be a finite number of at least 0, but is"):
+    with pytest.raises(ValueError, match=r"eps must be a .*number.*, but is"):
         HeadNorm(6, eps=eps)
 
 

@@ -361,23 +361,21 @@ def test_beta_of_two_counts(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["chunked", "recurrent"])
 @every_decay
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("mean", [0.0, 3.0])
-def test_low_precision_is_near_float64(
-    backend: str, decay: str | None, dtype: torch.dtype, bound: float, mean: float
-) -> None:
+def test_low_precision_is_near_float64(backend: str, decay: str | None, mean: float) -> None:
     """On the same rounded inputs: outputs, states and all gradients, with values that have a mean too."""
     given = inputs(100 if backend == "recurrent" else 700, decay, d=16, dv=8)
     given["v"] += mean
     given = {name: (x / 1.01 if name == "k" else x).bfloat16().double() for name, x in given.items()}
     upstream = tuple(x.bfloat16().double() for x in upstream_of(given))
     exact = everything(given, upstream, backend="reference")
-    low = {name: x if name == "state" else x.to(dtype) for name, x in given.items()}
-    low["state"] = low["state"].float()
-    ours = everything(low, upstream, backend=backend)
-    assert ours["y"].dtype == dtype and ours["S"].dtype == torch.float32
-    errors = {name: relative(ours[name], exact[name]) for name in exact}
-    assert max(errors.values()) <= bound, errors
+    for dtype, bound in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)):
+        low = {name: x if name == "state" else x.to(dtype) for name, x in given.items()}
+        low["state"] = low["state"].float()
+        ours = everything(low, upstream, backend=backend)
+        assert ours["y"].dtype == dtype and ours["S"].dtype == torch.float32
+        errors = {name: relative(ours[name], exact[name]) for name in exact}
+        assert max(errors.values()) <= bound, (dtype, errors)
 
 
 @every_decay
@@ -392,7 +390,7 @@ def test_derivatives_of_any_order(decay: str | None, n: int) -> None:
         return call(dict(zip(given, x, strict=True)), backend="chunked")
 
     assert torch.autograd.gradcheck(attend, tensors)
-    assert torch.autograd.gradgradcheck(attend, tensors)
+    assert torch.autograd.gradgradcheck(attend, tensors, fast_mode=True)
 
 
 @every_decay
@@ -513,7 +511,7 @@ def test_wrong_calls_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             call(given | {name: x})
     parts: Any = (given["state"],)
-    with pytest.raises(ValueError, match="the state must be a tensor"):
+    with pytest.raises(ValueError, match="state must be a tensor"):
         call(given | {"state": parts})
     with pytest.raises(ValueError, match="beta must be floating-point"):
         call(given | {"beta": given["beta"].long()})
@@ -524,3 +522,17 @@ def test_wrong_calls_are_refused() -> None:
             call(given, scale=scale)
     with pytest.raises(ValueError, match="leading dimensions must broadcast"):
         call(given | {"k": given["k"][:, :2]})
+
+
+@every_backend
+@every_decay
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
+def test_a_nan_does_not_reach_earlier_tokens(backend: str, decay: str | None, name: str) -> None:
+    given, at = inputs(100, decay), 71
+    expected, _ = run(**given, backend=backend)
+    for number in (torch.nan, torch.inf):
+        broken = given[name].clone()
+        broken[1, 2, at] = number
+        y, _ = run(**(given | {name: broken}), backend=backend)
+        assert_close(y[..., :at, :], expected[..., :at, :])
+        assert_close(y[0], expected[0])

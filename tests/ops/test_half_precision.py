@@ -1,5 +1,7 @@
 """Gradients in half precision, at lengths and with values where a difference of rounded numbers would lose them."""
 
+import inspect
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -7,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops import LinearState, causal_linear_attention, linear_attention, read, summarize
+from linattn.ops import (
+    LinearState,
+    causal_delta_attention,
+    causal_linear_attention,
+    linear_attention,
+    read,
+    summarize,
+)
 from tests.ops.test_causal_linear import run
 from tests.recurrence import log_decays, recurrence, relative, rounded
 
@@ -57,7 +66,7 @@ def causal_gradients(
 @pytest.mark.parametrize("mean", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize(
     ("backend", "n"),
-    [*(("chunked", n) for n in (256, 2048, 16384)), ("reference", 256), ("reference", 2048), ("recurrent", 256)],
+    [*(("chunked", n) for n in (256, 2048, 16384)), ("reference", 256), ("reference", 2048), ("recurrent", 64)],
 )
 def test_causal_gradients_are_those_of_float64(
     backend: str, n: int, mean: float, normalize: str | None, dtype: torch.dtype
@@ -70,7 +79,7 @@ def test_causal_gradients_are_those_of_float64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @every_normalization
 @pytest.mark.parametrize(
-    ("backend", "n"), [("chunked", 200), ("chunked", 16384), ("reference", 200), ("recurrent", 200)]
+    ("backend", "n"), [("chunked", 200), ("chunked", 16384), ("reference", 200), ("recurrent", 64)]
 )
 def test_gradients_of_decays_are_those_of_float64(
     backend: str, n: int, normalize: str | None, dtype: torch.dtype
@@ -120,3 +129,52 @@ def test_outputs_may_be_overwritten_before_the_backward() -> None:
         expected = torch.autograd.grad(call().sum(), leaves)
         ours = torch.autograd.grad(call().mul_(1).add_(3).sum(), leaves)
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def unnormalized(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, log_decay=log_decay, normalize=None)[0]
+
+
+def normalized(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    return causal_linear_attention(q, k, v, log_decay=log_decay, feature_map="elu_plus_one")[0]
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+    return causal_delta_attention(q, k, v, beta, log_decay=log_decay)[0]
+
+
+def every_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return linear_attention(q, k, v, feature_map="elu_plus_one")
+
+
+# q is not among them: autograd itself expands it, and rounds the gradient of each copy; scales are float32
+def broadcast_arguments() -> Iterator[Any]:
+    """Yield (operator, the shapes of all its arguments, the name of the broadcast one)."""
+    b, h, n, d = 2, 3, 130, 4
+    for operator in (unnormalized, normalized, delta, every_key):
+        full = {name: (b, h, n, d) for name in inspect.signature(operator).parameters}
+        full |= {"beta": (b, h, n)} if "beta" in full else {}
+        for name in [name for name in full if name != "q"]:
+            shapes = [(1, h, n, d), (b, 1, n, d), (1, 1, n, d)] if len(full[name]) == 4 else []
+            if name in ("beta", "log_decay"):
+                shapes += [(1, h, n), (b, 1, n), (n,), (b, h, 1), (1, h, 1), (1,)]
+            for shape in shapes:
+                yield pytest.param(operator, full, name, shape, id=f"{operator.__name__}-{name}-{shape}")
+
+
+@pytest.mark.parametrize(("operator", "shapes", "name", "shape"), list(broadcast_arguments()))
+def test_the_gradient_of_a_broadcast_argument_is_the_exact_one_rounded(
+    operator: Callable[..., Tensor], shapes: dict[str, tuple[int, ...]], name: str, shape: tuple[int, ...]
+) -> None:
+    inputs = {key: torch.randn(shape if key == name else own).bfloat16() for key, own in shapes.items()}
+    # keys so short that states do not grow
+    made = {"k": lambda x: x / 4, "log_decay": lambda x: -0.1 * x.abs(), "beta": torch.sigmoid}
+    inputs |= {key: make(inputs[key]) for key, make in made.items() if key in inputs}
+    upstream = torch.randn(2, 3, 130, 4).bfloat16()
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaves = {key: x.to(dtype).requires_grad_() for key, x in inputs.items()}
+        return torch.autograd.grad(operator(**leaves), leaves[name], upstream.to(dtype))[0]
+
+    exact = gradient(torch.float64)
+    assert relative(gradient(torch.bfloat16), exact) < 1.05 * relative(exact.bfloat16(), exact) + 1e-4

@@ -85,8 +85,16 @@ def test_gradient_of_vmap_is_the_gradient(operator: Callable[..., Tensor]) -> No
 @every_operator
 def test_forward_mode_is_refused_not_wrong(operator: Callable[..., Tensor]) -> None:
     q, k, v = tokens(130)
+
+    def loss(q: Tensor) -> Tensor:
+        return operator(q, k, v).sin().sum()
+
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(operator, (q, k, v), (q, k, v))
+    # forward over reverse mode, and what works instead
+    for transform in (torch.func.hessian(loss), lambda q: torch.func.jvp(torch.func.grad(loss), (q,), (q,))):
+        with pytest.raises(NotImplementedError, match="jacrev of jacrev"):
+            transform(q)
 
 
 @pytest.mark.parametrize("backend", ["parallel", "reference"])

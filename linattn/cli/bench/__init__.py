@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from linattn.cli.argument_types import COUNT, POSITIVE, comma_separated, counts, names_from
+from linattn.cli.argument_types import COUNT, METHODS, POSITIVE, counts, names_from
 
+SMALLER = "a lower --batch, --heads, --head-dim or --lengths"
 SUMMARY = "measure speed and memory on this machine, and draw the report"
 FORWARD, TRAINING, DECODING = WORKLOADS = ("forward", "training", "decoding")
 SOFTMAX = "softmax"
@@ -16,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench"), metavar="FOLDER", help="for bench.json and report.html (./bench)")
-    add("--methods", type=comma_separated, metavar="A,B", help="names of attentions, or mixtures of them")
+    add("--methods", type=METHODS, metavar="A,B", help="names of attentions, or mixtures of them")
     add("--workloads", type=names_from(WORKLOADS), metavar="A,B", help=f"some of {', '.join(WORKLOADS)} (default: all)")
     add("--not-causal", dest="causal", action="store_false", help="let every query see all keys")
     add_conditions(parser)

@@ -16,7 +16,7 @@ from linattn.nn.gates import token_gates
 
 
 def prepare(setup: Setup, case: Case) -> Workload:
-    """Prepare a named attention, with the gates of a new model if it needs any."""
+    """Return the workload of a named attention on random inputs, with gates of untrained weights if it needs any."""
     torch.manual_seed(0)
     attention = build_attention(setup, case.method, case.n).to(device=setup.device, dtype=case.torch_dtype).eval()
     if case.workload == DECODING:
@@ -30,7 +30,8 @@ def build_attention(setup: Setup, name: str, n: int) -> InnerAttention:
 
 
 def attention_workload(attention: Callable[..., Tensor], setup: Setup, case: Case, **gates: Any) -> Workload:
-    """Prepare a forward pass, or one with gradients of inputs and weights, of any function of queries, keys, values."""
+    """Return the workload of `attention`, any function of q, k and v: a forward pass if the case is one, otherwise
+    forward and backward, for the gradients of inputs and weights."""
     q, k, v, upstream = _tensors(setup, case.n, case.torch_dtype)
     if case.workload == FORWARD:
         return Workload(torch.no_grad()(lambda: attention(q, k, v, **gates)))
@@ -53,9 +54,10 @@ def _decoding(attention: InnerAttention, setup: Setup, case: Case) -> Workload:
 
 
 def state_at(state_after: Callable[[int], Any], n: int, window: int) -> Any:
-    """Make the state after n tokens from that after fewer, which fill every window, because softmax would need long.
+    """Return a state after n tokens. At most 2 · `window` tokens are read, because softmax would take long for all.
 
-    After those only the caches of softmax grow. They get copies, as the time of a call does not depend on the keys."""
+    They fill every window. Further tokens would only lengthen the caches of softmax, which get n copies of one key and
+    value instead: the time of a call does not depend on the numbers in them."""
 
     def lengthened(cache: KeysAndValues) -> KeysAndValues:
         return KeysAndValues(*(x[..., :1, :].repeat(1, 1, n, 1) for x in (cache.k, cache.v)))

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from linattn.cli.bench import DECODING, SOFTMAX
 from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, machine_facts
 from linattn.console.errors import one_line
-from linattn.ops.nested import num_bytes
+from linattn.states.rows import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
 Call = Callable[[], object]
@@ -127,7 +127,7 @@ def _resident_peak() -> float:
 
 
 def measure(prepare: Prepare, groups: Sequence[list[Case]], options: Mapping[str, Any]) -> Record:
-    """Measure groups of cases that are sorted by length. The options are those of `add_conditions`, or more."""
+    """Measure groups of cases, sorted by length. `options` has those of `add_conditions`; the record keeps them all."""
     setup = Setup(**{name: options[name] for name in Setup.__annotations__})
     started, machine = time.monotonic(), machine_facts(setup.device, setup.threads)
     torch.set_num_threads(setup.threads)

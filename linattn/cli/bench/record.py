@@ -75,8 +75,8 @@ class Measurement(Case):
 
     @property
     def point(self) -> Point:
-        """Return the median between the fastest run and the upper quartile: noise only ever adds time, and a
-        disturbance of one run in seven does not show."""
+        """Return the least value, the median and the upper quartile: noise only adds time, so the fastest run has the
+        least of it, and the quartile ignores one disturbed run of seven."""
         return Point(*np.quantile(self.values, (0.0, 0.5, 0.75)).tolist())
 
 

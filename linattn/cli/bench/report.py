@@ -18,7 +18,7 @@ SPEED_UP = "speed-up"
 
 
 class View(NamedTuple):
-    """The words for a quantity, and the text for a value of it."""
+    """Describes a quantity: its title, a sentence about a value, the text for a value, and which value is best."""
 
     title: str
     sentence: str
@@ -59,7 +59,7 @@ class Panel(NamedTuple):
 
     @property
     def table(self) -> list[list[str]]:
-        """Return rows with the head first: methods down, lengths across."""
+        """Return a first row with the lengths, then a row per method with its values at these lengths."""
         ns = sorted({n for points in self.curves.values() for n in points})
         head, curves = ["", *(f"{n:,}" for n in ns)], self.curves.items()
         return [head, *([name, *(self._text(*x[n]) if n in x else "" for n in ns)] for name, x in curves)]

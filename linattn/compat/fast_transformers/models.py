@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention
+from linattn.checks import check_types
 from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
@@ -32,6 +33,7 @@ ATTENTIONS: dict[str, Callable[[FeatureMap], InnerAttention]] = {
 }
 
 
+@check_types
 def elu(head_dim: int) -> FeatureMap:
     """elu(x) + 1, whatever the number of channels."""
     return ElementwiseFeatureMap("elu_plus_one")
@@ -89,11 +91,11 @@ class _Transformer(nn.Module):
 
 @final
 class TransformerEncoder(_Transformer):
-    """The model that `TransformerEncoderBuilder` and `RecurrentEncoderBuilder` build. Causal ones have
+    """The model that `TransformerEncoderBuilder` and `RecurrentEncoderBuilder` build. Causal models have the method
     `extend`. norm(x + attention(x)), then norm(x + feed_forward(x)), `n_layers` times, and a last norm.
 
-    `feature_map` takes the channels of a query; of fast-transformers' own, `elu` and `Favor` are
-    `HyperbolicFavorFeatureMap` here."""
+    `feature_map` is a function from the channels of a query to a feature map, such as `elu` here. For the `Favor` of
+    fast-transformers, take `HyperbolicFavorFeatureMap`."""
 
     @takes(TransformerOptions, f"{_SIZES} attention_type feature_map")
     def __init__(self, options: TransformerOptions):
@@ -112,7 +114,8 @@ class TransformerEncoder(_Transformer):
 @final
 class TransformerDecoder(_Transformer):
     """The model that `TransformerDecoderBuilder` and `RecurrentDecoderBuilder` build: self attention,
-    attention to a memory of `cross_model_dimensions` channels, feed-forward, each followed by a norm."""
+    attention to a memory of `cross_model_dimensions` channels (by default `cross_n_heads` ·
+    `cross_value_dimensions`), feed-forward, each followed by a norm."""
 
     @takes(
         TransformerOptions,
@@ -150,9 +153,11 @@ def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> l
     parts: list[nn.Module] = [_attention(options, attention_type, *sizes)]
     if crosses:
         own = options.cross_n_heads, options.cross_query_dimensions, options.cross_value_dimensions
-        sizes = (size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True))
-        memory = options.dim if options.cross_model_dimensions is None else options.cross_model_dimensions
-        parts.append(_attention(options, options.cross_attention_type, *sizes, context_dim=memory))
+        heads, keys, values = (
+            size if of_cross is None else of_cross for size, of_cross in zip(sizes, own, strict=True)
+        )
+        memory = heads * values if options.cross_model_dimensions is None else options.cross_model_dimensions
+        parts.append(_attention(options, options.cross_attention_type, heads, keys, values, context_dim=memory))
     widths, activation = (options.dim, options.feed_forward_dimensions), ACTIVATIONS[options.activation]
     dropout = options.dropout
     return [*parts, FeedForward(*widths, activation=activation, dropout=dropout, hidden_dropout=dropout)]

@@ -1,5 +1,6 @@
-"""linear-attention-transformer 0.19.1 on our parts: the same constructors, `from
-linattn.compat.linear_attention_transformer import …`. docs/compat.md has the differences, and why."""
+"""The constructors of linear-attention-transformer 0.19.1, built from linattn's modules.
+
+docs/compat.md has the differences, and why."""
 
 from linattn.compat.linear_attention_transformer import weights
 from linattn.compat.linear_attention_transformer.autopadder import Autopadder

@@ -1,5 +1,6 @@
 """linear-attention-transformer's automatic padding. Our models take any length without it."""
 
+import warnings
 from typing import final
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from linattn.checks import check_types
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
     LinearAttentionTransformer,
     LinearAttentionTransformerLM,
@@ -16,13 +18,15 @@ from linattn.types import Context, ContextMask, TokenMask
 
 @final
 class Autopadder(nn.Module):
-    """Pads to a multiple of `pad_to_multiple`, masks the padding, and cuts it off: the numbers are those without it.
+    """Pads to a multiple of `pad_to_multiple`, masks the padding, and cuts it off. It does not change the output.
 
-    The net takes any length by itself; of use where lengths should not vary, as for a compiled graph."""
+    The net takes any length by itself. Padding is useful where lengths should not vary, as for a compiled graph."""
 
+    @check_types
     def __init__(self, net: LinearAttentionTransformer | LinearAttentionTransformerLM, pad_left: bool = False):
         if pad_left and net.pad_to_multiple == 1:
-            raise ValueError("pad_left has no effect: nothing is padded around a net without windows and blindspots")
+            reason = "around a net without windows and blindspots, which is not padded"
+            warnings.warn(f"Autopadder: pad_left=True has no effect {reason}", stacklevel=2)
         super().__init__()
         self.net, self.pad_left, self.pad_to = net, pad_left, net.pad_to_multiple
 

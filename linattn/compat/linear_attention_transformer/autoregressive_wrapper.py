@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from linattn.checks import check_types
 from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, WrapperBase, top_k, top_p
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.nn.branch import Call
@@ -22,6 +23,7 @@ class AutoregressiveWrapper(WrapperBase):
     mask_name = "input_mask"
     slides = True
 
+    @check_types
     def __init__(self, net: LinearAttentionTransformerLM, ignore_index: int = -100, pad_value: int = 0):
         super().__init__(net, ignore_index, pad_value)
 
@@ -33,7 +35,8 @@ class AutoregressiveWrapper(WrapperBase):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> LogitsOrLoss:
-        """Return the logits, or the mean cross entropy of all tokens but the first. A mask may leave out the last."""
+        """Return the logits or, with `return_loss`, the mean cross entropy of all tokens but the first. The mask may
+        lack the column of the last token."""
         if not isinstance(x, Tensor):
             x, input_mask = self._padded(x, input_mask)
         return self._logits_or_loss(x, Call(input_mask, context, context_mask), return_loss=return_loss)

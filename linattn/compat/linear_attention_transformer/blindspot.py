@@ -10,17 +10,12 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues, checked_ungated
 from linattn.attention.linear import LinearAttention, check_sums, group_features
-from linattn.ops.features import (
-    Features,
-    FeatureState,
-    check_scale,
-    read_features,
-    running_scale,
-    summarize_features,
-)
+from linattn.checks import check_types
+from linattn.ops.features import Features, FeatureState, check_scale, read_features, summarize_features
 from linattn.ops.linear import causal_linear_attention
 from linattn.ops.nested import check_tokens, map_state
 from linattn.ops.numerics import check_exported_length
+from linattn.ops.scale import running_scale
 from linattn.ops.state import LinearState
 from linattn.ops.tokens.compaction import join_masks, pack_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
@@ -36,15 +31,16 @@ class BlindspotState(NamedTuple):
 
 @final
 class BlindspotAttention(InnerAttention):
-    """Hides each query's own block in the causal `LinearAttention` `inner`: each `size` ≥ 2 present tokens of a row are
-    a block.
+    """The causal `LinearAttention` `inner`, in which a query does not see its own block: each `size` ≥ 2 present tokens
+    of a row are a block.
 
-    A query reads the state as it was when its block began, so that decays of its own block do not apply; they would
-    cancel wherever outputs are normalised. Memory holds one state per block. Outputs of masked tokens are zeros."""
+    All queries of a block read the state at its beginning, without further decay; where outputs are normalised, this
+    decay would cancel anyway. Memory holds one state per block. Outputs of masked tokens are zeros."""
 
     causal = True
     state_kind = BlindspotState
 
+    @check_types
     def __init__(self, inner: LinearAttention, size: int):
         super().__init__()
         if not isinstance(inner, LinearAttention) or not inner.causal:
@@ -84,15 +80,15 @@ class BlindspotAttention(InnerAttention):
     def _states(
         self, k: Tensor, v: Tensor, total: Tensor | None, past: FeatureState | None
     ) -> tuple[FeatureState, FeatureState]:
-        """Return the states before each block and after the last complete one, (b hk 1 blocks …); and the last again.
-        The tokens are packed, `total` per row (None: all). The past counts as a block, the first."""
+        """Return the states along a new dimension 3, from the past to the end of the last complete block, and the last
+        one alone. The tokens are packed to the left, `total` per row (None: all)."""
         sizes = k.shape[-2] // self.size, self.size
         end, key_mask = math.prod(sizes), None
         if total is not None:
             key_mask = torch.arange(end, device=k.device) < (total // self.size * self.size).unsqueeze(-1)
             key_mask = key_mask.unsqueeze(2).unflatten(-1, sizes)
         k, v = k[..., :end, :], v[..., :end, :]
-        keys = group_features(self._faded(self.inner.feature_map.key(k)), k.shape[1])
+        keys = group_features(self._decayed(self.inner.feature_map.key(k)), k.shape[1])
         if past is not None:
             check_sums(past, keys, v)
             if end == 0:
@@ -102,8 +98,8 @@ class BlindspotAttention(InnerAttention):
         check_scale(past, None if blocks.log_scale is None else blocks.log_scale.squeeze(-1))
         return _scan(past, blocks, self._decay_per_block(blocks, key_mask))
 
-    def _faded(self, keys: Features) -> Features:
-        """Return the features of the keys as they are when their block ends."""
+    def _decayed(self, keys: Features) -> Features:
+        """Return the features of the keys with the decay until the end of their block."""
         if self.inner.decay is None:
             return keys
         until = self.size - 1 - torch.arange(keys.x.shape[-2], device=keys.x.device) % self.size
@@ -156,7 +152,7 @@ def _scan(first: FeatureState, blocks: FeatureState, log_decay: Tensor | None) -
 
 
 def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
-    """x_0 = first and x_c = a_c x_{c-1} + new_c along dimension 3: sums are values with a feature of 1."""
+    """x_0 = first and x_c = exp(log_decay_c) x_{c−1} + new_c along dimension 3, as attention whose q and k are 1."""
     x = torch.cat([first.unsqueeze(3), new], 3)
     # with as many dimensions as the values, so that decays cannot be taken for those of channels
     one = x.new_ones(1, 1, 1, x.shape[3], 1)

@@ -1,20 +1,22 @@
-"""The original's main module. The language model is also its encoder, if it returns embeddings, and its decoder."""
+"""The original's main module. The language model serves as encoder, too, if it returns embeddings, and as decoder."""
 
 import math
 from collections.abc import Iterator
 from typing import Any, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.attention import (
     InnerAttention,
     LearnedProjection,
+    LinearAttention,
     LinformerAttention,
     LocalAttention,
     RotaryAttention,
 )
-from linattn.compat.layers import Pair, efficient_attention, make_pair, make_stack, split_heads
+from linattn.compat.layers import Pair, efficient_attention, inner_parts, make_pair, make_stack, split_heads
 from linattn.compat.linear_attention_transformer.axial import AxialAttention
 from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.compat.linear_attention_transformer.options import LinformerContextSettings as LinformerContextSettings
@@ -26,13 +28,15 @@ from linattn.nn import AxialPositions, LearnedPositions, MultiheadAttention, Pro
 from linattn.nn.branch import Call
 from linattn.types import Context, ContextMask, TokenIds, TokenMask, Tokens
 
+ROTATED = "rotary_linear_heads"
+
 
 @final
 class LinearAttentionTransformer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times: some heads look near, the others far, with
-    linear attention. Without positions and without a last norm. Causal ones have `extend`.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times. Local heads attend to a window, all others
+    to the whole sequence by linear attention. There are no positions and no last norm. Causal ones have `extend`.
 
-    `max_seq_len` limits only what Linformer projects: any other stack takes any length."""
+    Only Linformer's projections limit the length, to `max_seq_len`: any other stack takes any length."""
 
     @takes(
         TransformerOptions,
@@ -70,9 +74,12 @@ class LinearAttentionTransformerLM(TokenModel):
     """Embeddings with positions, a `LinearAttentionTransformer`, a norm and the logits (`return_embeddings` leaves them
     out). If causal, `linattn.generate` takes it.
 
-    Positions are those of a grid, `local_attn_window_size` wide (the default), or, with `use_axial_pos_emb=False`,
-    learned, one for each of `max_seq_len`; or, with `use_rotary_emb`, sinusoids, of any length, and rotary in the local
-    heads. They count present tokens, so padding on the left moves none."""
+    Positions are those of a grid, `local_attn_window_size` wide, by default. With `use_axial_pos_emb=False` they are
+    learned, one for each of `max_seq_len` tokens. With `use_rotary_emb` they are sinusoids, of any length, and local
+    heads are rotary. All count present tokens only, so padding on the left moves none.
+
+    A `state_dict` with `rotary_linear_heads` comes from a model that loaded the original's weights, whose linear heads
+    are rotary, too. Loading it makes the linear heads of this model rotary."""
 
     @takes(
         TransformerOptions,
@@ -96,6 +103,19 @@ class LinearAttentionTransformerLM(TokenModel):
         self.stack = stack if width == dim else Projected(stack, width, dim, out_dim=None if out == dim else out)
         self.norm = nn.LayerNorm(out)
         self.head = None if options.return_embeddings else nn.Linear(width, options.num_tokens)
+        self.register_load_state_dict_pre_hook(_rotate_if_marked)
+
+    def rotate_linear_heads(self) -> None:
+        """Add rotary positions to the linear heads if the local ones have them: the package's weights have learned with
+        them. From then on the `state_dict` has the mark `rotary_linear_heads`."""
+        if not isinstance(self.positions, SinusoidalPositions) or hasattr(self, ROTATED):
+            return
+        self.register_buffer(ROTATED, torch.ones((), dtype=torch.bool))
+        for module in self.modules():
+            if isinstance(module, MultiheadAttention) and is_self_attention(module):
+                linear = LinearAttention, BlindspotAttention
+                parts = [(n, RotaryAttention(x) if isinstance(x, linear) else x) for n, x in inner_parts(module)]
+                module.inner = split_heads(*parts)
 
     def forward(
         self, x: TokenIds, input_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
@@ -117,8 +137,19 @@ class LinearAttentionTransformerLM(TokenModel):
         return self.logits(y) if self.gives_logits else y, state
 
 
+def is_self_attention(attention: MultiheadAttention) -> bool:
+    """Return True for attention that is neither axial nor to a context."""
+    return not attention.is_cross_attention and not isinstance(attention.inner, AxialAttention)
+
+
+def _rotate_if_marked(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if prefix + ROTATED in state_dict:
+        model.rotate_linear_heads()
+
+
 def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return the positions: learned ones are as large as the embeddings that they are added to."""
+    """Return the positions. Learned ones begin with the standard deviation of the embeddings to which they are
+    added."""
     longest, window = options.max_seq_len, options.local_attn_window_size
     if options.use_rotary_emb:
         return SinusoidalPositions(width)

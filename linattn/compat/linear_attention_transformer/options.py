@@ -73,7 +73,7 @@ class TransformerOptions(LayerOptions):
             yield ("local_attn_window_size",), reason
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be."""
+        """Raise ValueError for options that are out of range or exclude each other."""
         size, window, counts = self.blindspot_size, self.local_attn_window_size, self.local_counts
         settings = {"linformer_settings": self.linformer_settings}
         check_sizes(**given(**settings, context_linformer_settings=self.context_linformer_settings))

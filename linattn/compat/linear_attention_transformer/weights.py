@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from linattn.attention import LinearAttention, LinformerAttention, RotaryAttention
-from linattn.compat.layers import split_heads
+from linattn.compat.layers import inner_parts
 from linattn.compat.linear_attention_transformer.axial import AxialAttention
-from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
 from linattn.compat.linear_attention_transformer.linear_attention_transformer import (
+    ROTATED,
     LinearAttentionTransformer,
     LinearAttentionTransformerLM,
+    is_self_attention,
 )
 from linattn.compat.linear_attention_transformer.options import (
     LinformerContextSettings,
@@ -22,14 +23,14 @@ from linattn.compat.linear_attention_transformer.options import (
 from linattn.compat.options import effective
 from linattn.compat.weights import conversion, layers
 from linattn.compat.weights.conversion import Conversion, Move, Moves, renamed, within
-from linattn.nn import GatedFeedForward, ImageLinearAttention, MultiheadAttention, Projected, SinusoidalPositions
+from linattn.nn import GatedFeedForward, ImageLinearAttention, MultiheadAttention, Projected
 
 # accepted there, and without effect
 WITHOUT_EFFECT = ("bucket_size", "pkm_num_keys", "pkm_layers")
 
 
 def _arguments(constructor: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our arguments for theirs, as their constructor understood them."""
+    """Return the arguments with which our constructor makes the model that theirs makes from `config`."""
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
     arguments = {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
@@ -41,22 +42,6 @@ def _arguments(constructor: type, config: Mapping[str, Any]) -> dict[str, Any]:
         # all heads of such a layer are projected there, local ones too
         arguments["n_local_attn_heads"] = 0
     return effective(TransformerOptions, constructor, arguments)
-
-
-def _add_rotary_positions(model: LinearAttentionTransformerLM) -> None:
-    """Add rotary positions to linear heads whose weights have learned with them: our constructor has none."""
-    if not isinstance(model.positions, SinusoidalPositions):
-        return
-    for module in model.modules():
-        if isinstance(module, MultiheadAttention) and _is_main(module):
-            linear = LinearAttention, BlindspotAttention
-            parts = [(n, RotaryAttention(x) if isinstance(x, linear) else x) for n, x in layers.parts(module)]
-            module.inner = split_heads(*parts)
-
-
-def _is_main(attention: MultiheadAttention) -> bool:
-    """Return True for self attention, which is neither axial nor to a context."""
-    return not attention.is_cross_attention and not isinstance(attention.inner, AxialAttention)
 
 
 def _language_model(model: LinearAttentionTransformerLM, _: bool) -> Moves:
@@ -74,9 +59,9 @@ def _stack(stack: nn.Module) -> Moves:
 
 
 def _feed_forward(module: nn.Module, before: MultiheadAttention) -> Moves:
-    """Move a feed-forward. Theirs ignores `ff_glu` after self attention and is never gated; ours gets a gate that is
-    always one."""
-    if isinstance(module, GatedFeedForward) and _is_main(before):
+    """Yield the moves of a feed-forward after the attention `before`. After self attention, the original ignores
+    `ff_glu` and has no gate, so ours becomes the constant 1."""
+    if isinstance(module, GatedFeedForward) and is_self_attention(before):
         yield from renamed(module, {"gate_proj": "w1", "down_proj": "w2"})
         yield Move("up_proj.weight", None, conversion.ZEROS)
         yield Move("up_proj.bias", None, conversion.ONES)
@@ -89,7 +74,7 @@ def _attention(module: MultiheadAttention) -> Moves:
         yield from layers.linformer(module)
         return
     d, orders, factors = module.head_dim, [], []
-    for count, part in layers.parts(module):
+    for count, part in inner_parts(module):
         rotary = isinstance(part, RotaryAttention)
         inner = part.inner if isinstance(part, (AxialAttention, RotaryAttention)) else part
         orders.append((count, conversion.pairs_as_halves if rotary else conversion.SAME.apply))
@@ -106,8 +91,9 @@ CONVERSIONS: dict[type[nn.Module], Conversion] = {
         _language_model,
         roots=("token_emb.",),
         arguments=_arguments,
-        adapt=_add_rotary_positions,
+        adapt=LinearAttentionTransformerLM.rotate_linear_heads,
         left_out=layers.TABLES,
+        new=(ROTATED,),
     ),
     LinearAttentionTransformer: Conversion(
         lambda model, _: within("stack", "", _stack(model.stack)),

@@ -1,5 +1,6 @@
-"""linformer 0.2.3 on our parts: the same constructors, `from linattn.compat.linformer import LinformerLM`, so that its
-weights have a place to go. docs/compat.md has the differences."""
+"""The constructors of linformer 0.2.3, built from linattn's modules, into which its weights can be loaded.
+
+docs/compat.md has the differences."""
 
 from linattn.compat.linformer import weights
 from linattn.compat.linformer.linformer import Linformer, LinformerLM, LinformerSelfAttention

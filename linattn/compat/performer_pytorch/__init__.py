@@ -1,4 +1,5 @@
-"""performer-pytorch 1.1.4 on our parts: the same constructors, `from linattn.compat.performer_pytorch import …`.
+"""The constructors of performer-pytorch 1.1.4, built from linattn's modules.
+
 docs/compat.md has the differences, and why."""
 
 from linattn.compat.performer_pytorch import weights

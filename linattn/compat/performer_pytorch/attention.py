@@ -27,11 +27,12 @@ ROTARY = 10_000.0
 
 @final
 class FastAttention(nn.Module):
-    """FAVOR+; or, `generalized_attention`, kernel_fn(Ωu) + kernel_epsilon; or, `no_projection`, Efficient Attention.
+    """Attention by FAVOR+; with `generalized_attention`, by the features kernel_fn(Ω x/d^¼) + kernel_epsilon with
+    random rows Ω; with `no_projection`, Efficient Attention.
 
     `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
-    with 0 there is none. An option that has no effect, such as `kernel_fn` without `generalized_attention`, is an error
-    unless it is the default. `inner` is the same as an inner attention for linattn's own modules."""
+    with 0 there is none. A warning names options without effect, such as `kernel_fn` without `generalized_attention`.
+    `inner` is the same as an inner attention for linattn's own modules."""
 
     @takes(
         PerformerOptions,
@@ -145,7 +146,7 @@ class CrossAttention(AttentionBase):
 
 
 def self_attention(options: PerformerOptions, local_heads: int, *, dropout: float) -> MultiheadAttention:
-    """Return fast heads, then local ones, which have buckets of a window's tokens and always rotary positions."""
+    """Return fast heads, then local heads, which are always rotary and attend by buckets of `local_window_size`."""
     heads = options.heads
     if not 0 <= local_heads <= heads:
         raise ValueError(f"there may be from 0 to {heads} local heads, as many as heads, but there are {local_heads}")

@@ -5,6 +5,7 @@ from typing import final
 from jaxtyping import Int
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, WrapperBase, top_k, top_p
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.nn.branch import Call
@@ -17,6 +18,7 @@ class AutoregressiveWrapper(WrapperBase):
 
     mask_name = "mask"
 
+    @check_types
     def __init__(self, net: PerformerLM, ignore_index: int = 0, pad_value: int = 0):
         super().__init__(net, ignore_index, pad_value)
 
@@ -28,7 +30,8 @@ class AutoregressiveWrapper(WrapperBase):
         context_mask: ContextMask = None,
         return_loss: bool = True,
     ) -> LogitsOrLoss:
-        """Return the mean cross entropy of all tokens but the first, or the logits. A mask may leave out the last."""
+        """Return the mean cross entropy of all tokens but the first or, without `return_loss`, the logits. The mask may
+        lack the column of the last token."""
         return self._logits_or_loss(x, Call(mask, context, context_mask), return_loss=return_loss)
 
     def generate(

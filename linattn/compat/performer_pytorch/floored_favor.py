@@ -10,10 +10,11 @@ from torch import Tensor
 from linattn.attention.base import InnerAttention, group_queries
 from linattn.feature_maps.base import checked_feature_map
 from linattn.feature_maps.favor import FavorFeatureMap, half_squared_norm
-from linattn.ops.features import FeatureState, finite, running_scale
+from linattn.ops.features import FeatureState
 from linattn.ops.linear import causal_linear_attention, read, summarize
 from linattn.ops.nested import check_part, checked_kind
 from linattn.ops.numerics import accumulator, divide, zero_masked
+from linattn.ops.scale import finite, running_scale
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
@@ -115,8 +116,8 @@ class FlooredFavorAttention(InnerAttention):
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
     def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
-        """Add the floor's share to the sums of [v, 1] in `y`, and divide. Both have the same scale, the floor's being
-        exp(log_floor)."""
+        """Add the part of the keys' floor, ε · `floor`, to the sums of [v, 1] in `y`, and divide. `floor` times
+        exp(log_floor) has the scale of `y`."""
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.feature_maps import RandomProjection
 from linattn.feature_maps.favor import half_squared_norm
 from linattn.ops import linear
@@ -19,6 +20,7 @@ Values = Float[Tensor, "*b n dv"]
 KeyValues = Float[Tensor, "*b m dv"]
 
 
+@check_types
 def softmax_kernel(
     data: Float[Tensor, "*b n d"],
     *,
@@ -40,6 +42,7 @@ def softmax_kernel(
     return (features * projection_matrix.shape[0] ** -0.5).to(data.dtype)
 
 
+@check_types
 def generalized_kernel(
     data: Float[Tensor, "*b n d"],
     *,
@@ -54,11 +57,13 @@ def generalized_kernel(
     return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
 
 
+@check_types
 def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "d d"]:
     """Return a rotation or reflection, drawn uniformly."""
     return gaussian_orthogonal_random_matrix(cols, cols, scaling=1, device=device) / cols**0.5
 
 
+@check_types
 def gaussian_orthogonal_random_matrix(
     nb_rows: int, nb_columns: int, scaling: int = 0, device: Device = None
 ) -> Float[Tensor, "f d"]:
@@ -71,6 +76,7 @@ def linear_attention(q: Features, k: KeyFeatures, v: KeyValues) -> Values:
     return linear.linear_attention(q, k, v)
 
 
+@check_types
 def causal_linear_attention(q: Features, k: Features, v: Values, eps: float = 0.0) -> Values:
     """Each query attends to the keys up to its own, in linear memory on any device.
 
@@ -79,11 +85,12 @@ def causal_linear_attention(q: Features, k: Features, v: Values, eps: float = 0.
     return linear.causal_linear_attention(q, k, v, _first_key(k, v, eps))[0]
 
 
+@check_types
 def causal_linear_attention_noncuda(
     q: Features, k: Features, v: Values, chunk_size: int = 128, eps: float = 0.0
 ) -> Values:
-    """Compute the same in pieces of `chunk_size` tokens, each from the state that the one before left: linear
-    attention as a recurrent network. Memory beside the output is that of one piece."""
+    """Compute `causal_linear_attention` in pieces of `chunk_size` tokens, each from the state after the piece before,
+    as a recurrent network does. Memory beside the output is that of one piece."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1, but is {chunk_size}")
     state, ys = _first_key(k, v, eps), []

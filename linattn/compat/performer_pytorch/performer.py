@@ -119,7 +119,7 @@ class PerformerLM(TokenModel, Redrawing):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
-        """Return the logits of the next tokens of sequences whose past and context are in `state`, and the new one."""
+        """Return the logits of the next tokens of sequences whose past and context `state` holds, and the new state."""
         y, state = self.extend_hidden(x, state, key_mask=mask, context=context, context_mask=context_mask)
         return self.logits(y), state
 
@@ -141,7 +141,7 @@ def _pairs(options: PerformerOptions) -> Iterator[Pair]:
 
 
 def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return the positions: learned ones are as large as the embeddings that they are added to."""
+    """Return the positions. Each learned table, one per axis, begins with the standard deviation of the embeddings."""
     dim, length, shape = options.dim, options.max_seq_len, options.axial_position_shape
     if options.rotary_position_emb:
         return SinusoidalPositions(dim)

@@ -6,8 +6,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from linattn.checks import check_types
 from linattn.compat.autoregressive import Filter, LogitsOrLoss, LossMask, SamplingOptions, top_k
+from linattn.compat.options import read
 from linattn.compat.performer_pytorch.autoregressive_wrapper import AutoregressiveWrapper
+from linattn.compat.performer_pytorch.options import PerformerOptions
 from linattn.compat.performer_pytorch.performer import PerformerLM
 from linattn.compat.performer_pytorch.projection_updater import Redrawing
 from linattn.nn.branch import Call
@@ -26,6 +29,7 @@ class PerformerEncDec(Redrawing):
     `no_projection` is for both, `enc_no_projection` and `dec_no_projection` for one of them. The encoder gives logits
     only with `enc_tie_embed`: training would never reach an output layer of its own."""
 
+    @check_types
     def __init__(
         self,
         dim: int,
@@ -102,9 +106,9 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _model(prefix: str, both: dict[str, Any], options: dict[str, Any]) -> PerformerLM:
-    """Make the encoder or the decoder. An error about one of its options has the name that the option has here."""
+    """Make the encoder or the decoder from `both` and its own `options`, which messages name with the `prefix`."""
     try:
-        return PerformerLM(**both | options)
+        return PerformerLM(read(PerformerOptions, PerformerLM, (), both | options, prefix=prefix))
     except ValueError as error:
         name = str(error).partition(" ")[0]
         raise ValueError(f"{prefix if name in options else ''}{error}") from None

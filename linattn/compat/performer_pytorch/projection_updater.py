@@ -16,8 +16,8 @@ class ProjectionUpdater(nn.Module):
     """Resamples the random features in `instance`; each sample serves `feature_redraw_interval` training steps.
 
     A step is a call of `redraw_projections` in training: `Performer` calls it at the start of each training forward.
-    Evaluation does not count, nor does what a checkpoint runs again in the backward pass, which sees the features that
-    the forward saw if the backward comes before the next sample. The next sample follows from `seed` alone. So ranks
+    Evaluation does not count, nor does the recomputation of activation checkpointing, which sees the features of the
+    first forward if the backward pass comes before the next sample. The next sample follows from `seed` alone. So ranks
     that begin alike stay alike, without a broadcast, and a loaded model goes on as the saved one would have."""
 
     calls_since_last_redraw: Tensor
@@ -84,9 +84,10 @@ class Redrawing(nn.Module):
 
 @torch.no_grad()
 def count_step(rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int) -> None:
-    """Count a step and resample if it is time, in place, as optimisers and graphs know the buffers.
+    """Count a step, and resample the rows if `interval` steps have passed. All tensors change in place, because
+    optimisers and compiled graphs refer to them.
 
-    A kind is 2 · scaling + orthogonal."""
+    A kind is 2 · scaling + orthogonal, the two options of a `RandomProjection` in one number."""
     # a forward inside of a backward pass in this thread is a checkpoint's recomputation
     if torch._C._current_graph_task_id() != -1 or fixed:
         return

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LocalAttention, RotaryAttention
+from linattn.compat.layers import inner_parts
 from linattn.compat.options import effective
 from linattn.compat.performer_pytorch.attention import (
     Attention,
@@ -64,7 +65,7 @@ def _layer(model: AttentionBase, aligned: bool) -> Moves:
 
 
 def _attention(module: MultiheadAttention, aligned: bool) -> Moves:
-    parts, d, rotary = layers.parts(module), module.head_dim, module.rotary is not None
+    parts, d, rotary = inner_parts(module), module.head_dim, module.rotary is not None
     q = conversion.heads([(count, _rows(part, rotary=rotary, delayed=not aligned)) for count, part in parts], d)
     k = conversion.heads([(count, _rows(part, rotary=rotary)) for count, part in parts], d)
     yield from layers.attention(module, q=q, k=k)
@@ -72,10 +73,10 @@ def _attention(module: MultiheadAttention, aligned: bool) -> Moves:
 
 
 def _rows(part: InnerAttention, *, rotary: bool, delayed: bool = False) -> Callable[[Tensor], Tensor]:
-    """Return the change of the rows of queries or keys of some heads, which for fast heads is due if they are `rotary`.
+    """Return a function that converts the rows of a query or key projection for the heads of `part`.
 
-    Since local-attention 1.7.2 queries of local heads that see both sides are `delayed`: they have the angles of a
-    window later. Weights that learned so are rotated here."""
+    Fast heads that are `rotary` have another order of channels. Since local-attention 1.7.2, queries of local heads
+    that see both sides are rotated by one window too many: `delayed` rows were learned so, and are rotated likewise."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention):
         delay = partial(conversion.rotated_by, places=inner.window.size)

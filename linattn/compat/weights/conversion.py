@@ -12,7 +12,7 @@ from linattn.ops.tokens.rotary import rotate
 
 
 class Change(NamedTuple):
-    """A function of a tensor. `shape` takes the shape of ours and returns that of theirs."""
+    """A function of a tensor. `shape` takes the shape of our tensor and returns the shape that theirs must have."""
 
     apply: Callable[[Tensor], Tensor]
     shape: Callable[[torch.Size], Sequence[int]] = tuple
@@ -39,13 +39,12 @@ Moves = Iterator[Move]
 
 
 class Conversion(NamedTuple):
-    """The weights of one constructor.
+    """Describes how the weights for one constructor are converted.
 
-    `moves` takes our model, and whether rotary angles of performer-pytorch's local heads were aligned. Their names
-    begin with one of `roots`. `arguments` takes a constructor and the original's arguments, and returns ours; `adapt`
-    changes our model to one that its constructor does not make. Of theirs, names that match `left_out` are no weights;
-    of ours, those that match `new` have no counterpart there. `differences` yields a warning for each output that is
-    not the original's."""
+    `moves` takes our model, and `aligned_rotary` as in `load`. All names in the original begin with one of `roots`.
+    `arguments` takes a constructor and the original's arguments, and returns ours; `adapt` changes our model where its
+    constructor cannot. Tensors of the original that match `left_out` are no weights; tensors of ours that match `new`
+    are not in the original. `differences` yields a warning for each output that is not the original's."""
 
     moves: Callable[[Any, bool], Iterable[Move]]
     roots: tuple[str, ...]
@@ -57,7 +56,7 @@ class Conversion(NamedTuple):
 
 
 def renamed(module: nn.Module, names: Mapping[str, str], **changes: Change) -> Moves:
-    """Move the parameters of some parts of a module, each under its name there. A part may be missing."""
+    """Yield the moves of the parameters of parts: `names` maps our name of a part to theirs. A part may be None."""
     for ours, theirs in names.items():
         part = attrgetter(ours)(module)
         for name, _ in () if part is None else part.named_parameters():
@@ -65,7 +64,7 @@ def renamed(module: nn.Module, names: Mapping[str, str], **changes: Change) -> M
 
 
 def within(ours: str, theirs: str, moves: Iterable[Move]) -> Moves:
-    """Put moves of a module's own names under the names that the module has in both models."""
+    """Put the name of a module, in our model and in theirs, before the names in the moves of its parameters."""
     for move in moves:
         yield move._replace(ours=_join(ours, move.ours), theirs=move.theirs and _join(theirs, move.theirs))
 
@@ -76,7 +75,7 @@ def half(which: int) -> Change:
 
 
 def axis(which: int, of: int) -> Change:
-    """Turn a table that is spread over a grid into one row for each place on one axis."""
+    """Reshape the axis `which` of a grid of `of` axes: theirs is (1, …, length, …, 1, d), ours (length, d)."""
     ones = [1] * of
     return Change(lambda x: x.flatten(0, -2), lambda shape: (1, *ones[:which], shape[0], *ones[which + 1 :], shape[1]))
 
@@ -86,7 +85,7 @@ def columns(factor: Float[Tensor, " d"]) -> Change:
 
 
 def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int) -> Change:
-    """Apply to the rows of each group of heads, (h, d, …), a function of its own."""
+    """Apply a function to the rows (h, d, …) of each group of heads; a part is the number of heads and the function."""
 
     def apply(x: Tensor) -> Tensor:
         pieces = x.unflatten(0, (-1, head_dim)).split([count for count, _ in parts])
@@ -105,7 +104,7 @@ def pairs_as_halves(x: Float[Tensor, "h d *i"]) -> Float[Tensor, "h d *i"]:
 
 
 def rotated_by(x: Float[Tensor, "h d *i"], places: int) -> Float[Tensor, "h d *i"]:
-    """Rotate the rows so that their products are rotated by so many places."""
+    """Rotate the rows of a projection, so that its outputs are rotated as those at the position `places`."""
     flat = x.double().flatten(2).mT if x.ndim > 2 else x.double().unsqueeze(1)
     positions = torch.full((flat.shape[1],), places, device=x.device)
     return rotate(flat, positions).mT.reshape(x.shape).to(x.dtype)

@@ -1,13 +1,13 @@
-"""The names of layers in linear-attention-transformer, performer-pytorch and linformer, which are of one family.
+"""Moves for the layers that linear-attention-transformer, performer-pytorch and linformer have in common.
 
-Moves have names within the module that they are for."""
+The names in the moves of a module are relative to this module."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from linattn.attention import InnerAttention, LinformerAttention, SplitHeads
+from linattn.attention import LinformerAttention
 from linattn.compat.weights.conversion import NUMBER, SAME, TRANSPOSED, Change, Move, Moves, axis, half, renamed, within
 from linattn.models.token_model import TokenModel
 from linattn.nn import (
@@ -26,7 +26,7 @@ TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
 def language_model(model: TokenModel, head: str) -> Moves:
-    """Move all that stands around the stack; `head` is their name of the output layer. Sinusoids have no weights."""
+    """Yield the moves of all parts outside the stack; `head` is their name of the output layer. Sinusoids have none."""
     yield from renamed(model, {"embedding": "token_emb", "norm": "norm", "head": head})
     if isinstance(model.positions, LearnedPositions):
         yield Move("positions.weight", "pos_emb.emb.weight")
@@ -82,7 +82,8 @@ def feed_forward(module: nn.Module, before: MultiheadAttention | None = None) ->
 
 
 def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME) -> Moves:
-    """Move the projections; `columns` concerns the output's weight, not its bias."""
+    """Yield the moves, from old names of weights to ours, of the projections. `q` and `k` change the old weights of
+    queries and keys on the way, `columns` the weight of the output projection but not its bias."""
     # the same object where keys are values
     values = "to_k" if module.v_proj is module.k_proj else "to_v"
     yield from renamed(module, {"q_proj": "to_q", "k_proj": "to_k", "v_proj": values}, q_proj=q, k_proj=k)
@@ -97,10 +98,3 @@ def linformer(module: MultiheadAttention) -> Moves:
     shared = module.inner.value_projection is module.inner.key_projection
     yield Move("inner.key_projection.weight", "proj_k", TRANSPOSED)
     yield Move("inner.value_projection.weight", "proj_k" if shared else "proj_v", TRANSPOSED)
-
-
-def parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
-    """Return the inner attentions, each with its number of heads."""
-    if isinstance(inner := module.inner, SplitHeads):
-        return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
-    return [(module.q_proj.out_features // module.head_dim, inner)]

@@ -33,11 +33,13 @@ def load(
 ) -> Model:
     """Return a model of `constructor`, one of linattn.compat, with the weights of the original of that name.
 
-    `config` has the arguments that were given to the original. The model is in evaluation, in the weights' dtype.
-    A `ValueError` names every tensor that is not used, missing, of another shape, or would stay new here.
+    `config` has the arguments that were given to the original. The model is in evaluation, in the weights' dtype. A
+    `ValueError` names every tensor that is not used, missing or of another shape, and those of the model that would not
+    be loaded.
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
-    before 1.7.2: since then queries there are turned by one window too many, which is folded into their weights."""
+    before 1.7.2. Later versions rotate the queries of these heads by one window too many, so the same rotation is
+    applied to their weights."""
     if constructor not in CONVERSIONS:
         known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
@@ -63,7 +65,7 @@ def load(
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
-    """Return the tensors without the names of wrappers, as the newest version calls them."""
+    """Return the tensors under the names of the newest version of the package, without the names of wrappers."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):

@@ -3,21 +3,28 @@ scans in its hybrid models (`hybrids`).
 
 Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
-import transformers
+from linattn.checks import extra
 
-from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
-from linattn.integrations.transformers.own_model.cache import LinattnCache
-from linattn.integrations.transformers.own_model.config import LinattnConfig
-from linattn.integrations.transformers.own_model.heads import (
-    LinattnForCausalLM,
-    LinattnForSequenceClassification,
-    LinattnForTokenClassification,
-)
-from linattn.integrations.transformers.own_model.lora import register_target_modules
-from linattn.integrations.transformers.own_model.model import LinattnModel
-from linattn.integrations.transformers.own_model.tokenizer import byte_tokenizer, file_tokenizer, save_for_transformers
-from linattn.integrations.transformers.stock_attention.hooks import attended_modules, install, register_attention
-from linattn.models.storage import CLASSES, MODEL_TYPE
+with extra("transformers"):
+    import transformers
+
+    from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
+    from linattn.integrations.transformers.own_model.cache import LinattnCache
+    from linattn.integrations.transformers.own_model.config import LinattnConfig
+    from linattn.integrations.transformers.own_model.heads import (
+        LinattnForCausalLM,
+        LinattnForSequenceClassification,
+        LinattnForTokenClassification,
+    )
+    from linattn.integrations.transformers.own_model.lora import register_target_modules
+    from linattn.integrations.transformers.own_model.model import LinattnModel
+    from linattn.integrations.transformers.own_model.tokenizer import (
+        byte_tokenizer,
+        file_tokenizer,
+        save_for_transformers,
+    )
+    from linattn.integrations.transformers.stock_attention.hooks import attended_modules, install, register_attention
+    from linattn.models.storage import CLASSES, MODEL_TYPE
 
 __all__ = [
     "LinattnCache",

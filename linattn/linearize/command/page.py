@@ -19,8 +19,7 @@ def html(record: Record) -> str:
         plots = enumerate(_plots(record))
         figures = [svg(plot.figure, f"figure-{place}", plot.get_title("left")) for place, plot in plots]
     known = {name for row in record["scores"].values() for name, score in row.items() if score is not None}
-    # the cosine of logits says little where there is a divergence
-    columns = [name for name in COLUMNS if name in known and not (name == "cosine" and "kl" in known)]
+    columns = [name for name in COLUMNS if name in known]
     return render("linearize/command/report.html", record=record, columns=columns, figures=figures)
 
 
@@ -54,6 +53,6 @@ def _plots(record: Record) -> Iterator[Any]:
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Average over a fortieth of the steps."""
+    """Return the moving average over a fortieth of the steps."""
     width = max(1, len(losses) // 40)
     return [fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]

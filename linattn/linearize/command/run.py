@@ -16,21 +16,32 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from linattn.console.atomic import atomic_folder, write_atomically
 from linattn.console.errors import CommandError, explained
+from linattn.console.lock import locked
+from linattn.console.memory import PROBE, TRAINED_BYTES, activation_bytes, available_memory, require_memory
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.page import html
 from linattn.linearize.command.progress import progress_bar
-from linattn.linearize.command.text import Tokens, TrainingBatches, held_out_batches, load_tokenizer, read_tokens
+from linattn.linearize.command.text import (
+    Tokens,
+    TrainingBatches,
+    decoded_samples,
+    held_out_batches,
+    load_tokenizer,
+    read_tokens,
+)
 from linattn.linearize.conversion import Conversion, convert, restore_layers
-from linattn.linearize.distance import Diverged
+from linattn.linearize.distance import Diverged, predicts_next
 from linattn.linearize.folder import FIELD
 from linattn.linearize.plan import plan
 from linattn.linearize.report import Probes, report
 from linattn.linearize.scores import scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
 from linattn.linearize.training import Budget, Training
+from linattn.models.storage import MODEL_TYPE
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
@@ -46,10 +57,15 @@ FREE = ("command", "out", "save_every")
 def run(arguments: argparse.Namespace) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if arguments.out.exists():
-        raise CommandError(f"{arguments.out} exists already: choose another --out")
     if arguments.minutes is not None and arguments.steps is not None:
         raise CommandError("give --minutes or --steps, not both")
+    with locked(arguments.out):
+        if arguments.out.exists():
+            raise CommandError(f"{arguments.out} exists already: choose another --out")
+        return _linearize(arguments)
+
+
+def _linearize(arguments: argparse.Namespace) -> int:
     model, config = load_model(arguments.model)
     context = arguments.context or min(512, positions(config))
     tokenizer = load_tokenizer(arguments.model, config)
@@ -57,8 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_tokens(tokens, context, config)
     if torch.cuda.is_available() and not arguments.cpu:
         model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
-    batches = TrainingBatches(tokens.training, context=context, batch=arguments.batch, seed=arguments.seed)
+    mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
+    sizes = {"context": context, "batch": arguments.batch, "mask": mask}
+    batches = TrainingBatches(tokens.training, seed=arguments.seed, **sizes)
     with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
+        check_memory(model, arguments, context)
         # before any work: a model whose outputs cannot be compared cannot be trained towards its teacher
         scores(model, model, [batches[0]])
         keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
@@ -68,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     work = open_work(arguments)
     try:
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)])
-        held_out = held_out_batches(tokens.held_out, context=context, batch=arguments.batch, count=HELD_OUT)
+        held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
         facts = _train(conversion, batches, held_out, arguments, work)
         facts |= _report(conversion, tokens.held_out, held_out, context)
     except Diverged as error:
@@ -76,9 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     facts |= {"command": shlex.join(["linattn", *sys.argv[1:]]), "plan": layers.to_dict()}
-    write_result(arguments.out, model, tokenizer, facts)
+    samples = decoded_samples(facts["generated"], tokenizer)
+    write_result(arguments.out, model, tokenizer, facts | {"samples": samples})
     shutil.rmtree(work)
     print("\n".join(facts["sentences"]))
+    for sample in samples[:1]:
+        print("\n".join(f"{name + ':':<8} {json.dumps(text, ensure_ascii=False)}" for name, text in sample.items()))
     print(f"{arguments.out} is complete: {arguments.out / 'report.html'} has the report", file=sys.stderr)
     return 0
 
@@ -89,6 +111,13 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
         config: Any = AutoConfig.from_pretrained(name)
         if hasattr(config, FIELD):
             raise CommandError(f"{name} is linearized already: give the model that it was made from")
+        if config.model_type == MODEL_TYPE:
+            attention = config.to_language_model().attention
+            names = attention if isinstance(attention, str) else ", ".join(attention)
+            advice = (
+                "train another one with `linattn train --attention`" if "softmax" in names else "it is linear already"
+            )
+            raise CommandError(f"{name} is a model of linattn, whose attention is {names}: {advice}")
         kind = getattr(transformers, (config.architectures or ["none"])[0], None)
         if kind is None or not hasattr(kind, "from_pretrained"):
             raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
@@ -119,6 +148,20 @@ def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None
     largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
     if largest >= size:
         raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
+
+
+def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
+    """Raise CommandError if the model, its teacher and what trains do not fit. A GPU reports activations itself."""
+    count = sum(weight.numel() for weight in model.parameters())
+    on_cpu = arguments.cpu or not torch.cuda.is_available()
+    available, trained = available_memory(cpu=on_cpu), 0 if arguments.lora else TRAINED_BYTES - 4
+    # with the model, whose weights are there already
+    needs = {f"its teacher, and what trains, of {count:,} parameters": (4 + trained) * count}
+    if on_cpu:
+        tokens = torch.zeros(1, min(context, PROBE), dtype=torch.int64, device=model.device)
+        per_token = activation_bytes(lambda: model(input_ids=tokens), model) / tokens.numel()
+        needs[f"the activations of {arguments.batch:,} × {context:,} tokens"] = per_token * arguments.batch * context
+    require_memory(needs, available, "a lower --batch or --context needs less, and so does --lora")
 
 
 def open_work(arguments: argparse.Namespace) -> Path:
@@ -196,9 +239,15 @@ def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tenso
     return report(model, teacher, held_out, probes, progress=show).to_dict()
 
 
+def is_masked(model: PreTrainedModel) -> bool:
+    """Return True for a masked language model, which predicts hidden tokens from those on both sides."""
+    return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() and not predicts_next(model)
+
+
 def write_result(out: Path, model: PreTrainedModel, tokenizer: Any, facts: dict[str, Any]) -> None:
     """Write the folder in one step: the model as transformers saves it, its tokenizer and the report."""
-    with atomic_folder(out) as folder:
+    # safetensors has errors of its own for a full disk
+    with explained(f"{out} could not be written", SafetensorError), atomic_folder(out) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

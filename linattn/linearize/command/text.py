@@ -11,11 +11,16 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
+from linattn.models.loss import NO_LABEL
 
 VALIDATION = 20
 """One piece of text in so many is held out."""
 PIECE = 1 << 16
 """The number of bytes per piece. A tokenizer gets one piece at a time."""
+MASKED = 0.15
+"""The share of tokens that is hidden from a masked language model, as in BERT's training."""
+PROMPT_END = 100
+"""The number of characters that a report shows of each prompt."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -56,17 +61,29 @@ def _numbers(pieces: Sequence[bytes], tokenizer: Any) -> Tensor:
     return torch.tensor([token for row in rows for token in row], dtype=torch.int64)
 
 
-def windows(tokens: Tensor, starts: np.ndarray, context: int) -> dict[str, Tensor]:
-    rows = torch.from_numpy(starts)[:, None] + torch.arange(context)
-    return {"input_ids": tokens[rows]}
+def windows(
+    tokens: Tensor, starts: np.ndarray, context: int, mask: int | None, random: np.random.Generator
+) -> dict[str, Tensor]:
+    """Return a batch of windows. With a `mask`, 15 % of its tokens are hidden by this token and are the labels."""
+    rows = tokens[torch.from_numpy(starts)[:, None] + torch.arange(context)]
+    if mask is None:
+        return {"input_ids": rows}
+    hidden = torch.from_numpy(random.random(tuple(rows.shape)) < MASKED)
+    # each batch must have a prediction
+    hidden[0, 0] |= not hidden.any()
+    return {"input_ids": rows.masked_fill(hidden, mask), "labels": rows.masked_fill(~hidden, NO_LABEL)}
 
 
 @final
 class TrainingBatches(Sequence[dict[str, Tensor]]):
-    """Batches of windows at random places. Batch i depends on the seed and on i alone, so that training can resume."""
+    """Batches of windows at random places. Batch i depends on the seed and on i alone, so that training can resume.
+    With a `mask`, this token hides the labels, as in `windows`."""
 
-    def __init__(self, tokens: Tensor, *, context: int, batch: int, seed: int, length: int = 1_000_000) -> None:
-        self.tokens, self.context, self.batch, self.seed, self.length = tokens, context, batch, seed, length
+    def __init__(
+        self, tokens: Tensor, *, context: int, batch: int, seed: int, mask: int | None = None, length: int = 1_000_000
+    ) -> None:
+        self.tokens, self.context, self.batch, self.seed, self.mask = tokens, context, batch, seed, mask
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -74,11 +91,29 @@ class TrainingBatches(Sequence[dict[str, Tensor]]):
     def __getitem__(self, index: Any) -> Any:
         random = np.random.default_rng((self.seed, index))
         starts = random.integers(len(self.tokens) - self.context + 1, size=self.batch)
-        return windows(self.tokens, starts, self.context)
+        return windows(self.tokens, starts, self.context, self.mask, random)
 
 
-def held_out_batches(tokens: Tensor, *, context: int, batch: int, count: int) -> list[dict[str, Tensor]]:
+def held_out_batches(
+    tokens: Tensor, *, context: int, batch: int, count: int, mask: int | None = None
+) -> list[dict[str, Tensor]]:
     """Return at most `count` batches of windows that are evenly spread and do not overlap."""
-    most = len(tokens) // context
+    most, random = len(tokens) // context, np.random.default_rng(0)
     starts = np.linspace(0, most - 1, min(count * batch, most)).round().astype(np.int64) * context
-    return [windows(tokens, starts[start : start + batch], context) for start in range(0, len(starts), batch)]
+    pieces = (starts[start : start + batch] for start in range(0, len(starts), batch))
+    return [windows(tokens, piece, context, mask, random) for piece in pieces]
+
+
+def decoded_samples(generated: dict[str, Any] | None, tokenizer: Any) -> list[dict[str, str]]:
+    """Return the samples of a report as texts; of the prompts, only the ends."""
+    samples = []
+    for sample in (generated or {}).get("samples", ()):
+        texts = {name: _text(numbers, tokenizer) for name, numbers in sample.items()}
+        samples.append({**texts, "prompt": texts["prompt"][-PROMPT_END:]})
+    return samples
+
+
+def _text(numbers: Sequence[int], tokenizer: Any) -> str:
+    if tokenizer is not None:
+        return tokenizer.decode(numbers)
+    return bytes(number for number in numbers if number < 256).decode("utf-8", "replace")

@@ -11,7 +11,7 @@ from linattn.ops.operator import Backend
 
 
 def decay_between(log_decay: Tensor) -> Tensor:
-    """(*b, n, n): what key j has decayed to at query i, exp(Σ log_decay over j < t ≤ i), for j ≤ i; then zeros."""
+    """(*b, n, n): the factor by which key j has decayed at query i, exp(Σ log_decay over j < t ≤ i); 0 for j > i."""
     n = log_decay.shape[-1]
     after = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).tril(-1)
     steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, n)
@@ -38,7 +38,8 @@ def read(call: ReadCall, save: bool) -> tuple[Tensor]:
 
 
 def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i."""
+    """y_i = φ(q_i)·S_i / φ(q_i)·z_i with S_i = Σ_j D_ij φ(k_j) v_jᵀ + D_i S_0, likewise z_i, where D_ij =
+    `decay_between` and D_i is the product of the decays until i."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function
     q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
     q, k, n = phi(q), zero_masked(phi(k), call.key_mask), q.shape[-2]

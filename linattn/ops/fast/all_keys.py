@@ -21,7 +21,7 @@ SHORTEST, LONGEST = 256, 2048
 
 
 def _segments(x: Tensor) -> Iterator[slice]:
-    """Yield the segments of the tokens of x (…, n, d)."""
+    """Yield slices that cut the tokens of x (…, n, d) into segments."""
     length = min(LONGEST, max(SHORTEST, BLOCK // max(1, x[..., :1, :].numel())))
     return (slice(start, start + length) for start in range(0, x.shape[-2], length))
 

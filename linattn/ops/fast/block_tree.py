@@ -1,6 +1,6 @@
-"""Matrices (C, C) of a chunk as a tree over its tokens: blocks of 1, 2, 4 … tokens on the diagonal, of which two
-neighbours are joined by the block below the diagonal in which the second's tokens meet the first's. C is a power of
-two."""
+"""Matrices (C, C) over the tokens of a chunk as a tree: on each level the tokens are cut into blocks of 1, 2, 4 …
+tokens. Two neighbouring blocks are joined by a block of the matrix below the diagonal, with the rows of the second and
+the columns of the first. C is a power of two."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def off_diagonal(A: Tensor, size: int) -> Tensor:
 
 
 def _blocks(A: Tensor, size: int, step: int, offset: int) -> Tensor:
-    """View the blocks of (…, C, C) that begin `offset` rows below the diagonal, one every `step` rows."""
+    """View square blocks of (…, C, C): one every `step` rows along the diagonal, or `offset` rows below it."""
     *lead, C, _ = A.shape
     *strides, row, column = A.stride()
     shape, strides = (*lead, C // step, size, size), (*strides, step * (row + column), row, column)

@@ -1,5 +1,5 @@
-"""The walk of all chunked forms: a sequence is cut into chunks of C tokens, and as many chunks as the cache holds are
-one block. Blocks follow one another; within a block each step is one operation on all of its chunks.
+"""The blocks of all chunked forms: a sequence is cut into chunks of C tokens, and as many chunks as the cache holds are
+one block. Blocks are computed one after another; within a block each step is one operation on all of its chunks.
 
 Chunks c = 1, 2, … of a block are joined by their states, S_{c+1} = a_c S_c + ΔS_c, which `scan` adds up. The products
 inside chunks need no state.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linattn.ops.elementwise import ELEMENTWISE, Elementwise
+from linattn.ops.numerics import accumulator
 
 # numbers of a block's keys, values or states: a megabyte in float32
 BLOCK = 2**18
@@ -68,6 +69,12 @@ def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return y
 
 
+def gradient_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return uninitialized memory for the gradient of x broadcast to `shape`: in the dtype of x, or, if it will be
+    summed to the shape of x, in the accumulation dtype."""
+    return empty_like(x if x.shape == shape else x.new_empty(0, dtype=accumulator(x.dtype)), shape)
+
+
 class Place(NamedTuple):
     """The place of one block in a call. `rows` is its slice of the first of the `lead` dimensions, `position` its index
     among the blocks of these rows, `states` the slice of their states. It has `number` chunks of `tokens` tokens each,
@@ -93,8 +100,8 @@ class Place(NamedTuple):
         return work.features(name, self.chunks(x), phi).flatten(self.lead + 1, -2).flatten(0, self.lead)
 
     def write(self, total: Tensor, *parts: Tensor, by: Callable[..., Tensor] | None = None) -> None:
-        """Write a result (cb gC d), or that of an operation `by` on several, to the block's tokens of `total`
-        (*b *g n d)."""
+        """Write a part (cb gC d), or the result of the operation `by` on several such parts, to the block's tokens of
+        `total` (*b *g n d)."""
         target = total[self.rows].narrow(-2, self.start, self.number * self.tokens)
         target = target.unflatten(-2, (self.number, self.tokens)).movedim(-3, 0)
         lead = *target.shape[:-2], self.chunk
@@ -138,8 +145,8 @@ class Sizes(NamedTuple):
         return -(-(n // self.chunk * self.chunk) // self.length) - (-(n % self.chunk) // self.chunk)
 
     def places(self, lead: Sequence[int], n: int) -> list[Place]:
-        """Cut the first of the states' leading dimensions, and n tokens. Return the blocks in an order in which each
-        follows those before it in its sequence; a gradient takes them in reverse."""
+        """Return the places of all blocks, which cut n tokens and the first of the states' leading dimensions. Every
+        block comes after the earlier blocks of its sequences; a gradient takes them in reverse."""
         (rows, *others), C, end = lead or (1,), self.chunk, n // self.chunk * self.chunk
         states, rest = math.prod(others), n - end
         cuts = [(start, min(self.length, end - start) // C, C, C) for start in range(0, end, self.length)]
@@ -152,8 +159,9 @@ class Sizes(NamedTuple):
 
 
 def group_view(x: Tensor, lead: Sequence[int], other: Sequence[int]) -> Tensor:
-    """View x (*b n d) as (*b *g n d): the dimensions in which the sizes `lead` of states differ from the `other` sizes,
-    those of queries, stand beside the tokens, as groups of queries per state, or of states per query."""
+    """View x (*b n d) as (*b *g n d). `lead` are the sizes of the leading dimensions of states, `other` those of
+    queries. Each dimension in which they differ moves to the front of the tokens, as one of the groups *g, and leaves
+    one of size 1 in its place: several queries share a state there, or several states a query."""
     for i, (size, count) in enumerate(zip(lead, other, strict=False)):
         if size != count:
             x = x.unsqueeze(i).movedim(i + 1, -3)
@@ -161,9 +169,9 @@ def group_view(x: Tensor, lead: Sequence[int], other: Sequence[int]) -> Tensor:
 
 
 def scan(states: Tensor, place: Place, decay: Tensor | None, *, reverse: bool = False) -> None:
-    """Turn the first state of a block and the sums ΔS_c of its chunks, (c+1)b states one after another, into the states
-    at all ends of chunks, in place: S_{c+1} = a_c S_c + ΔS_c, with a as `decay` (c b …). In reverse, for gradients, it
-    begins with the last state: S_c = a_c S_{c+1} + ΔS_c."""
+    """Turn `states`, the first state of a block and then the sums ΔS_c of its c chunks, each for b sequences (cb+b …),
+    into the states at the starts and ends of chunks, in place: S_{c+1} = a_c S_c + ΔS_c, with a as `decay` (c b …). In
+    reverse, for gradients, `states` are the sums and then the last state: S_c = a_c S_{c+1} + ΔS_c."""
     ends = states.unflatten(0, (place.number + 1, -1)).unbind(0)
     weights = None if decay is None else decay.unbind(0)
     for i in reversed(range(place.number)) if reverse else range(place.number):

@@ -1,5 +1,5 @@
-"""The weights of decays per head inside a chunk, and the gradient of their logarithms. D_ij is what decays from token j
-to token i, the product of α_t over j < t ≤ i, r_i what decays since the chunk began, and w_j until it ends."""
+"""The weights of decays per head inside a chunk, and the gradient of their logarithms. With the decay α_t of token t,
+D_ij is the product of α_t over j < t ≤ i, r_i that over t ≤ i, and w_j that over t > j, within the chunk."""
 
 import math
 
@@ -26,9 +26,9 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sum_crossing(pairs: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the gradient of log α_t of all tokens, which is a sum over all that decays at token t: the terms dP_ij
-    P_ij of `pairs` (B C C) with j < t ≤ i; `rows` (B C 1) for i ≥ t, each the dot product of a row and its gradient
-    from the state before the chunk; and `keys` (B C 1) for j < t, the same with the state after it. The pairs are
-    summed as they are: a difference of sums over more pairs would leave rounding errors where decays are strong."""
+    """Return the gradient of log α_t for all tokens, a sum over all that α_t multiplies: the terms dP_ij P_ij of
+    `pairs` (B C C) with j < t ≤ i; `rows` (B C 1) for i ≥ t, the dot products of r_i rows_i and its gradient; and
+    `keys` (B C 1) for j < t, those of w_j keys_j and its gradient. Pairs are summed directly: a difference of sums over
+    more pairs would leave rounding errors where decays are strong."""
     before = rows + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1) + F.pad(keys[:, :-1].cumsum(1), (0, 0, 1, 0))

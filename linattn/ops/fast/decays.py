@@ -56,13 +56,13 @@ class Decays(ABC):
     def gradient(
         self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of log α, (B C e), None if nothing decays, from P and the gradients of P, r ∘ rows, w ∘
-        keys and a. They are overwritten: `drows`, that of r ∘ rows, becomes that of rows, and `dkeys` that of keys."""
+        """Return the gradient of log α, (B C 1) or (B C d), None if nothing decays, from P and the gradients of P, r ∘
+        rows, w ∘ keys and a. `dproducts` is overwritten; `drows` and `dkeys` become the gradients of rows and keys."""
 
 
 def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Workspace) -> Decays:
-    """Apply the decays, which are overwritten: none, or the kind that the shape of `log_decay` stands for. C must be a
-    power of two for decays per channel."""
+    """Return the decays of rows and keys, the tokens that read and that are read: none without `log_decay`, per head if
+    that is (B C 1), per channel if it is (B C d), where C must be a power of two. `log_decay` is overwritten."""
     if log_decay is None:
         return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:
@@ -132,9 +132,9 @@ class PerHead(Decays):
 @final
 class PerChannel(Decays):
     """A tree over the chunk. Its leaves are blocks of `leaf` tokens; neighbouring blocks are joined two by two until
-    one is left. A row and a key of different leaves belong to the second and the first of two such neighbours exactly
-    once, and D_ij is then the decay of the key until the border between them, times that of the row since the border.
-    No such factor is above 1. Leaves have their own products."""
+    one is left. If a row and a key are in different leaves, exactly one joint has the key in its first block and the
+    row in its second. D_ij is then the decay of the key until the border between them, times that of the row since the
+    border. No such factor is above 1. Leaves have their own products."""
 
     def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, work: Workspace, leaf: int):
         self.rows, self.keys, self.work = rows, keys, work
@@ -175,9 +175,9 @@ class PerChannel(Decays):
 
 @final
 class _Joint:
-    """Two neighbouring blocks of s tokens become one. `rows` (B m g s d) of the second blocks have decayed since the
-    border between the two, `keys` (B m s d) of the first until it; then both are multiplied by what decays over the
-    other block, in `since` and `until`. `decay` (B m 1 d) is that of both."""
+    """Pairs of neighbouring blocks of s tokens, m in number. `rows` (B m g s d) are those of the second blocks, decayed
+    since the border; `keys` (B m s d) those of the first, decayed until it. `since` and `until`, the rows and keys of
+    all blocks, become those of the joined blocks, in place. `decay` (B m 1 d) is the decay over both."""
 
     def __init__(self, decays: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size = since.shape[-2] // decays.shape[1]
@@ -193,8 +193,9 @@ class _Joint:
         return halves(as_blocks(rows, self.size))[1].movedim(1, 2), halves(as_blocks(keys, self.size))[0]
 
     def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Go back from the joined blocks to the two, in place, and from the gradient of log `decay`, (B m 1 d), to
-        those of both blocks, (B 2m 1 d)."""
+        """Turn `drows` and `dkeys`, the gradients of `since` and `until` of the joined blocks, into those of the two
+        blocks, in place, given the gradients G of the products of rows and keys. Return the gradient of both blocks'
+        log decays, (B 2m 1 d), from `dlog`, that of log `decay`, (B m 1 d)."""
         dsecond, dfirst = self._sides(drows, dkeys)
         dlog_first = self.of_first * (self.rows * dsecond).sum((2, 3)).unsqueeze(-2)
         dlog_second = self.of_second * (self.keys * dfirst).sum(2, keepdim=True)
@@ -232,20 +233,21 @@ LEAF, FIRST, LEAST, STRONGEST = 16, 2.0**25, 2.0**-25, 2.0**-8
 
 @final
 class _Leaves:
-    """Leaves of s = 2 to 16 tokens with products by division. Let f_i be what decays after the leaf's first token until
-    token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ).
+    """Leaves of s = 2 to 16 tokens with products by division. Let f_i be the product of α_t from the leaf's second
+    token to token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ).
 
-    From the first token on whose decay would take f out of its range, the rows of a leaf come from `exact`, a tree
-    whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""
+    From the first token on whose decay would take f out of its range, the rows of a leaf are computed by `exact`, a
+    tree whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""
 
     def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size, self.work, self.exact = alpha.shape[-2], work, None
         rows, since = (row_blocks(x, self.size) for x in (rows, since))
         keys, until = (as_blocks(x, self.size) for x in (keys, until))
-        f = self.f = F.threshold(alpha, STRONGEST, 0)
+        f = self.f = work("f", alpha.shape)
         f[..., :1, :] = FIRST
-        for before, x in pairwise(f.unbind(-2)):
-            x.mul_(before)
+        weak_alpha = alpha if alpha.amin() >= STRONGEST else F.threshold(alpha, STRONGEST, 0)
+        for (before, x), a in zip(pairwise(f.unbind(-2)), weak_alpha.unbind(-2)[1:], strict=True):
+            torch.mul(before, a, out=x)
         self.first, self.last = alpha[..., :1, :] / FIRST, f[..., -1:, :]
         self.rows = torch.mul(rows, f.unsqueeze(2), out=work("leaf_rows", rows.shape))
         self.keys = torch.div(keys, f, out=work("leaf_keys"))

@@ -21,6 +21,7 @@ from linattn.ops.calls import DeltaCall
 from linattn.ops.fast.block_tree import inverse
 from linattn.ops.fast.blocks import Place, Sizes, Workspace, empty_like, group_view, scan
 from linattn.ops.fast.decays import intra_chunk
+from linattn.ops.plain import delta as plain
 
 # tokens: longer chunks waste products, shorter blocks would save a state too often
 LONGEST, SEGMENT = 32, 64
@@ -42,6 +43,10 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
         else:
             E = work("E", (len(S[rows]), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
         place.write(y_view, block.outputs(place.chunks(views.v), S[rows], E))
+    # as zero times NaN is NaN, products in a chunk carry one to earlier tokens. It is in the last state, too; other
+    # devices would wait for the answer
+    if S.device.type == "cpu" and not S.isfinite().all():
+        y.copy_(plain.BACKEND.forward(call, False)[0])
     return results
 
 
@@ -116,8 +121,8 @@ class Block:
             part.copy_(self.place.per_chunk(x))
 
     def outputs(self, v: Tensor, S: Tensor, E: Tensor) -> Tensor:
-        """Return the outputs (B gC dv) for values V (c *b C dv). Write the errors E (c b C dv), and turn S, which
-        enters the first chunk, into the state that leaves the last, in place: each chunk's errors need its state."""
+        """Return the outputs (B gC dv) for values V (c *b C dv). Write the errors E (c b C dv), and turn S, the first
+        chunk's state, into the one after the last, in place, chunk by chunk: errors depend on the state."""
         (B, _, C, _), dv = self.rows.shape, v.shape[-1]
         y = self.work("y", (B, self.P.shape[1], dv))
         reads = self.work("reads", (len(S), self.rows_since_start.shape[1], dv))

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from linattn.ops.calls import DeltaCall
-from linattn.ops.fast.blocks import Workspace, empty_like
+from linattn.ops.fast.blocks import Workspace, empty_like, gradient_like
 from linattn.ops.fast.delta import Block, arrange, forward, saved_view, sizes
 from linattn.ops.numerics import decay_gradient, summed
 from linattn.ops.operator import Tensors
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of the call's six tensors."""
+    """Return gradients of q, k, v, β, S and the decays."""
     (S_saved, E_saved, matrices), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
     if S_saved is None or E_saved is None or matrices is None or S_saved.shape[0] == 0:
         S_saved, E_saved, matrices = forward(call, True)[2:]
     dq, work = empty_like(call.q, call.q.shape), Workspace(call.S)
     views, (dq_view, dy) = arrange(call, dq, dy)
-    dk, dv, dbeta = (empty_like(x, x.shape) for x in views[1:4])
+    dk, dv, dbeta = (gradient_like(x, view.shape) for x, view in zip(call[1:4], views[1:4], strict=True))
     dlog_decay = None if views.log_decay is None else empty_like(dS, views.log_decay.shape)
     totals, dS = (dq_view, dk, dv, dbeta, dlog_decay), dS.reshape(views.S.shape).clone()
     for place in reversed(sizes(call).places(call.S.shape[:-2], call.q.shape[-2])):
@@ -43,8 +43,8 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _block_gradient(
     block: Block, E: Tensor, S_start: Tensor, dy: Tensor, dS_end: Tensor, totals: tuple[Any, ...]
 ) -> Tensor:
-    """Write the gradients of the block's queries, keys, values, β and decays to its tokens of `totals`, and return that
-    of the state before the block, from dy of all tokens and that of the state after the block."""
+    """Write the gradients of the block's queries, keys, values, β and decays to `totals`, and return that of the state
+    before the block. `dy` is the gradient of all tokens' outputs, `dS_end` that of the state after the block."""
     work, place, S, dy = block.work, block.place, block.states(E, S_start), block.place.chunks(dy)
     upstream = work("upstream", (*block.rows.shape[:-1], E.shape[-1]))
     upstream[:, :-1].view(dy.shape).copy_(dy)
@@ -69,8 +69,8 @@ def _block_gradient(
 
 
 def _state_gradients(block: Block, upstream: Tensor, dS_end: Tensor) -> Tensor:
-    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv), from dY, which is in `upstream`
-    (B g+1 C dv), and write −X beside it, to the rows of keys."""
+    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv), from the gradients dY of
+    the outputs in `upstream` (B g+1 C dv), and write −X, see above, to the rows of keys there."""
     work, place, rows = block.work, block.place, upstream.flatten(1, 2)
     dS_ends = work("dS", (place.number + 1, *dS_end.shape))
     dS_ends[-1] = dS_end

@@ -1,9 +1,9 @@
 """The chunked form of causal linear attention: matrix products inside chunks of tokens, a running state between them.
 It serves training and prefill on any device.
 
-A chunk of C tokens has queries q, keys k (C f) and values v (C dv), and S (f dv) and z (f) enter it. Let D_ij be what
-decays from key j to query i, 0 for j > i, r_i since the chunk began, w_j until it ends, and a over all of it, each a
-number per head or per channel. Then
+A chunk of C tokens has queries q, keys k (C f) and values v (C dv), and S (f dv) and z (f) enter it. Let D_ij be the
+decay factor from key j to query i, 0 for j > i; r_i that from the start of the chunk to i; w_j that from j to its end;
+and a that of the whole chunk, each a number per head or per channel. Then
 
     A = φ(q) φ(k)ᵀ ∘ D                                               intra-chunk
     y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)                          outputs
@@ -77,9 +77,9 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
 
 
 class Block:
-    """The chunks of one block in the accumulation dtype: `features` φ(q) (B gC f), `q` (B g C f), the features,
-    divided by the running sums of keys if `normalize` is "keys", k (B C f), v (B C dv), their `decays`, r q as
-    `q_since_start` (B gC f), w k as `k_until_end`, and a for S and z as `chunk_decays`."""
+    """The chunks of one block in the accumulation dtype. `features` (B gC f) are φ(q) and `q` (B g C f) the same, but
+    divided by the running sums of keys if `normalize` is "keys"; `k` (B C f) are φ(k), `v` (B C dv) values. From their
+    `decays` come r q as `q_since_start` (B gC f), w k as `k_until_end`, and a for S and for z as `chunk_decays`."""
 
     def __init__(self, call: CausalCall, place: Place, z: Tensor, work: Workspace):
         phi, self.normalize, self.place, self.work = ELEMENTWISE[call.feature_map], call.normalize, place, work

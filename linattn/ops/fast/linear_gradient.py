@@ -16,21 +16,22 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast.blocks import Workspace, empty_like, scan
+from linattn.ops.fast.blocks import Workspace, empty_like, gradient_like, scan
 from linattn.ops.fast.linear import Block, Pair, arrange, forward, sizes
 from linattn.ops.numerics import decay_gradient, divide, summed
 from linattn.ops.operator import Tensors
 
 
 def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of the call's seven tensors, in one pass over the blocks from the last to the first."""
+    """Return gradients of q, k, v, S, z, the decays and the mask (None), in one pass over the blocks from the last to
+    the first."""
     (S_saved, z_saved), (dy, dS, dz) = saved, grads
     assert dy is not None and dS is not None and dz is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
         S_saved, z_saved = forward(call, save=True)[3:]
     dq, phi, work = empty_like(call.q, call.q.shape), ELEMENTWISE[call.feature_map], Workspace(call.S)
     views, (dq_view, dy) = arrange(call, dq, dy)
-    dk, dv = (empty_like(x, x.shape) for x in (views.k, views.v))
+    dk, dv = gradient_like(call.k, views.k.shape), gradient_like(call.v, views.v.shape)
     dlog_decay = None if views.log_decay is None else call.S.new_empty(views.log_decay.shape)
     dS, dz = dS.flatten(0, -3).clone(), dz.unsqueeze(-2).flatten(0, -3).clone()
     for place in reversed(sizes(call).places(call.S.shape[:-2], call.q.shape[-2])):
@@ -52,8 +53,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _block_gradient(
     block: Block, start: Pair, dN: Tensor, dend: Pair
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Pair]:
-    """Return the gradients of queries, keys, values and decays, and of the state before the block, from that state, the
-    gradients of the outputs, which are overwritten, and of the state after the block."""
+    """Return the gradients of queries, keys, values and decays, and that of the state before the block. `start` is this
+    state, `dN` the gradient of the outputs, which is overwritten, `dend` that of the state after the block."""
     work, b, (S_ends, z_ends) = block.work, len(dend[0]), block.states(*start)
     S, z = S_ends[:-b], z_ends[:-b]
     A, d = block.similarities(z)
@@ -83,8 +84,8 @@ def _block_gradient(
 
 
 def _denominator_gradient(block: Block, A: Tensor, z: Tensor, d: Tensor, dq: Tensor, G: Tensor) -> Tensor:
-    """Add the parts of the denominators to the gradients `dq` of r φ(q) and G of A. Return the sums (r φ(q))ᵀ dd of the
-    chunks, the gradients of z through the denominators."""
+    """Add the gradients through the denominators d to `dq`, that of r φ(q), and to G, that of A. Return the gradient of
+    each chunk's z through them, (r φ(q))ᵀ dd."""
     work = block.work
     # dN·N from the products in memory: y itself was rounded
     dd = torch.mul(block.q_since_start, dq, out=work("scratch")).sum(-1, keepdim=True)

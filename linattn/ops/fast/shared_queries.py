@@ -107,7 +107,7 @@ class Block:
         self.A = torch.mul(self.products.unsqueeze(1), self.D, out=work("A")).tril_()
 
     def load_values(self, name: str, x: Tensor, last: int) -> Tensor:
-        """Copy values, with a `last` column of ones, or gradients of outputs, with one of zeros, as (B H C e)."""
+        """Copy values, or gradients of outputs, as (B H C e), with a last column that is `last` everywhere: 1 or 0."""
         x = self.place.chunks(x)
         values = self.work(name, (*x.shape[:-1], x.shape[-1] + 1))
         values[..., :-1].copy_(x)

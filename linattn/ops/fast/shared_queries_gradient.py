@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast.blocks import Workspace, empty_like, scan
+from linattn.ops.fast.blocks import Workspace, empty_like, gradient_like, scan
 from linattn.ops.fast.decay_weights import sum_crossing
 from linattn.ops.fast.shared_queries import Block, arrange, forward, heads_view, sizes, write_states
 from linattn.ops.numerics import decay_gradient, summed
@@ -19,14 +19,14 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of the call's seven tensors."""
+    """Return gradients of q, k, v, S, z, the decays and the mask (None)."""
     (S_saved,), (dy, dS, dz) = saved, grads
     assert dy is not None and dS is not None and dz is not None and call.log_decay is not None
     if S_saved is None or S_saved.shape[0] == 0:
         S_saved = forward(call, save=True)[3]
     lead, views, work, phi = call.S.shape[:-2], arrange(call), Workspace(call.S), ELEMENTWISE[call.feature_map]
-    dq, dk = empty_like(call.q, call.q.shape), empty_like(call.k, views.k.shape)
-    dv = empty_like(call.v, (*lead, *call.v.shape[-2:]))
+    dq, dk = empty_like(call.q, call.q.shape), gradient_like(call.k, views.k.shape)
+    dv = gradient_like(call.v, (*lead, *call.v.shape[-2:]))
     dlog_decay = call.S.new_empty(*lead, call.q.shape[-2], 1)
     dy, dv_view, dlog_view = (heads_view(x, call) for x in (dy, dv, dlog_decay))
     dstates = arrange(call._replace(S=dS, z=dz)).S.flatten(0, -3).clone()
@@ -47,8 +47,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, decays and the state before the block, from that state, the
-    gradients of the outputs, which are overwritten, and of the state after the block."""
+    """Return the gradients of queries, keys, values, decays and the state before the block. `S_start` is this state,
+    `dN` the gradient of the outputs, which is overwritten, `dS_end` that of the state after the block."""
     b, work = len(S_start), block.work
     S = block.states(S_start)[:-b]
     reads = block.reads(S)

@@ -1,1 +1,1 @@
-"""The idea of the chunked forms in torch's own operators, without loops. Exported graphs hold these forms."""
+"""The chunked forms in torch's own operators, without loops over the length. Exported graphs hold these forms."""

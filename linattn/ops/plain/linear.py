@@ -1,8 +1,8 @@
 """The chunked form without loops: all chunks at once, in torch's own operators. Exported graphs hold this form, because
 whoever loads them may have no other operators. It serves every length, and torch differentiates it.
 
-Inside a chunk it is the definition. Between chunks, each chunk's sums are one token of a shorter sequence that fades by
-the chunk's whole decay. It keeps a state for every chunk in memory, which the loops of chunked.py do not."""
+Inside a chunk it is the definition. Between chunks, the sums of chunks are added up, with the decays of whole chunks.
+It keeps a state for every chunk in memory, which the loops of `fast/linear.py` do not."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ CHUNK, GATED_CHUNK = 64, 32
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.causal` and `reference.gated`, from chunk to chunk."""
+    """Compute what `definitions.linear.causal` and `gated` do, in chunks."""
     dtype, phi, dv = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map].function, call.S.shape[-1]
     q, k, v = zero_masked_tokens(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype), call.key_mask)
     q, k = phi(q), zero_masked(phi(k), call.key_mask)

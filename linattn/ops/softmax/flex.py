@@ -33,7 +33,7 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
 
 
 def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, real: KeyMask = None) -> Outputs:
-    """Compute `local_attention` of packed tokens; tokens that are not real see only themselves."""
+    """Compute `local_attention` of packed tokens. Padding, which is False in `real`, is seen by its own query only."""
     from torch.nn.attention.flex_attention import BlockMask
 
     n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if real is None else real.shape[1]

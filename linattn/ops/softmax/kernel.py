@@ -44,5 +44,5 @@ def fused_softmax(
 
 
 def among_present(visible: Tensor, present: Tensor, itself: Tensor, num_heads: int) -> Bool[Tensor, "*b n m"]:
-    """Hide missing keys, but let each see itself: some kernels' softmax over no key has NaN gradients."""
+    """Hide missing keys from queries other than their own: some kernels' softmax over no key has NaN gradients."""
     return per_query_head(visible & (present.unsqueeze(-2) | itself), num_heads)

@@ -144,7 +144,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
 
 
 def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
-    """Compute queries that belong to the last of the keys, after `seen` earlier tokens."""
+    """Compute the queries of the last n tokens of the keys. The first one has the position `seen`."""
     n = q.shape[-2]
     i = seen.unsqueeze(-1) + torch.arange(n, device=q.device)
     j = seen.unsqueeze(-1) + torch.arange(n - k.shape[-2], n, device=q.device)

@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The distance of the farthest visible key from the border of a block."""
+        """The number of tokens before a block, and unless causal after it, that its queries may see."""
         return self.size if self.bucketed else self.size - 1
 
     @property

@@ -56,7 +56,7 @@ def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
 def last_tokens(
     past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], total: Int[Tensor, "*#b"] | None = None, /
 ) -> Float[Tensor, "*b s d"]:
-    """Return the last s tokens of past ⊕ new, where the first `total` of the packed new tokens are present (None: all).
+    """Return the last s of the s tokens in `past` and the new ones, of which the first `total` are present (None: all).
 
     The result is a copy: a view would keep the whole sequence alive in a state of constant size."""
     size, n = past.shape[-2], new.shape[-2]
@@ -114,7 +114,7 @@ def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped
 def join_masks(
     past: Float[Tensor, "b hk s d"], past_mask: Bool[Tensor, "#b #hk s"] | None, new: Keys, new_mask: KeyMask, /
 ) -> Bool[Tensor, " b #hk past"] | None:
-    """Return the mask of past ⊕ new keys, None if all are present."""
+    """Return the mask of the past keys followed by the new ones, None if all are present."""
     if past_mask is None and new_mask is None:
         return None
     pairs = ((past, past_mask), (new, new_mask))

@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs, written in Triton, which is imported with the first call that they can run.
 
-φ, mask, decay, denominators and states stay inside: inputs are read, outputs written, and nothing between. Tensor
-cores multiply bfloat16 as it is, float16 as TF32, float32 as three products of TF32, and sum in float32."""
+Features and similarities stay on the processors: kernels read and write only tokens, states and some numbers per token.
+Tensor cores multiply bfloat16 as it is, float16 as TF32, float32 as three products of TF32, and sum in float32."""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +18,7 @@ def _function(module: str, function: str) -> Callable[..., Any]:
 
 
 def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) -> Backend:
-    """The backend of these functions of a module that imports Triton."""
+    """Return a backend of `functions` in a module that imports Triton; the first call of one imports the module."""
 
     def later(function: str) -> Callable[..., Any]:
         return lambda *arguments: _function(module, function)(*arguments)

@@ -30,8 +30,8 @@ def _nearest_bfloat16(x):
 
 @jit
 def _bfloat16(x, ONCE: tl.constexpr):
-    """Convert two numbers per instruction on NVIDIA GPUs: the compiler would convert most of them one by one. ONCE: and
-    it may not compute them again wherever they are used."""
+    """Convert to bfloat16, on NVIDIA GPUs two numbers per instruction: the compiler would convert most of them one by
+    one. If ONCE, the compiler may not repeat the conversion wherever its result is used."""
     if _INTERPRETED:
         return _nearest_bfloat16(x.to(tl.float32)).to(tl.bfloat16)
     elif x.dtype == tl.float32 and tl.target_info.is_cuda():
@@ -42,8 +42,8 @@ def _bfloat16(x, ONCE: tl.constexpr):
 
 @jit
 def hidden(x):
-    """Return an integer, of which the compiler then does not know how it changes in a loop: it would keep an address
-    for each part of every tile from iteration to iteration."""
+    """Return the integer x, but so that the compiler cannot know how it changes in a loop. Otherwise it would keep an
+    address for each part of every tile in registers from iteration to iteration."""
     if not _INTERPRETED and tl.target_info.is_cuda():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, True, 1)
     else:
@@ -52,9 +52,9 @@ def hidden(x):
 
 @jit
 def early(x):
-    """Return numbers (C, B) that were loaded, so that the load starts early. But for 64 rows and capability 9, products
-    take factors from registers, each in a layout of its own: one load for several of them would not. Instructions that
-    the compiler may not repeat keep the load apart from them."""
+    """Return loaded numbers (C, B) so that their load starts early: an instruction that the compiler may not repeat
+    keeps the load apart from products, which need several register layouts, so that a direct load would start late.
+    With 64 rows or more and capability 9, products read shared memory, and x is returned as it is."""
     from_shared = (
         x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9) and not tl.target_info.cuda_capability_geq(10)
     )
@@ -77,8 +77,8 @@ def wide(x):
 
 @jit
 def beside(x, y):
-    """Float32 numbers of x, in the registers in which y lies: what is computed from x then passes no shared memory. By
-    other instructions than `wide`, so that the compiler does not keep the numbers from one to the other."""
+    """Return x in float32, in the register layout of y, so that combining both needs no shared memory. It uses other
+    instructions than `wide`, so that the compiler does not keep one's result for the other."""
     if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
         # both halves of a register; y is not read
         return tl.inline_asm_elementwise(
@@ -101,7 +101,7 @@ def cast(x, TYPE: tl.constexpr):
 
 @jit
 def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _AGAIN):
-    """To what tensor cores multiply, to the nearest: cut off by them, sums would be a little small."""
+    """Round x to what tensor cores multiply: they would cut the last bits off, and sums would be a little small."""
     if PRECISION == "bf16":
         return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)
     elif PRECISION == "tf32":
@@ -152,8 +152,8 @@ def _rest(x, high, middle):
 
 @jit
 def product_with_state(a, S, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """Multiply a rounded tile by float32 sums, which are rounded; PRECISE: what rounding takes off them too. S is given
-    TRANSPOSED if the product is wanted so."""
+    """Multiply a rounded tile by float32 sums S, which are rounded too; if PRECISE, add the product with the rounding
+    errors of S. If TRANSPOSED, S is given transposed and the result is transposed."""
     b = transposed(S, TRANSPOSED)
     if PRECISE and PRECISION != "tf32x3":
         # the leading bits without rounding, which costs less, and then what they leave
@@ -177,7 +177,7 @@ COLUMNS: tl.constexpr = tl.constexpr(16)
 
 @jit
 def in_columns(z, PRECISION: tl.constexpr):
-    """Write (B, COLUMNS) numbers, equal in every column, as three columns of rounded numbers with the same sum."""
+    """Return z (B, COLUMNS), equal in all columns, as three rounded parts whose sum is z, in columns 0 to 2."""
     high = rounded(z, PRECISION)
     rest = z - high.to(tl.float32)
     middle = rounded(rest, PRECISION)
@@ -195,7 +195,7 @@ def count(present, PRECISION: tl.constexpr):
 
 @jit
 def one_over(denominator):
-    """Zero for a query that resembles no key."""
+    """Return 1 / denominator, or zero where a query resembles no key."""
     none = tl.abs(denominator) < _NONE
     return tl.where(none, 0.0, 1 / tl.where(none, 1.0, denominator))
 

@@ -1,4 +1,4 @@
-"""The kernels of attention to all keys, where the state is whole before it is asked; sums are in `split_kernels.py`.
+"""The kernels of attention to all keys, which read a state that is complete; `split_kernels.py` sums the keys.
 
     y = φ(q) S / (φ(q)·z)    dq = (dy Sᵀ − δ z) / (φ(q)·z)    dk = v dSᵀ + dz    dv = φ(k) dS
 
@@ -35,8 +35,8 @@ def read(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """dq, and for the gradient of the sums 1/d and δ = φ(q)·(dy Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean
-    the same as in the causal `query_gradient`."""
+    """Write dq, and two numbers per token for the gradient of the sums: 1/d with the denominator d, and δ = φ(q)·(dy
+    Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean the same as in the causal `query_gradient`."""
     row, _, begin, stop = dev.span(walk)
     features, values = dev.channels(dev.part(walk), K.F, K.BF), dev.channels(0, K.DV, K.BV)
     q, dy, dq = dev.in_row(tokens, walk.tokens, row, K.UNIT)
@@ -75,7 +75,7 @@ def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def key_sums_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """For KEYS, BV covers all values; for VALUES, BF all features."""
+    """Write dk if KEYS, where BV covers all values, and dv if VALUES, where BF covers all features."""
     row, _, begin, stop = dev.span(walk)
     features = dev.channels(0 if K.VALUES else dev.part(walk), K.F, K.BF)
     values = dev.channels(0 if K.KEYS else dev.part(walk), K.DV, K.BV)

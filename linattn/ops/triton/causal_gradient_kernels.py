@@ -1,9 +1,9 @@
 """The kernels of the causal gradients, whose programs walk as those of `causal_kernels.py` do: queries' gradients from
 the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient.
 
-Tensor cores give a warp the more of a product, the fewer rows it has: each of two groups of warps would compute all of
-64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels, and only
-tiles of tokens by tokens are computed twice."""
+The fewer rows a product has, the more of it a warp computes on tensor cores: each of two groups of warps would compute
+all of 64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels,
+and only tiles of tokens by tokens are computed twice."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -24,11 +24,11 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
 
     δ is dy·y, computed as δ = (Σ_j A_ij (dy_i·v_j) + r φ(q)·(dy Sᵀ)) / d in float32, from the products that it is then
     subtracted from: y itself has been rounded. With SUMS, 1/d goes to `inverse` and δ to `delta`. A program that has
-    only some of the features knows only its shares of d and δ d: then one launch with SUMS writes the shares, and a
-    second one with GRADIENT reads 1/d and δ.
+    only some of the features computes only its share of d and of δ d: then one launch with SUMS writes all shares,
+    their sums give 1/d and δ, and a second launch with GRADIENT reads these.
 
     For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
-    the state's tokens too; again each program its share."""
+    the state's tokens too; each program writes its share."""
     row, split, begin, stop = dev.span(walk)
     TRANSPOSED: tl.constexpr = K.BF > K.C
     places = tl.arange(0, K.C)
@@ -115,7 +115,8 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS
         dS ← a dS + (r φ(q))ᵀ dy                       dz ← a dz − (r φ(q))ᵀ δ
 
-    where dy and δ are over the denominators. For KEYS, BV covers all values; for VALUES, BF all features.
+    where dy and δ are divided by the denominators. With KEYS it writes dk, and BV covers all values; with VALUES dv,
+    and BF covers all features.
 
     For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
     the call too."""

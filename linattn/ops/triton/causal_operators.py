@@ -33,7 +33,7 @@ def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 
 
 def _with_weights(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of a call, with the fields of `weigh` in the place of its decay, and its state."""
+    """Return the kernels' view of a call, with the weights from `weigh` in the place of its decay, and its state."""
     inputs, S, z = readable_call(call._replace(key_mask=in_words(call.key_mask)))
     if inputs.log_decay is not None:
         inputs.log_decay = weigh(inputs.log_decay, over_values(*inputs.shape).C)
@@ -77,10 +77,11 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
-    """The decay at t weighs every pair of a query from t on and a key before t, and its gradient is the sum of theirs.
-    For the first token these are the pairs with the given state; then each token's pairs with earlier keys leave the
-    sum, and those with later queries enter it. The pair of a token with itself is in neither: among strong decays it is
-    the largest by far, and would leave its rounding errors in all sums that follow."""
+    """Return the gradient of decays: that at t multiplies every pair of a query from t on and a key before t, and has
+    the sum of their gradients. `start` is this sum for the first token, of pairs with the given state. `change` of a
+    token adds its pairs with later queries and removes those with earlier keys. The pair of a token with itself is in
+    neither: among strong decays it is the largest by far, and would leave its rounding errors in all sums that
+    follow."""
     shape = log_decay.shape
     change, start = change.sum_to_size(*shape), start.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
     total = start + change.cumsum(-1) - change

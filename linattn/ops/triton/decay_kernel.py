@@ -25,7 +25,7 @@ def _larger(a, b):
 
 @dev.jit
 def _weigh(log_decay, weights, n, C: tl.constexpr):
-    """Write (rows, chunks, FIELDS, C) from (rows, n). A program has a chunk."""
+    """Write the weights (rows, chunks, FIELDS, C) of decays (rows, n), one chunk per program."""
     length, places = dev.plain(n), tl.arange(0, C)
     chunks = tl.cdiv(length, C)
     row, start = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks * C
@@ -51,7 +51,7 @@ def _weigh(log_decay, weights, n, C: tl.constexpr):
 
 
 def weigh(log_decay: Tensor, C: int) -> Tensor:
-    """Return the fields (…, chunks · FIELDS · C) of a decay (…, n) in chunks of C tokens."""
+    """Return weights (…, chunks · FIELDS · C) of a decay (…, n), for chunks of C tokens; see FIELDS in `device.py`."""
     *lead, n = log_decay.shape
     fields = C * dev.FIELDS.value
     weights = log_decay.new_empty(*lead, triton.cdiv(n, C) * fields, dtype=torch.float32)

@@ -41,7 +41,7 @@ def row_of(number, walk):
 
 @jit
 def part(walk):
-    """Return which part of the channels is this program's."""
+    """Return the number of the part of the channels that this program has, from 0 to `walk.parts` − 1."""
     return tl.program_id(0) % plain(walk.parts)
 
 
@@ -103,7 +103,7 @@ def chunk(start, stop, C: tl.constexpr):
 
 @jit
 def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
-    """Return B of WIDTH columns."""
+    """Return the indices of B columns, the tile number `block` of WIDTH columns, and which of them are inside."""
     columns = tl.arange(0, B) + (block * B if WIDTH > B else 0)
     if WIDTH % B == 0:
         return columns, tl.full((B,), True, tl.int1)
@@ -213,8 +213,8 @@ def mapped(x, inside, phi):
 
 @jit
 def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
-    """φ of a chunk. Keep what is finite of a masked token: its query takes part in other tokens' gradients. Tokens that
-    are not inside give finite features: their outputs are not stored, and their weights are zero."""
+    """Return φ of a chunk. Finite features of masked tokens stay: their queries are in other tokens' gradients. Tokens
+    that are not inside give finite features: their outputs are not stored, and their weights are zero."""
     return map_queries(load(q, tokens, features), features, present, _STRAIGHT, phi, K)
 
 
@@ -257,21 +257,21 @@ def load_values(v, tokens, values, present, K: tl.constexpr):
 
 @jit
 def later(rows, columns):
-    """Return whether row > column for each pair of places. Of columns, a thread has the same ones of each eight, so the
-    eights that it compares are constants, which take no registers."""
+    """Return whether row > column for each pair of places. A thread has the same columns in each group of eight. So the
+    group numbers, which are compared, are constants for it and take no registers."""
     return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
 
 
 @jit
 def _field(decay, tokens, FIELD: tl.constexpr):
-    """Return pointers to a field of a chunk. All of them begin by constants apart from each other."""
+    """Return pointers to a field of a chunk, (C,). Their distances from those of the other fields are constants."""
     start, inside, _ = tokens
     return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
 
 
 @jit
 def load_decay(decay, tokens):
-    """Weights of a chunk: (C,) since it began and until it ends, and (1,) that of it all."""
+    """Return weights of a chunk: (C,) from its start to each token and from there to its end; (1,) over the chunk."""
     # a tensor, as loads of tensors start early
     whole = decay[0] + tl.cast(tokens[0], tl.int64) * FIELDS + (tokens[2] - tokens[0] + tl.arange(0, 1))
     return tl.load(_field(decay, tokens, SINCE)), tl.load(_field(decay, tokens, UNTIL)), tl.load(whole)
@@ -279,7 +279,7 @@ def load_decay(decay, tokens):
 
 @jit
 def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
-    """(C, C): whether a query sees a key, and if so, what the key has decayed to; rows are queries, or keys."""
+    """(C, C): whether a query sees a key, and the key's decay until then; rows are keys if KEYS_FIRST, else queries."""
     high, first = tl.load(_field(decay, tokens, HIGH)), tl.load(_field(decay, tokens, FIRST))
     exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
     if K.PRECISION == "tf32x3":

@@ -66,7 +66,7 @@ class Inputs:
 
 
 def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> TokenStrides:
-    """Describe a tensor, whose tokens lie along the dimension `tokens`, in units."""
+    """Return a tensor's strides: over the rows in multiples of `unit`, and from token to token, dimension `tokens`."""
     step = x.stride(tokens) if x.shape[tokens] > 1 else 0
     outer, middle, inner = opaque(*(s // unit for s in strides))
     return TokenStrides(outer, middle, inner, tl.constexpr(step))
@@ -117,7 +117,8 @@ class Rows:
         return split(self.inputs.n, self.number * tiles.parts, tiles.C, self.inputs.device)
 
     def shared(self, S: Tensor, z: Tensor) -> States:
-        """Return states with the strides of the rows' z, so that several rows may share a state."""
+        """Return the states S and z of the call with strides over the rows: zero over dimensions in which rows share a
+        state, as the queries of a group do."""
         return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
 
     def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
@@ -128,7 +129,7 @@ class Rows:
     def arguments(
         self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **flags: bool
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """Return the grid, with `programs` per row and part, and a kernel's arguments beside tensors. `flags` are
+        """Return the grid, with `programs` per row and part, and a kernel's arguments that are no tensors. `flags` are
         fields of `Constants`. The parts of a row have neighbouring programs, as they read the same tokens."""
         integers = opaque(self.inputs.n, *splits, tiles.parts, self.size1, self.size2)
         return (self.number * programs * tiles.parts,), {
@@ -164,7 +165,7 @@ class Rows:
 
 
 class Sums(NamedTuple):
-    """The sums of each split, S (…, splits, f, dv) and z (…, splits, f), and the decay over it (…, splits)."""
+    """The sums of each split, S (…, splits, f, dv) and z (…, splits, f), and the product of its decays (…, splits)."""
 
     S: Tensor
     z: Tensor
@@ -187,8 +188,9 @@ def sum_splits(
 def launch_query_gradient(
     rows: Rows, kernel: Any, tiles: Tiles, splits: Split, state: States, numbers: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of the queries' gradient and return the denominators, for the kernels of the other gradients.
-    Where several programs share the features of a row, it runs twice."""
+    """Run the kernel of the queries' gradient. Return 1/d and δ of the denominators d, which the kernels of the other
+    gradients read. Where each of several programs has a part of a row's features, the kernel runs twice: first for the
+    sums over all parts."""
     inputs, shape = rows.inputs, (rows.number, tiles.parts, rows.inputs.n) if rows.inputs.normalized else (0,)
     inverse, delta, whole = inputs.empty(*shape), inputs.empty(*shape), tiles.parts == 1
     if inputs.normalized and not whole:

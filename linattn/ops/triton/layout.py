@@ -1,7 +1,9 @@
 """The memory layout that kernels read: three leading dimensions, strides in units, contiguous channels.
 
-The rows of a call are all its leading dimensions together. A tensor that is broadcast over some of them has strides of
-zero there, so grouped queries and heads that were transposed are read in place."""
+A row is one sequence of one head: the rows of a call are all its leading dimensions together. A split is one of the
+equal parts into which the tokens of a row are cut, so that several programs can work on one row. A tensor that is
+broadcast over some of them has strides of zero there, so grouped queries and heads that were transposed are read in
+place."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ Strides = tuple[int, int, int]
 
 
 class Rows(NamedTuple):
-    """`number` rows, unfolded into (…, size1, size2), and the strides of each tensor over the three."""
+    """The rows of a call, `number` in all, as three dimensions of which the last two have `size1` and `size2` entries,
+    and the strides of each tensor over these three."""
 
     number: int
     size1: int
@@ -126,7 +129,7 @@ def too_many_dimensions(lead: Sequence[int]) -> bool:
 
 
 def shared_groups(lead: Sequence[int], sums: Sequence[int]) -> int:
-    """Return the number of groups of neighbouring dimensions, along each of which the sums are shared or are not."""
+    """Return the number of groups of neighbouring dimensions, in which all dimensions share the sums or none does."""
     sharing = [here != size for size, here in zip(lead, sums, strict=True) if size != 1]
     return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
 

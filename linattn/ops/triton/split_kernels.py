@@ -15,7 +15,7 @@ from linattn.ops.triton import device as dev
 
 @dev.jit
 def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Σ φ(k) vᵀ and Σ φ(k) of a split, and the decay over it all. BF covers all features."""
+    """Write Σ φ(k) vᵀ and Σ φ(k) of a split, and the product of its decays. BF covers all features."""
     row, split, begin, stop = dev.span(walk)
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     k, v = dev.in_row(tokens, walk.tokens, row, K.UNIT)
@@ -84,7 +84,7 @@ def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Write the state that enters each split in the place of the split's own sums: K.C numbers of S in each program,
     and z in the last one.
 
-    SHARED: all rows that share a state are given it. Of a gradient, only the first row is given it."""
+    If SHARED, all rows that share a state begin with it; otherwise, for a gradient, only the first of them does."""
     row, decays = dev.row_of(dev.place(walk), walk), numbers[0]
     (state,) = dev.states_in(states[:1], walk.states, row, 0, K)
     valid = dev.owns(walk.states[0], row)

@@ -35,8 +35,9 @@ class Split(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`state`: how many numbers of a state a program keeps in registers; `gradient_warps`: the warps of a gradient's
-    program with a whole state."""
+    """The sizes for one combination of widths, dtype and GPU: C tokens per chunk; a program keeps at most `state`
+    numbers of a state in registers and has `num_warps` warps and `num_stages` stages of loads, or `gradient_warps`
+    warps in the kernels of gradients if no other program has a part of its state."""
 
     C: int
     state: int
@@ -46,7 +47,7 @@ class Rule(NamedTuple):
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
-    """Three stages where shared memory allows, as with two the loads of a chunk wait for the products before them."""
+    """Return the sizes, with three stages if shared memory allows: with two, loads would wait for earlier products."""
     widest, memory = max(_power(f), _power(dv)), shared_memory(device)
     large, roomy = memory > 200 * 1024, memory > 160 * 1024
     if dtype == torch.float32:
@@ -82,21 +83,21 @@ def _tiles(BF: int, BV: int, parts: int, choice: Rule) -> Tiles:
 
 
 def over_values(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """All features and some values in each program."""
+    """Return tiles for programs that have all features and some values each."""
     choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     BV = min(BV, max(16, choice.state // BF))
     return _tiles(BF, BV, -(-dv // BV), choice)
 
 
 def over_features(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """All values and some features in each program."""
+    """Return tiles for programs that have all values and some features each."""
     choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     BF = min(BF, max(16, choice.state // BV))
     return _tiles(BF, BV, -(-f // BF), choice)
 
 
 def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Tiles:
-    """For the gradient of queries: all values, and all features if they fit, as one launch then does."""
+    """Return tiles for the gradient of queries: all values and, if they fit, all features, which saves a launch."""
     BF, BV = _power(f), _power(dv)
     if dtype == torch.bfloat16 and BF * BV <= 16384:
         choice = rule(f, dv, dtype, device, decayed)
@@ -107,7 +108,7 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, deca
 def over_both(
     f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
 ) -> list[tuple[Tiles, bool, bool]]:
-    """For the gradients of keys and of values: programs for both where the whole state fits, or some for each."""
+    """Return the launches for the gradients of keys and values: one for both if the whole state fits, or one each."""
     choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * choice.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
@@ -126,7 +127,8 @@ def step_tiles(f: int, dv: int) -> Tiles:
 
 
 def enter_tiles(f: int, dv: int) -> Tiles:
-    """For the states that enter splits: C numbers of S in each program, and z in the last one."""
+    """Return the tiles of the kernel that computes the states before each split of a sequence: each program takes C
+    numbers of S, and one more program takes z."""
     C = 1024
     return Tiles(0, 0, C, -(-f * dv // C) + 1, 4, 3)
 
@@ -136,11 +138,11 @@ def processors(device: torch.device) -> int:
 
 
 def split(n: int, programs: int, chunk: int, device: torch.device) -> Split:
-    """Cut sequences into equal parts so that the last of the processors is done soonest.
+    """Cut sequences into equal splits so that the last of the processors is done soonest.
 
-    `programs` walk along the sequences, one per processor at a time: p of them take ⌈programs · parts / p⌉ rounds of
-    n / parts tokens. Parts cost `SPLITTING` as much per token, as the sums of their keys come first, and `ENTERING`
-    tokens each, for the states that enter them."""
+    `programs` walk along the sequences, one per processor at a time: p of them take ⌈programs · splits / p⌉ rounds of n
+    / splits tokens. With more than one split, a token takes `SPLITTING` times as long, as the sums of its keys are
+    computed first, and each further split takes the time of `ENTERING` tokens for the state that enters it."""
     return _cut(n, programs, chunk, processors(device), SHORTEST_SPLIT)
 
 

@@ -29,18 +29,15 @@ def blind(name: str, options: dict[str, Any], size: int, decay: Decay | None) ->
 
 @pytest.mark.parametrize(("name", "normalize"), NORMALIZED)
 @pytest.mark.parametrize("decay", [None, {}, {"learned": True}], ids=str)
-@pytest.mark.parametrize("size", [2, 5, 7, 64, 100])
-@pytest.mark.parametrize("masked", [False, True])
-def test_agrees_with_the_definition(
-    name: str, normalize: str | None, decay: dict[str, Any] | None, size: int, masked: bool
-) -> None:
-    attention = blind(name, {"normalize": normalize}, size, None if decay is None else Decay(KEY_HEADS, **decay))
-    inputs, mask = heads(80), laws.masks(80)["holes"]
-    mask = mask if masked else torch.ones_like(mask)
-    expected, present = definition(attention.inner, *inputs, mask, size=size), mask.expand(-1, HEADS, -1)
-    y = attention(*inputs, key_mask=mask if masked else None)
-    assert_close(y[present], expected[present], rtol=1e-6, atol=1e-9)
-    assert not y[~present].any()
+def test_agrees_with_the_definition(name: str, normalize: str | None, decay: dict[str, Any] | None) -> None:
+    inputs, holes = heads(80), laws.masks(80)["holes"]
+    for size, masked in itertools.product((2, 5, 7, 64, 100), (False, True)):
+        attention = blind(name, {"normalize": normalize}, size, None if decay is None else Decay(KEY_HEADS, **decay))
+        mask = holes if masked else torch.ones_like(holes)
+        expected, present = definition(attention.inner, *inputs, mask, size=size), mask.expand(-1, HEADS, -1)
+        y = attention(*inputs, key_mask=mask if masked else None)
+        assert_close(y[present], expected[present], rtol=1e-6, atol=1e-9)
+        assert not y[~present].any()
 
 
 @every_map

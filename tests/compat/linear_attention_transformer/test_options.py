@@ -260,9 +260,6 @@ def test_automatic_padding_has_no_effect(pad_left, n):
 
 REFUSED = [
     ({"causal": True, "linformer_settings": LinformerSettings(k=5)}, "need causal=False"),
-    ({"context_linformer_settings": LinformerContextSettings(seq_len=9, k=5)}, "receives_context is False"),
-    ({"use_rotary_emb": True, "use_axial_pos_emb": True}, "no effect with use_rotary_emb"),
-    ({"blindspot_size": 4, "causal": True, "n_local_attn_heads": 4}, "no effect where all heads are local"),
     ({"n_local_attn_heads": (1, 2, 3)}, "a number for 3 layers, but depth is 2"),
     ({"n_local_attn_heads": 5}, "from 0 to heads, 4, but is"),
     ({"blindspot_size": 4}, "needs causal=True"),

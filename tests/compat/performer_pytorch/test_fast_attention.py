@@ -147,10 +147,6 @@ class TestOptions:
         inner = FastAttention(8, no_projection=True)
         assert inner.projection_matrix is None and inner.nb_features == 8 and not inner.state_dict()
 
-    def test_two_kinds_at_once_are_refused(self):
-        with pytest.raises(ValueError, match="generalized_attention is True, but it has no effect with no_projection"):
-            FastAttention(8, generalized_attention=True, no_projection=True)
-
     def test_unknown_arguments_raise(self):
         with pytest.raises(TypeError, match="nb_feature"):
             FastAttention(8, nb_feature=20)  # pyright: ignore[reportCallIssue]

@@ -221,10 +221,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"axial_position_emb": True}, "rotary_position_emb=False"),
-            ({"axial_position_shape": (8, 8)}, "axial_position_emb is False"),
             (AXIAL | {"axial_position_shape": (7, 9)}, "63 places for max_seq_len 64"),
-            ({"use_scalenorm": True, "use_rezero": True}, "no effect with use_scalenorm"),
         ],
     )
     def test_what_cannot_be_is_refused(self, options, message):

@@ -166,12 +166,10 @@ class TestOptions:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_rezero": True, "use_scalenorm": True}, "use_rezero is True, but it has no effect with use_scalenorm"),
         ({"local_attn_heads": (1, 2, 3)}, "one a layer, of 2"),
         ({"local_attn_heads": 5}, "from 0 to 4 local heads"),
         ({"feature_redraw_interval": 0}, "at least 1"),
         ({"ff_chunks": 0}, "ff_chunks must be a whole number of at least 1"),
-        ({"no_projection": True, "generalized_attention": True}, "no effect with no_projection"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

@@ -2,20 +2,18 @@
 
 import copy
 import itertools
-import os
 import pickle
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linattn.compat.performer_pytorch import FastAttention, ProjectionUpdater
+from tests.processes import needs_processes, run_in_two
 
 
 class Model(nn.Module):
@@ -181,13 +179,9 @@ def test_an_interval_of_nothing_is_refused():
         ProjectionUpdater(nn.Identity(), 0)
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank: int) -> None:
     for broadcast in (True, False):
         check_rank(rank, broadcast)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def check_rank(rank: int, broadcast: bool) -> None:
@@ -208,8 +202,7 @@ def check_rank(rank: int, broadcast: bool) -> None:
     assert [not torch.equal(a, b) for a, b in itertools.pairwise(mine)] == [False, True, False, True]
 
 
-@pytest.mark.skipif(os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in")
+@needs_processes
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers:FutureWarning")
 def test_p8_ranks_have_the_same_matrices():
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder,), nprocs=2)
+    run_in_two(work)

@@ -130,6 +130,9 @@ def _attention(config: dict[str, Any], name: str, kind: str, dim: int, feature_m
     def size(option: str) -> int:
         return config.get(f"cross_{option}", config[option]) if name == "cross_attention" else config[option]
 
-    memory = config.get("cross_model_dimensions", dim) if name == "cross_attention" else dim
+    memory = dim
+    if name == "cross_attention":
+        # what the memory's own encoder puts out, if the decoder has another width
+        memory = config.get("cross_model_dimensions") or size("n_heads") * size("value_dimensions")
     inner = InnerAttention(kind, feature_map(size("query_dimensions")))
     return AttentionLayer(inner, dim, size("n_heads"), size("query_dimensions"), size("value_dimensions"), memory)

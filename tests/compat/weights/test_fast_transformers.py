@@ -1,5 +1,6 @@
 """Weights of fast-transformers' encoder and decoder: the outputs of their definition."""
 
+import random
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,21 @@ DECODERS: list[dict[str, Any]] = [
 ]
 
 
+def random_decoder(seed: int) -> dict[str, Any]:
+    """Return some of the options that change a decoder's widths, each with a random size."""
+    draw = random.Random(seed)
+    names = ("model_dimensions", "cross_n_heads", "cross_query_dimensions", "cross_value_dimensions")
+    chosen = draw.sample(names, draw.randint(1, 4)) + ["cross_model_dimensions"] * (seed % 3 == 0)
+    kinds = {
+        "self_attention_type": draw.choice(list(ATTENTIONS)),
+        "cross_attention_type": draw.choice(["full", "linear"]),
+    }
+    return kinds | {name: draw.randint(1, 7) for name in chosen}
+
+
+DECODERS += map(random_decoder, range(12))
+
+
 @pytest.fixture(autouse=True)
 def without_epsilon(monkeypatch):
     """The 10⁻⁶ in their denominators."""
@@ -57,7 +73,7 @@ def test_decoders_give_their_outputs(options):
     config = SIZE | options
     old = trained(epfl.decoder(config, lambda _: epfl.elu))
     new, x = weights.load(TransformerDecoder, config, old.state_dict()), tokens(config)
-    memory = torch.randn(2, 9, config.get("cross_model_dimensions", 12), dtype=torch.float64)
+    memory = torch.randn(2, 9, old.layers[0].cross_attention.key_projection.in_features, dtype=torch.float64)
     assert_close(new(x, memory), old(x, memory), rtol=1e-10, atol=1e-10)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 LAWS = Path(__file__).parent / "laws"
 
 

@@ -26,7 +26,7 @@ NO_POSITIONS_IN_MASK = {"granitemoehybrid"}
 def document_numbers(
     model: PreTrainedModel, arguments: Mapping[str, Any], names: tuple[str, ...]
 ) -> tuple[Int[Tensor, "#b n"] | None, dict[str, Any]]:
-    """Return the number of each token's document (None: each row is one document), and the arguments to change.
+    """Return the number of each token's document (None: each row is one document), and new values for some arguments.
 
     `names` are the parameters of the model's forward."""
     tokens = arguments.get("input_ids")
@@ -68,11 +68,10 @@ def _numbers(arguments: Mapping[str, Any], b: int, n: int) -> Int[Tensor, "#b n"
 
 
 def _restarts(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Int[Tensor, "#b n"] | None:
-    """Number the documents: one begins at each position that is not its predecessor plus one. Return None if there is
-    no such position. Padding is left out.
+    """Number the documents: one begins at each position that is not its predecessor plus one, but never at or right
+    after padding. Return None if there is only one.
 
-    A compiled graph cannot depend on the values. It takes positions for those of documents if there is no mask and no
-    cache."""
+    A compiled graph, which cannot depend on the values, always gets numbers, unless there is a mask or a cache."""
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if positions is not None and positions.ndim == 3:
         # text, time, height and width; without the first, positions of images do not grow by one
@@ -103,7 +102,7 @@ def _cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def _check(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model or an argument that several documents in a row exclude."""
+    """Raise ValueError for a model or an argument that does not allow several documents in a row."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if why := packing_obstacle(model):
         raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {why}")

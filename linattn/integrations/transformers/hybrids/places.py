@@ -86,7 +86,7 @@ def places_in(layer: nn.Module) -> set[Place]:
 
 
 def global_names(layer: nn.Module) -> set[str]:
-    """Return the global names in the code of a layer's forward, and its own name."""
+    """Return the names that the code of a layer's forward looks up, and the qualified name of this forward."""
     forward = _forward(layer)
     code = getattr(forward, "__code__", None)
     return {forward.__qualname__, *(() if code is None else code.co_names)}

@@ -35,7 +35,8 @@ SOFTMAX = "softmax attention is no scan; set_attn_implementation('linattn:…') 
 
 
 class Marker:
-    """A hook that marks the calls of a model, and one for its head if that does not pass all arguments on."""
+    """Two hooks: one, before each call of the model, tells the replaced functions in `places` that a call has begun;
+    the other stores those arguments of `head`, the model around it, that `head` does not pass on to the model."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, places: set[Place]):
         self.places, self.names = places, tuple(signature(model.forward).parameters)

@@ -19,7 +19,7 @@ def _language_models(field: str) -> property:
 
 
 class NotCopied:
-    """Keeps transformers from copying our source into every folder that is saved after one was loaded."""
+    """Keeps transformers from copying our source into each folder that a model loaded from a folder is saved to."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:

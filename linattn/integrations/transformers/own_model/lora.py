@@ -9,9 +9,9 @@ PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def register_target_modules() -> None:
-    """Copy Llama's entry in each of PEFT's tables, one table per method, if our model has all projections in it.
+    """Copy Llama's entry in each of PEFT's tables, one per method, unless it names a projection that our model lacks.
 
-    Nothing is imported that is not in memory already: transformers itself imports PEFT if it is installed."""
+    If PEFT is installed, transformers itself imports it, so this function imports nothing more."""
     if not is_peft_available():
         return
     from peft.utils import constants

@@ -1,8 +1,10 @@
 """Our models with transformers' interface: the same weights in the same folder, no second implementation."""
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
+from linattn.models.storage import set_default_mode
 from linattn.nn.branch import Call
 from linattn.nn.residual import Extension
 
@@ -43,6 +46,12 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         super().__init__(config)
         self.model = _new_model(config)
         self.gradient_checkpointing = False
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        """Write the folder. Weights get the permissions of any new file, where safetensors lets only the owner read."""
+        super().save_pretrained(save_directory, *args, **options)
+        for file in Path(save_directory).glob("*.safetensors"):
+            set_default_mode(file)
 
     def hidden(
         self,
@@ -198,7 +207,8 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 
 def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
-    """Return the mask of the new tokens. Missing tokens of the past are not in the state."""
+    """Return the last columns of `attention_mask`, those of the new tokens. The first `seen` columns have been applied
+    already: missing tokens are not in the state. None means that every new token is present."""
     b, n = tokens.shape[:2]
     if attention_mask is None:
         return None

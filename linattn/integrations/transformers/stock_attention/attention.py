@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
@@ -33,7 +34,6 @@ NEUTRAL = {
     "use_cache",
 }
 REFUSED = {
-    "dropout": "there are no attention weights to drop, so train with the configuration's attention dropout at 0",
     "output_attentions": "the matrix of attention weights never exists",
     "position_bias": "a bias per pair of tokens cannot be added to features",
     "s_aux": "attention sinks belong to softmax",
@@ -61,13 +61,16 @@ def attention_forward(
     place of attention weights. The other arguments are those of transformers.
 
     Our methods multiply q·k by 1/√d themselves, so q is multiplied by `scaling` · √d: some models scale q themselves
-    and pass a scaling of 1."""
-    _refuse(module, attention_mask, {"dropout": dropout or None, **options})
+    and pass a scaling of 1. In training `dropout` drops keys, each for all queries of its head."""
+    _refuse(module, attention_mask, options)
     keys, layer = key if isinstance(key, CachedKeys) else (key, None)
     (h, n, d), (hk, m) = query.shape[1:], keys.shape[1:3]
     factor = 1.0 if scaling is None else scaling * sqrt(d)
     if not isclose(factor, 1):
         query = query * factor
+    if dropout:
+        # a missing value for all queries, as no single weight is ever computed; see `TorchMultiheadAttention`
+        value = value * F.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
     causal = is_causal_call(module, is_causal)
     inner = attention_of(module)
     if inner is None:
@@ -121,7 +124,7 @@ _INNERS: dict[tuple[Any, ...], InnerAttention] = {}
 
 
 def _inner(method: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> InnerAttention:
-    """Return the attention of these sizes. It does not depend on the layer, so all layers of these sizes share it."""
+    """Return the attention of this method, device, dtype and sizes. All layers with the same ones share it."""
     key = (method, device, dtype, *sizes.values())
     if key not in _INNERS:
         _add_inner(key, sizes)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from linattn.attention import ATTENTIONS, traits
 from linattn.attention.named import SYNONYMS
+from linattn.checks import check_types
 from linattn.integrations.transformers.stock_attention.attention import attention_forward
 from linattn.integrations.transformers.stock_attention.cache import ATTENTION_LAYER
 from linattn.integrations.transformers.stock_attention.masks import attention_mask
@@ -38,6 +39,7 @@ def _obstacle(name: str) -> str | None:
 METHODS = tuple(sorted(name for name in ATTENTIONS if _obstacle(name) is None))
 
 
+@check_types
 def register_attention(method: str) -> str:
     """Register the attention named `method`, as in `named_attention`, with transformers; return "linattn:" + method.
 

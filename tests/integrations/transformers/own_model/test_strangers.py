@@ -41,10 +41,14 @@ def alone(program: str, *arguments: object, home: Path) -> dict[str, object]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_every_auto_class_loads_a_folder(folder, tmp_path):
+def test_every_auto_class_and_a_pipeline_load_a_folder(folder, tmp_path):
     found = alone(
         """
 import json, sys, torch, transformers
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)
+except ValueError as error:
+    refusal = str(error)
 assert not any(name.startswith("linattn") for name in sys.modules)
 torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
 kinds = ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"]
@@ -52,12 +56,16 @@ models = [getattr(transformers, kind).from_pretrained(sys.argv[1], trust_remote_
 tokens = torch.arange(12).reshape(2, 6)
 models[1].save_pretrained(sys.argv[2])
 assert all(weight.isfinite().all() for model in models for weight in model.state_dict().values())
-print(json.dumps({"classes": [type(model).__name__ for model in models], "logits": models[1](tokens).logits.tolist()}))
+pipe = transformers.pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
+text = pipe("Grüße ", max_new_tokens=5, do_sample=False, return_full_text=True)[0]["generated_text"]
+classes, logits = [type(model).__name__ for model in models], models[1](tokens).logits.tolist()
+print(json.dumps({"refusal": refusal, "classes": classes, "logits": logits, "text": text}))
 """,
         folder,
         tmp_path / "again",
         home=tmp_path,
     )
+    assert "trust_remote_code=True" in found["refusal"]
     assert found["classes"] == [
         "LinattnModel",
         "LinattnForCausalLM",
@@ -68,40 +76,11 @@ print(json.dumps({"classes": [type(model).__name__ for model in models], "logits
     # what transformers saves again has our file, and no copy of our source
     assert sorted(path.name for path in (tmp_path / "again").glob("*.py")) == ["linattn_classes.py"]
     assert (tmp_path / "again/linattn_classes.py").read_text() == (folder / "linattn_classes.py").read_text()
-
-
-def test_a_pipeline_writes_text(folder, tmp_path):
-    found = alone(
-        """
-import json, sys
-from transformers import pipeline
-pipe = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
-print(json.dumps(pipe("Grüße ", max_new_tokens=5, do_sample=False, return_full_text=True)))
-""",
-        folder,
-        home=tmp_path,
-    )
     model, tokenizer = LanguageModel.load(folder), byte_tokenizer()
     tokens = tokenizer("Grüße ", return_tensors="pt").input_ids
     for _ in range(5):
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
-    assert found[0]["generated_text"] == tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-
-def test_without_trust_the_error_says_what_to_give(folder, tmp_path):
-    found = alone(
-        """
-import json, sys
-from transformers import AutoModelForCausalLM
-try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)
-except ValueError as error:
-    print(json.dumps(str(error)))
-""",
-        folder,
-        home=tmp_path,
-    )
-    assert "trust_remote_code=True" in found
+    assert found["text"] == tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +133,7 @@ metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bett
 """
 
 
+@pytest.mark.slow
 def test_lm_eval_measures_the_bits_of_our_own_logits(folder, tmp_path):
     texts = ["Grüße an alle.", "one two three four"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -13,9 +13,10 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.weights import attention_weights, projected_weights
-from linattn.checks import check_sizes, given
-from linattn.nn.torch_layouts import from_batches, padding_of, to_batches
-from linattn.nn.torch_masks import TorchMasks, read_masks, torch_softmax
+from linattn.checks import check_sizes, check_tensors, check_types, given
+from linattn.integrations.torch.layouts import from_batches, padding_of, to_batches
+from linattn.integrations.torch.masks import TorchMasks, read_masks, torch_softmax
+from linattn.nn.checks import check_input
 from linattn.types import Keys, Outputs, Queries, Values
 
 
@@ -39,6 +40,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
       training, a dropped key is dropped for all queries of its head.
     - A query that sees no key gets zeros (before the output projection), where torch may give NaN."""
 
+    @check_types
     def __init__(
         self,
         embed_dim: int,
@@ -111,6 +113,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         parts = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        check_tensors(query=query, key=key, value=value)
+        check_input(query, self.out_proj, name="query")
         for name, (x, width) in parts.items():
             if x.is_nested != query.is_nested or x.ndim != query.ndim or x.ndim not in (2, 3):
                 raise ValueError("query, key and value must be alike: all (n, d), all (n, b, d), or all nested")
@@ -181,6 +185,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return torch.cat(parts, -2).to(x.dtype).expand(x.shape[0], -1, -1, -1)
 
 
+@check_types
 def with_inner(
     attention: nn.MultiheadAttention, inner: InnerAttention | str, *, return_weights: bool = True
 ) -> TorchMultiheadAttention:

@@ -6,17 +6,17 @@ from typing import Any, final
 import torch
 
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, SequenceProjection
-from linattn.checks import check_sizes
+from linattn.checks import check_sizes, check_types
+from linattn.integrations.torch.multihead import TorchMultiheadAttention
 from linattn.names import unknown_name
-from linattn.nn.torch_multihead import TorchMultiheadAttention
 
 PARAM_SHARING = ("none", "headwise", "key-value", "layerwise")
 
 
 @final
 class LinearMultiheadAttention(TorchMultiheadAttention):
-    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k`, or fewer.
-    See `TorchMultiheadAttention` for the parameters that are torch's, and `return_weights`.
+    """`TorchMultiheadAttention` with learned projections of up to `seq_len` keys and values to `proj_k` (at most
+    `seq_len`). See `TorchMultiheadAttention` for the parameters that are torch's, and `return_weights`.
 
     `param_sharing` is the paper's: "none" has an E and an F for each head, "headwise" one E and one F for all heads,
     "key-value" E = F, and "layerwise" takes that one E from `projection`, the same object in every layer:
@@ -27,6 +27,7 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
     The weights that `need_weights` returns are the softmax over projected keys, (…, n, proj_k), linear in memory.
     nn.TransformerEncoder copies its layer together with the shared projection: set `layer.self_attn` afterwards."""
 
+    @check_types
     def __init__(
         self,
         embed_dim: int,

@@ -10,7 +10,20 @@ from torch.testing import assert_close
 
 import linattn
 from linattn import TorchMultiheadAttention, named_attention, traits
-from tests.nn.torch_cases import BATCH, CAUSAL, DIM, GLOBAL, HEADS, M, N, call, causal_mask, inputs, pair, self_inputs
+from tests.integrations.torch.cases import (
+    BATCH,
+    CAUSAL,
+    DIM,
+    GLOBAL,
+    HEADS,
+    M,
+    N,
+    call,
+    causal_mask,
+    inputs,
+    pair,
+    self_inputs,
+)
 
 every_global = pytest.mark.parametrize("name", [*GLOBAL, "local+elu"])
 every_causal = pytest.mark.parametrize("name", [*CAUSAL, "local+elu"])

@@ -20,17 +20,12 @@ class Derived(nn.MultiheadAttention):
     pass
 
 
-def test_other_classes_are_counted_and_the_page_exists() -> None:
+def test_other_classes_are_counted() -> None:
     model = nn.Sequential(
         *(BertSelfAttention() for _ in range(12)), nn.Linear(2, 2), nn.Sequential(BertSelfAttention())
     )
-    with pytest.raises(
-        ValueError, match=r"no nn.MultiheadAttention .* 13 × \S*test_replacing.BertSelfAttention."
-    ) as error:
+    with pytest.raises(ValueError, match=r"no nn.MultiheadAttention .* 13 × \S*test_replacing.BertSelfAttention."):
         replace_attention(model, "elu")
-    page, rest = str(error.value).split("by hand: ")[1].split(", ", 1)
-    title = rest.split('"')[1]
-    assert f"## {title}\n" in Path(page).read_text()
 
 
 def test_a_class_derived_from_torchs_is_not_called_absent() -> None:

@@ -57,7 +57,7 @@ def torch_softmax(
 ) -> tuple[Outputs, Float[Tensor, "b h n m"] | None]:
     """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
 
-    There may be more keys than the masks cover: all queries see those behind them. `causal` adds the causal order to
+    There may be more keys than columns in the masks: all queries see these last keys. `causal` adds the causal order to
     the masks; the call's own `is_causal`, as in torch, only describes its mask."""
     n, m = q.shape[-2], k.shape[-2]
     ordered = causal or masks.causal

@@ -15,7 +15,8 @@ def to_batches(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def padding_of(key: Tensor, padded: Tensor, key_padding_mask: Tensor | None) -> Shaped[Tensor, "b m"] | None:
-    """Return the padding mask with the batch in front; nested keys, given padded too, have one of their own."""
+    """Return the padding mask with the batch in front. The mask of a nested `key` follows from its lengths; `padded` is
+    this key padded to the longest."""
     if not key.is_nested:
         return key_padding_mask.unsqueeze(0) if key_padding_mask is not None and key.ndim == 2 else key_padding_mask
     if key_padding_mask is not None:

@@ -9,7 +9,19 @@ from torch import nn
 from torch.testing import assert_close
 
 from linattn import TorchMultiheadAttention
-from tests.nn.torch_cases import BATCH, DIM, HEADS, MASKS, SHAPES, M, N, causal_mask, inputs, pair, self_inputs
+from tests.integrations.torch.cases import (
+    BATCH,
+    DIM,
+    HEADS,
+    MASKS,
+    SHAPES,
+    M,
+    N,
+    causal_mask,
+    inputs,
+    pair,
+    self_inputs,
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

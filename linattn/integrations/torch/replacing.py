@@ -9,7 +9,8 @@ from torch import nn
 
 from linattn.attention import InnerAttention
 from linattn.attention.named import named_attention
-from linattn.nn import TorchMultiheadAttention, with_inner
+from linattn.checks import check_types
+from linattn.integrations.torch.multihead import TorchMultiheadAttention, with_inner
 
 Make = Callable[[nn.MultiheadAttention], InnerAttention]
 Where = Callable[[str, nn.MultiheadAttention], bool]
@@ -20,6 +21,7 @@ def everywhere(name: str, module: nn.MultiheadAttention) -> bool:
     return True
 
 
+@check_types
 def replace_attention(
     model: nn.Module,
     attention: str | Make,
@@ -31,9 +33,9 @@ def replace_attention(
 ) -> dict[str, nn.Module]:
     """Replace softmax attention in `model`, which keeps its weights; return the modules concerned, by name.
 
-    In a model of transformers, such as Llama or BERT, all attention goes through `attn_implementation`: it is set to
-    "linattn:" + `attention`, as a name, and the modules returned are those that attend. The other options are then
-    refused, and `model.set_attn_implementation("sdpa")` undoes it.
+    In a model of transformers, such as Llama or BERT, all attention goes through `attn_implementation`. `attention`
+    must then be a name, `attn_implementation` becomes "linattn:" + `attention`, and the modules returned are those that
+    attend. The other options are refused, and `model.set_attn_implementation("sdpa")` undoes it.
 
     In any other model, each `nn.MultiheadAttention` that `where` (default: all) chooses by name and module becomes a
     `TorchMultiheadAttention`. `attention` is a name, with `window` and `max_length` as in `named_attention`, or without
@@ -87,7 +89,7 @@ def _named(spec: str, window: int, max_length: int | None, module: nn.MultiheadA
 
 
 def _attends_through_transformers(model: nn.Module) -> bool:
-    """Tell by names, because transformers is loaded only if the model is its own."""
+    """Tell, without importing transformers, whether the model is or contains one of its models that has attention."""
     inside = [module for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     return bool(inside) and any(
         base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
@@ -118,5 +120,5 @@ def _nothing_found(model: nn.Module) -> str:
         )
     return (
         f"there is no nn.MultiheadAttention to replace in this {name}, whose attention is its own: {listed}. "
-        'Wrap it by hand: docs/drop_in.md, "A model with attention of its own", shows how'
+        "Wrap it by hand: https://linattn.github.io/linattn/drop_in.html#a-model-with-attention-of-its-own shows how"
     )

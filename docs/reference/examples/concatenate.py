@@ -1,0 +1,10 @@
+import torch
+
+from linattn import LanguageModel, LanguageModelConfig, states
+
+model = LanguageModel(LanguageModelConfig(vocab_size=257, dim=32, depth=2, num_heads=2, attention="elu"))
+_, short = model.extend(torch.randint(257, (1, 10)))
+_, long = model.extend(torch.randint(257, (1, 500)))
+both = states.concatenate([short, long])
+logits, both = model.extend(torch.randint(257, (2, 1)), both)
+print(tuple(logits.shape))  # (2, 1, 257)

@@ -1,0 +1,169 @@
+"""`linattn read`: read texts of any length with the model of a run, once. The state after them becomes a file, from
+which `linattn generate --state` goes on as often as wanted."""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from linattn.cli.argument_types import FLAG
+from linattn.cli.run_folder import open_run
+from linattn.cli.vocabulary import Bytes, Vocabulary
+from linattn.console.errors import CommandError, explained
+from linattn.console.files import find_files
+from linattn.console.lock import locked
+from linattn.models import LanguageModel
+from linattn.nn.modes import evaluating
+from linattn.states import describe_state, load_state, save_state
+
+SMALLER = "a smaller model"
+SUMMARY = "read texts, once, and keep what was read in a file"
+# tokens per call, bytes per read of a file, and seconds between two saves of what was read so far
+PIECE, BLOCK, SAVED = 8192, 2**20, 20.0
+BAR = "{percentage:3.0f}% |{bar}| {postfix} [{elapsed}<{remaining}]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("texts", nargs="+", metavar="FILE", help="files or folders, read in this order, or - for stdin")
+    add("--out", type=Path, required=True, metavar="FILE", help="the file of the state")
+    add("--state", type=Path, metavar="FILE", help="go on from this state, which stays as it is")
+    add("--replace", **FLAG, help="replace the file, and what an interrupted reading left")
+    add("--cpu", **FLAG, help="do not use a GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    described = open_run(arguments.folder)
+    if arguments.out.exists() and not arguments.replace:
+        raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
+    files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
+    vocabulary, model = described.vocabulary(), described.model()
+    if torch.cuda.is_available() and not arguments.cpu:
+        model = model.cuda()
+    with locked(arguments.out):
+        reading = Reading(model, arguments)
+        reading.read(pieces(vocabulary, files), sum(file.stat().st_size for file in files))
+    return 0
+
+
+class Place(NamedTuple):
+    """The state after `num_tokens` tokens of the texts, and `digest`, their SHA-256 so far."""
+
+    state: Any
+    num_tokens: int
+    digest: Any
+
+
+class Reading:
+    """The reading of the texts. `place` is how far it is; it changes in one assignment, so that an interruption finds
+    one or the next. `before` tokens were in the state that it began with, `done` were read when it was interrupted.
+    It is saved now and then, so that the same command goes on where it was."""
+
+    def __init__(self, model: LanguageModel, arguments: argparse.Namespace) -> None:
+        self.model, self.out = model, arguments.out
+        self.unfinished = arguments.out.with_name(f".{arguments.out.name}.unfinished")
+        self.before, self.done, self.begun, state = 0, 0, "", None
+        self.expected: str | None = None
+        with explained("the state cannot be extended", ValueError, FileNotFoundError):
+            if arguments.state is not None:
+                state = load_state(arguments.state, model=model)
+                self.before = describe_state(arguments.state).num_tokens or 0
+                self.begun = hashlib.sha256(arguments.state.read_bytes()).hexdigest()
+        self.place = Place(state, 0, hashlib.sha256())
+        if arguments.replace:
+            self.unfinished.unlink(missing_ok=True)
+        elif self.unfinished.exists():
+            self._resume()
+
+    def _resume(self) -> None:
+        again = f"{self.unfinished} is left of another reading: --replace starts over"
+        with explained(again, ValueError):
+            state = load_state(self.unfinished, model=self.model)
+            described = describe_state(self.unfinished)
+        notes = described.notes or {}
+        if notes.get("begun") != self.begun:
+            raise CommandError(f"{again}; that one began with another state")
+        self.expected, self.done = notes["sha256"], (described.num_tokens or 0) - self.before
+        self.place = self.place._replace(state=state)
+
+    def read(self, tokens: Iterator[tuple[Sequence[int], int]], size: int) -> None:
+        """Read all tokens, which come in pieces with the number of bytes that each was, and write the file."""
+        from tqdm.auto import tqdm
+
+        started = saved = time.monotonic()
+        bar = tqdm(total=size or None, bar_format=BAR if size else None, dynamic_ncols=True, disable=None, leave=False)
+        try:
+            for piece, bytes_read in tokens:
+                part = torch.as_tensor(piece, dtype=torch.long)
+                known = min(len(part), max(0, self.done - self.place.num_tokens))
+                self._skip(part[:known])
+                if known < len(part):
+                    self._extend(part[known:])
+                bar.set_postfix_str(self._speed(started), refresh=False)
+                bar.update(bytes_read)
+                if time.monotonic() - saved > SAVED:
+                    self._save(self.unfinished)
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            if self.place.num_tokens <= self.done:
+                raise
+            self._save(self.unfinished)
+            count = self.place.num_tokens
+            raise CommandError(f"interrupted after {count:,} tokens: the same command goes on", status=130) from None
+        finally:
+            bar.close()
+        if self.place.num_tokens < self.done:
+            raise CommandError(f"{self.unfinished} is left of a longer reading: --replace starts over")
+        self._save(self.out)
+        self.unfinished.unlink(missing_ok=True)
+        count, size = self.before + self.place.num_tokens, self.out.stat().st_size
+        print(f"{self.out}: {count:,} tokens, {size:,} bytes", flush=True)
+        print(f"[{self._speed(started)}]", file=sys.stderr)
+
+    def _skip(self, part: torch.Tensor) -> None:
+        """Pass over tokens that were read before the command was interrupted. They must be the same."""
+        self.place.digest.update(part.numpy().tobytes())
+        self.place = self.place._replace(num_tokens=self.place.num_tokens + len(part))
+        if len(part) and self.place.num_tokens == self.done and self.place.digest.hexdigest() != self.expected:
+            raise CommandError(f"{self.unfinished} is left of a reading of other texts: --replace starts over")
+
+    @torch.inference_mode()
+    def _extend(self, part: torch.Tensor) -> None:
+        with evaluating(self.model):
+            _, state = self.model.extend_hidden(part.unsqueeze(0).to(self.model.device), self.place.state)
+        digest = self.place.digest.copy()
+        digest.update(part.numpy().tobytes())
+        self.place = Place(state, self.place.num_tokens + len(part), digest)
+
+    def _save(self, path: Path) -> None:
+        state, count, digest = self.place
+        notes = {"sha256": digest.hexdigest(), "begun": self.begun}
+        save_state(state, path, model=self.model, num_tokens=self.before + count, notes=notes)
+
+    def _speed(self, started: float) -> str:
+        count = self.place.num_tokens
+        speed = max(0, count - self.done) / max(time.monotonic() - started, 1e-9)
+        return f"{count:,} tokens, {speed:,.0f} tokens/s"
+
+
+def pieces(vocabulary: Vocabulary, files: Sequence[Path]) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield the tokens of the files, of stdin if there is none, in pieces, each with the number of bytes that it was.
+    Every text begins with the separator."""
+    for path in files or (None,):
+        yield [vocabulary.separator], 0
+        with sys.stdin.buffer if path is None else path.open("rb") as file:
+            # words of a tokenizer may go across the border of two blocks
+            size = BLOCK if isinstance(vocabulary, Bytes) else -1
+            while block := file.read(size):
+                tokens, left = vocabulary.encode(block), len(block)
+                for start in range(0, len(tokens), PIECE):
+                    part = tokens[start : start + PIECE]
+                    share = left if start + PIECE >= len(tokens) else len(block) * len(part) // len(tokens)
+                    left -= share
+                    yield list(part), share

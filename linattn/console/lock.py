@@ -1,0 +1,107 @@
+"""A lock on the folder that a command writes: no other process writes there until the command ends.
+
+The operating system holds the lock and releases it when the process ends, also if it is killed. A hidden file beside
+the folder has the lock and says which process that is."""
+
+import errno
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from linattn.console.atomic import missing_parents
+from linattn.console.errors import CommandError
+
+# a lock on Windows forbids reading, so it is on a byte that the file does not have
+OFFSET = 1 << 30
+UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+def lock_name(folder: Path) -> Path:
+    """Return the file that is locked for a folder. It lies beside the folder, which may be replaced, or in the folder
+    if nothing can be written, and so nothing be replaced, beside it."""
+    folder = folder.resolve()
+    if folder.is_dir() and not os.access(folder.parent, os.W_OK):
+        return folder / ".lock"
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of the folder inside the block. Raise CommandError, with who holds it, if another process does.
+
+    Some network disks have no locks; there a warning is printed."""
+    path = lock_name(folder)
+    with missing_parents(path):
+        descriptor = _acquire(path, folder)
+        try:
+            yield
+        finally:
+            _release(descriptor, path)
+
+
+def _acquire(path: Path, folder: Path) -> int:
+    """Return the descriptor of the locked file. The file may be deleted while it is being locked; then a new one is."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                _write_holder(descriptor)
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno in UNSUPPORTED:
+                print(f"{path.parent} has no locks: let no other process write to {folder}", file=sys.stderr)
+                return descriptor
+            os.close(descriptor)
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                raise
+            raise CommandError(f"{folder} is in use by {_holder(path)}: wait until it ends, or end it") from None
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the file. Raise OSError with EACCES, EAGAIN or EDEADLK if another process has locked it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, OFFSET, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _release(descriptor: int, path: Path) -> None:
+    # a file that is open cannot be deleted on Windows; elsewhere, one that is deleted later could be another's by then
+    if sys.platform != "win32":
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
+    if sys.platform == "win32":
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _write_holder(descriptor: int) -> None:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    holder = {"process": os.getpid(), "host": socket.gethostname(), "since": since}
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    # on a full disk, other processes are told of "another process"
+    with suppress(OSError):
+        os.write(descriptor, json.dumps(holder).encode())
+
+
+def _holder(path: Path) -> str:
+    # the file is empty until its process has written to it
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        holder = json.loads(path.read_bytes())
+        return f"process {holder['process']} on {holder['host']} since {holder['since']}"
+    return "another process"

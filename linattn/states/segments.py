@@ -1,0 +1,171 @@
+"""Training on sequences that are longer than memory: a sequence is cut into segments, of which one at a time is in
+memory. Gradients are those of the whole sequence, not truncated ones.
+
+The forward pass reads the segments without a graph and keeps the state before each. The backward pass takes them from
+the last to the first: it reads a segment again from the state before it, and differentiates it. That needs the gradient
+of the state after it, which comes from the next segment. So a step takes one more forward pass, and the memory of one
+segment and of the states before all segments."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from linattn.checks import check_sizes
+from linattn.models.loss import NO_LABEL
+from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.nn.modes import evaluating
+from linattn.ops.nested import map_state
+from linattn.ops.tokens.compaction import compact, pack, real
+from linattn.types import TokenIds, TokenMask
+
+# the sum of the losses of a segment, and the state after it, from its number and the state before it
+Step = Callable[[int, Any], tuple[Tensor, Any]]
+
+
+def segmented_loss(
+    model: TokenModel,
+    tokens: TokenIds,
+    state: TokenModelState | None = None,
+    *,
+    segment: int,
+    labels: TokenIds | None = None,
+    key_mask: TokenMask = None,
+) -> tuple[Float[Tensor, ""], TokenModelState]:
+    """Return the mean cross entropy of every token after the one before it, and the state after the last. The loss, and
+    all gradients of its `backward`, are those of the whole sequence at once, but for rounding; memory is that of
+    `segment` tokens at a time.
+
+    `tokens` are (b, n) of any length, whose past is in `state` (None: nothing was before). `labels` (b, n) replace the
+    tokens as targets; one that is `NO_LABEL`, −100, does not count. A masked token (`key_mask` False) is a missing one.
+    The gradient goes back to the parameters of `model` and to `state`; it cannot be differentiated again.
+
+    Raises ValueError unless `segment` is a positive number and the labels are as many as the tokens."""
+    check_sizes(segment=segment)
+    labels = tokens if labels is None else labels
+    if labels.shape != tokens.shape:
+        raise ValueError(f"labels must be as the tokens, {tuple(tokens.shape)}, but are {tuple(labels.shape)}")
+    if key_mask is not None:
+        # to the left, where the next token of each is the next in its row
+        where = compact(key_mask)
+        tokens, labels = (pack(x.unsqueeze(-1), where).squeeze(-1) for x in (tokens, labels))
+        key_mask = real(where)
+        labels = labels.masked_fill(~key_mask, NO_LABEL)
+    targets = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+    count = (targets != NO_LABEL).sum().clamp(min=1)
+
+    def step(number: int, state: Any) -> tuple[Tensor, Any]:
+        piece = slice(number * segment, (number + 1) * segment)
+        mask = None if key_mask is None else key_mask[:, piece]
+        x, state = model.extend_hidden(tokens[:, piece], state, key_mask=mask)
+        logits = model.logits(x).flatten(0, 1)
+        # half precision would lose small losses in a sum over many tokens
+        logits = logits.float() if logits.element_size() < 4 else logits
+        of_piece = targets[:, piece].flatten()
+        return F.cross_entropy(logits, of_piece, ignore_index=NO_LABEL, reduction="sum") / count, state
+
+    with evaluating(model):
+        if state is None:
+            # of no tokens, so that the first segment has a state as the others have
+            state = map_state(Tensor.detach, model.extend_hidden(tokens[:, :0])[1])
+        # one token shows which parts of a state have gradients
+        example = model.extend_hidden(tokens[:, :1], state, key_mask=None if key_mask is None else key_mask[:, :1])[1]
+        learned = [x.requires_grad for x in _tensors(example)]
+    steps = max(1, -(-tokens.shape[1] // segment))
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    run = _Run(step, steps, state, learned)
+    loss, *after = _Segments.apply(run, *_tensors(state), *parameters)
+    return loss, _with_tensors(run.states.pop(), after)
+
+
+class _Run:
+    """The segments of one call. `states` are those before each segment and, until the caller takes it, the one after
+    the last, without a graph. `learned` tells for each segment which tensors of the state before it have gradients. The
+    random generators' states and the autocast mode are those of the forward pass."""
+
+    def __init__(self, step: Step, steps: int, first: Any, learned: list[bool]):
+        self.step, self.steps, self.states = step, steps, [map_state(Tensor.detach, first)]
+        self.learned = [[x.requires_grad for x in _tensors(first)], *[learned] * (steps - 1)]
+        self.device = _tensors(first)[0].device
+        kind = self.device.type
+        self.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        self.generators = list[tuple[Tensor, Any]]()
+
+    def forward(self) -> Tensor:
+        """Read all segments; return the sum of their losses."""
+        total = None
+        for number in range(self.steps):
+            self.generators.append((torch.get_rng_state(), get_device_states(*_tensors(self.states[-1]))))
+            loss, state = self.step(number, self.states[-1])
+            self.states.append(map_state(Tensor.detach, state))
+            total = loss if total is None else total + loss
+        assert total is not None
+        return total
+
+    @contextmanager
+    def as_before(self, number: int) -> Iterator[None]:
+        """Read a segment again as the forward pass did: the same numbers drawn, the same autocast."""
+        generator, (devices, states) = self.generators[number]
+        others = [] if self.device.type == "cpu" else devices
+        with torch.random.fork_rng(others, device_type="cuda" if self.device.type == "cpu" else self.device.type):
+            torch.set_rng_state(generator)
+            set_device_states(devices, states)
+            with torch.enable_grad(), torch.autocast(self.device.type, **self.autocast):
+                yield
+
+
+class _Segments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.save_for_backward(*inputs)
+        loss = run.forward()
+        # copies: an input that comes out again would be taken for a view of itself
+        after = [x.clone() for x in _tensors(run.states[-1])]
+        ctx.mark_non_differentiable(*(x for x in after if not x.is_floating_point()))
+        return loss, *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        run: _Run = ctx.run
+        dloss, *dafter = grads
+        count = len(_tensors(run.states[0]))
+        parameters, totals = ctx.saved_tensors[count:], [None] * (len(ctx.saved_tensors) - count)
+        dstate: Any = list(dafter)
+        for number in reversed(range(run.steps)):
+            learned = run.learned[number]
+            parts = zip(_tensors(run.states[number]), learned, strict=True)
+            before = _with_tensors(run.states[number], [x.detach().requires_grad_(y) for x, y in parts])
+            leaves = [x for x in _tensors(before) if x.requires_grad]
+            with run.as_before(number):
+                loss, after = run.step(number, before)
+            ends = [(x, d) for x, d in zip(_tensors(after), dstate, strict=True) if x.requires_grad and d is not None]
+            outputs, upstream = [loss, *(x for x, _ in ends)], [dloss, *(d for _, d in ends)]
+            grads = torch.autograd.grad(outputs, [*leaves, *parameters], upstream, allow_unused=True)
+            of_leaves = iter(grads[: len(leaves)])
+            dstate = [next(of_leaves) if x.requires_grad else None for x in _tensors(before)]
+            totals = [_sum(total, grad) for total, grad in zip(totals, grads[len(leaves) :], strict=True)]
+        return None, *dstate, *totals
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_state(found.append, state)
+    return found
+
+
+def _with_tensors(state: Any, tensors: list[Tensor]) -> Any:
+    """Return the state with these tensors, in order, in the place of its own."""
+    following = iter(tensors)
+    return map_state(lambda _: next(following), state)
+
+
+def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return total if grad is None else grad if total is None else total.add_(grad)

@@ -1,0 +1,44 @@
+"""Other processes for tests, as copies of one that has imported everything once."""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+needs_processes = pytest.mark.skipif(
+    os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in"
+)
+METHOD = "spawn" if os.name == "nt" else "forkserver"
+# the imports take most of the time of a new process
+IMPORTS = ["linattn.cli.training", "torch.distributed.fsdp", "tests.processes"]
+
+
+def run_in_another(work: Callable[..., None], *arguments: Any) -> int | None:
+    """Run work(*arguments) in another process, and return the code with which it exits: −9 if it is killed."""
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    process = multiprocessing.get_context(METHOD).Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def run_in_two(work: Callable[..., None], *arguments: Any) -> None:
+    """Run work(rank, *arguments) in both processes of a group."""
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_join, (folder, work, arguments), nprocs=2, start_method=METHOD)
+
+
+def _join(rank: int, folder: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    work(rank, *arguments)
+    # together: a process whose partner has gone while it still talks to it may abort
+    dist.barrier()
+    dist.destroy_process_group()

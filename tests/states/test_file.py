@@ -1,0 +1,160 @@
+"""A file of a state gives the same state back, or an error that says why not."""
+
+import importlib
+import json
+import os
+from collections import Counter
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import linattn
+from linattn import LinearState, states
+from linattn.models import storage
+from linattn.states import file as state_file
+from tests.models.causal import every_model, small_model, some_tokens
+from tests.states.test_rows import assert_same
+
+ELU = {"attention": "local+elu"}
+
+
+@every_model
+@torch.no_grad()
+def test_save_and_load_change_nothing(options, tmp_path):
+    model = small_model(options).float()
+    state, more, path = model.extend(some_tokens(2, 10))[1], some_tokens(2, 3), tmp_path / "text.state"
+    for kept in (
+        state,
+        states.to(state, dtype=torch.float64),
+        *(states.compress(state, x) for x in states.compression.COMPACT),
+    ):
+        states.save_state(kept, path, model=model, num_tokens=20)
+        loaded = states.load_state(path, model=model)
+        assert_same(loaded, kept, rtol=0, atol=0)
+        assert type(loaded) is type(kept)
+    states.save_state(state, path, model=model, num_tokens=20)
+    assert_close(
+        model.extend(more, states.load_state(path, model=model))[0], model.extend(more, state)[0], rtol=0, atol=0
+    )
+    described = states.describe_state(path)
+    assert (
+        described.num_tokens == 20
+        and described.rows == 2
+        and described.config == json.loads(json.dumps(model.config.to_dict()))
+    )
+
+
+def operator_state():
+    return LinearState(torch.randn(2, 4, 3), torch.randn(2, 4))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, path = small_model(ELU), tmp_path / "text.state"
+    states.save_state(model.extend(some_tokens(1, 9))[1], path, model=model)
+    return model, path
+
+
+def test_a_state_of_an_operator_or_a_module_is_saved_too(tmp_path):
+    state, path = operator_state(), tmp_path / "sums.state"
+    states.save_state(state, path, model=None)
+    assert_same(states.load_state(path, model=None), state, rtol=0, atol=0)
+    module = linattn.MultiheadAttention(16, 4, linattn.named_attention("elu", num_heads=4, head_dim=4, causal=True))
+    _, state = module.extend(torch.randn(2, 5, 16))
+    states.save_state(state, path, model=module)
+    assert_same(states.load_state(path, model=module), state, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="a state of a MultiheadAttention, but this is an operator, without a model"):
+        states.load_state(path, model=None)
+
+
+def test_others_may_read_the_file_as_any_new_one(saved):
+    _, path = saved
+    new = path.with_name("new")
+    new.touch()
+    assert path.stat().st_mode == new.stat().st_mode
+
+
+def test_a_state_of_another_model_is_refused(saved):
+    model, path = saved
+    with pytest.raises(ValueError, match=r"another model: .*attention was 'local\+elu' there and is 'elu' here"):
+        states.load_state(path, model=small_model({"attention": "elu"}))
+    with pytest.raises(ValueError, match="other weights"):
+        states.load_state(path, model=small_model(ELU))
+    with torch.no_grad():
+        model.embedding.weight[3, 2] += 1e-9
+    with pytest.raises(ValueError, match="other weights"):
+        states.load_state(path, model=model)
+
+
+def test_random_features_are_part_of_the_fingerprint():
+    models = [small_model({"attention": "favor"}) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    assert states.fingerprint(models[0]) == states.fingerprint(models[1])
+    buffer = next(iter(models[1].buffers()))
+    buffer.mul_(2)
+    assert states.fingerprint(models[0]) != states.fingerprint(models[1])
+
+
+def test_a_file_that_was_altered_or_cut_is_refused(saved):
+    """Each byte that is flipped, in a sample of all, and each length."""
+    model, path = saved
+    whole = path.read_bytes()
+    for place in [*range(0, 64), *range(64, len(whole), len(whole) // 97)]:
+        for content in (whole[:place], whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]):
+            path.write_bytes(content)
+            with pytest.raises(ValueError):
+                states.load_state(path, model=model)
+    path.write_bytes(whole)
+    states.load_state(path, model=model)
+
+
+def test_files_that_are_no_states(saved, tmp_path):
+    model, path = saved
+    with pytest.raises(FileNotFoundError, match="no state in"):
+        states.load_state(tmp_path / "none.state", model=model)
+    model.save(tmp_path)
+    with pytest.raises(ValueError, match="holds no state"):
+        states.load_state(tmp_path / storage.WEIGHTS, model=model)
+    with pytest.raises(ValueError, match=r"a state holds tensors and numbers, but the state\.1 is a list"):
+        states.save_state((torch.zeros(1), []), path, model=None)
+
+
+def test_a_later_version_is_refused(saved, monkeypatch):
+    model, path = saved
+    monkeypatch.setattr(state_file, "__version__", "99.0.0")
+    states.save_state(model.extend(some_tokens(1, 9))[1], path, model=model)
+    with pytest.raises(ValueError, match=r"linattn 99\.0\.0.*newer"):
+        states.load_state(path, model=model)
+
+
+def test_nothing_is_half_written(saved, monkeypatch):
+    model, path = saved
+    before = path.read_bytes()
+
+    def fails(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(KeyboardInterrupt):
+        states.save_state(model.extend(some_tokens(1, 30))[1], path, model=model)
+    assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+def test_kinds_have_names_of_their_own():
+    """A file names the class of each part of a state; of two classes of one name it could not say which."""
+    for package in ("linear_attention_transformer", "performer_pytorch", "fast_transformers"):
+        importlib.import_module(f"linattn.compat.{package}")
+    modules = (
+        "linattn.ops.",
+        "linattn.attention.",
+        "linattn.nn.",
+        "linattn.models.",
+        "linattn.compat.",
+        "linattn.states.",
+    )
+    kinds = [
+        kind for kind in tuple.__subclasses__() if hasattr(kind, "_fields") and kind.__module__.startswith(modules)
+    ]
+    counts = Counter(kind.__name__ for kind in kinds)
+    assert len(counts) > 20 and max(counts.values()) == 1, counts.most_common(3)

@@ -1,0 +1,97 @@
+"""A cache of states by prefix answers as reading from the start does, within its budget."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from linattn.models import generate
+from linattn.states import PrefixCache, num_bytes
+from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
+from tests.states.test_rows import assert_same
+
+ELU = {"attention": "local+elu"}
+
+
+def count_read(model):
+    lengths = []
+    model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
+    return lengths
+
+
+@every_model
+def test_what_is_in_the_cache_is_not_read_again(options):
+    model, text, more = small_model(options), some_tokens(1, 23), some_tokens(1, 3)
+    cache, lengths = PrefixCache(model, every=5), count_read(model)
+    first = cache.read(text)
+    assert sum(lengths) == 23 and len(cache) == 5
+    lengths.clear()
+    assert_same(cache.read(text), first, rtol=0, atol=0)
+    assert not lengths
+    # another ending; and going back, which reads from the nearest state
+    for other, new in ((torch.cat([text[:, :17], more], 1), 5), (text[:, :19], 4), (text[:, :4], 4)):
+        lengths.clear()
+        state = cache.read(other)
+        assert sum(lengths) == new
+        with torch.no_grad():
+            assert_close(model.extend(more, state)[0], model.extend(more, model.extend(other)[1])[0])
+
+
+def test_a_prefix_of_other_tokens_is_not_found():
+    model, text = small_model(ELU), some_tokens(1, 20)
+    cache = PrefixCache(model, every=5)
+    cache.read(text)
+    for place in range(20):
+        other = text.clone()
+        other[0, place] = (other[0, place] + 1) % VOCABULARY
+        assert cache.find(other).num_tokens == place // 5 * 5
+    assert cache.find([]).num_tokens == 0 and cache.find(text[:, :4]).state is None
+
+
+def test_the_budget_holds_and_what_is_used_stays():
+    model = small_model(ELU)
+    size = num_bytes(model.extend(some_tokens(1, 1))[1])
+    cache = PrefixCache(model, budget=4 * size + 1, every=10)
+    common, texts = some_tokens(1, 20), [some_tokens(1, 4) for _ in range(6)]
+    for text in texts:
+        cache.read(torch.cat([common, text], 1))
+        assert cache.num_bytes == len(cache) * size <= cache.budget
+    # what all have in common was used each time; of the rest the last are left
+    lengths = [cache.find(torch.cat([common, text], 1)).num_tokens for text in texts]
+    assert lengths == [20, 20, 20, 20, 24, 24]
+    cache.clear()
+    assert len(cache) == cache.num_bytes == 0
+    tiny = PrefixCache(model, budget=1)
+    assert_same(tiny.read(common), model.extend(common)[1], rtol=1e-9, atol=1e-9)
+    assert len(tiny) == 0
+
+
+def test_states_are_kept_in_fewer_bytes():
+    model, text = small_model(ELU).float(), some_tokens(1, 20)
+    caches = [PrefixCache(model, dtype=dtype) for dtype in (None, torch.int8)]
+    states = [cache.read(text) for cache in caches]
+    assert_same(*states, rtol=0, atol=0)
+    assert caches[1].num_bytes < 0.7 * caches[0].num_bytes
+    assert_same(caches[1].find(text).state, states[0], rtol=0.1, atol=0.1)
+
+
+def test_generation_goes_on_from_the_cache():
+    model, prompt = small_model(ELU), some_tokens(1, 12)[0].tolist()
+    cache = PrefixCache(model, every=5)
+    for _ in range(2):
+        state = cache.read(prompt[:-1])
+        assert generate(model, [prompt[-1:]], max_new_tokens=6, state=state) == generate(
+            model, [prompt], max_new_tokens=6
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(2, 3).long(), r"\(2, 3\)"),
+        ([], "no tokens"),
+        ([VOCABULARY], "tokens must"),
+    ],
+)
+def test_wrong_tokens(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        PrefixCache(small_model(ELU)).read(tokens)

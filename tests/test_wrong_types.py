@@ -1,0 +1,110 @@
+"""Arguments of a wrong type: every public constructor and function answers with a ValueError that names the argument,
+for all its numbers, strings and booleans, as the annotations say which they are."""
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import pytest
+import torch
+from torch import nn
+
+import linattn
+from linattn import models, named_attention
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+# what users import; what transformers itself defines, such as its configurations, checks its arguments by itself
+MODULES = [
+    "linattn",
+    "linattn.states",
+    "linattn.integrations.torch",
+    "linattn.linearize",
+    "linattn.integrations.transformers",
+]
+MODULES += [f"linattn.compat.{name}" for name in ("fast_transformers", "linear_attention_transformer", "linformer")]
+MODULES += ["linattn.compat.performer_pytorch", "linattn.compat.linear_multihead_attention"]
+# records of results, states, and records that are checked where they are used
+RECORDS = {"AttentionState", "Choice", "Conversion", "Features", "LayerPlan", "LinattnCache", "LinattnConfig", "Plan"}
+RECORDS |= {"Preset", "Progress", "Report", "Scores", "SoftmaxComparison", "SpeedUp", "Training", "Traits"}
+RECORDS |= {"Compressed", "GateNeeds", "Prefix", "StateFile", "LinformerContextSettings", "LinformerSettings"}
+
+WRONG = {int: (1.5, "1", True), float: ("1", True, math.nan), bool: ("no", 2), str: (3, []), NoneType: ()}
+RIGHT = {int: 4, float: 0.5, bool: False, str: "elu"}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def wrong_values(kind: Any) -> Iterable[Any]:
+    return WRONG[kind] if kind in WRONG else [(x,) for x in WRONG[get_args(kind)[0]]]
+
+
+def is_series(kind: Any) -> bool:
+    return get_origin(kind) in (tuple, Sequence) and get_args(kind)[0] in WRONG
+
+
+def plain_arguments() -> Iterator[Any]:
+    """Yield (function, argument, wrong value) for each argument of numbers, strings and booleans, or tuples of them."""
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if not callable(function) or name in RECORDS or inspect.isabstract(function):
+                continue
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    continue
+                kinds = members(parameter.annotation)
+                if all(kind in WRONG or is_series(kind) for kind in kinds):
+                    # values of each kind that no other kind of the union takes
+                    wrong = [x for kind in kinds for x in wrong_values(kind) if not any(fits(x, one) for one in kinds)]
+                    values = wrong if NoneType in kinds else [None, *wrong]
+                    where = f"{module.__name__}.{name}-{parameter.name}"
+                    yield pytest.param(function, parameter.name, values, id=where)
+
+
+def fits(value: Any, kind: type) -> bool:
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def other_arguments(function: Any, name: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return the required arguments but `name`, positional ones and those by name."""
+    q, parameters = torch.rand(1, 2, 3, 4), inspect.signature(function).parameters
+    features = linattn.Features(q)
+    tensors: dict[str, Any] = dict.fromkeys(("q", "k", "v", "data", "projection_matrix"), q)
+    tensors |= {"beta": q[..., 0], "cu_seqlens": torch.tensor([0, 2]), "logits": q[0, 0], "tokens": q[0, 0]}
+    tensors |= {"queries": features, "keys": features, "state": linattn.summarize_features(features, q)}
+    tensors["state"] = tensors["state"] if "queries" in parameters else tensors["state"].sums
+    positional, others = [], {}
+    for other in parameters.values():
+        if other.default is inspect.Parameter.empty and other.name != name:
+            kind = members(other.annotation)[0]
+            value = tensors[other.name] if other.name in tensors else RIGHT.get(kind, PARTS.get(other.name))
+            if other.kind is other.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                others[other.name] = value
+    return positional, others
+
+
+PARTS = {
+    "inner": named_attention("elu", num_heads=4, head_dim=4, causal=True),
+    "feature_map": linattn.TaylorFeatureMap(),
+    "module": nn.Identity(),
+    "model": models.LanguageModel(linattn.LanguageModelConfig(vocab_size=9, dim=8, depth=1, num_heads=2)),
+    "prompts": [[1, 2]],
+    "shape": (2, 2),
+}
+
+
+@pytest.mark.parametrize(("function", "name", "values"), list(plain_arguments()))
+def test_an_argument_of_a_wrong_type_is_named(function: Any, name: str, values: list[Any]) -> None:
+    positional, others = other_arguments(function, name)
+    for value in values:
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            function(*positional, **others, **{name: value})
+            pytest.fail(f"{name}={value!r} is taken")
