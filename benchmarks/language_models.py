@@ -21,8 +21,8 @@ from linattn.cli.bench.command import case_groups
 from linattn.cli.bench.measure import Workload, measure
 from linattn.cli.bench.record import SECONDS, Case, Record, Setup, write_record
 from linattn.cli.bench.report import aligned, printed
+from linattn.generation import stream
 from linattn.models import LanguageModel, LanguageModelConfig
-from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
 
 TRAINING, PREFILL, DECODING = "model training", "model prefill", "model decoding"

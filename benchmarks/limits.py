@@ -26,8 +26,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from linattn.attention import LearnedProjection, LinformerAttention
 from linattn.cli.bench.measure import Call, interleaved_times
+from linattn.generation import stream
 from linattn.models import LanguageModel, LanguageModelConfig
-from linattn.models.generation import stream
 from linattn.models.loss import next_token_loss
 from linattn.ops.softmax.local import local_attention
 from linattn.ops.softmax.window import Window

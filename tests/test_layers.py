@@ -10,6 +10,7 @@ LAYERS = [
     {"cli"},
     {"linearize"},
     {"console", "compat", "integrations"},
+    {"generation"},
     {"states"},
     {"models"},
     {"nn"},

@@ -13,7 +13,7 @@ from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSIT
 from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
-from linattn.models.generation import Sampling, stream
+from linattn.generation import Sampling, stream
 from linattn.states import load_state
 
 SMALLER = "a shorter prompt"

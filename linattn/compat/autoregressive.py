@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.checks import check_types
-from linattn.models.generation import Sampling, nucleus, penalised, stream
+from linattn.generation.sampling import Sampling, nucleus, penalised
+from linattn.generation.streams import stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
 from linattn.nn.modes import evaluating

@@ -1,13 +1,11 @@
 """An encoder of a source and a decoder that attends to its output. Vaswani et al., https://arxiv.org/abs/1706.03762"""
 
-from collections.abc import Collection
 from typing import final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.models.generation import GREEDY, Prompts, Sampling, generate
 from linattn.models.loss import NO_LABEL, next_token_loss
 from linattn.models.token_model import SequenceModel, TokenModelState
 from linattn.nn.modes import evaluating
@@ -58,21 +56,3 @@ class EncoderDecoder(nn.Module):
         """Return the decoder's state before its first token, for `generate(decoder, …, state=…)` and `stream`."""
         with evaluating(self):
             return self.decoder.begin(self.encoder(source, key_mask=source_mask), context_mask=source_mask)
-
-    def generate(
-        self,
-        source: SourceIds,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int,
-        source_mask: ContextMask = None,
-        sampling: Sampling = GREEDY,
-        stop_tokens: Collection[int] = (),
-        seed: int | None = None,
-    ) -> list[list[int]]:
-        """Return the new tokens of each row, one row of the source for each prompt."""
-        if len(source) != len(prompts):
-            raise ValueError(f"each prompt needs its row of the source, but there are {len(prompts)} and {len(source)}")
-        state = self.begin(source, source_mask=source_mask)
-        options = {"sampling": sampling, "stop_tokens": stop_tokens, "seed": seed, "state": state}
-        return generate(self.decoder, prompts, max_new_tokens=max_new_tokens, **options)

@@ -10,8 +10,8 @@ import pytest
 from linattn.cli.generate import text as written
 from linattn.cli.main import main
 from linattn.cli.vocabulary import Bytes, Tokenizer
+from linattn.generation import Sampling, generate
 from linattn.models import LanguageModel
-from linattn.models.generation import Sampling, generate
 from tests.cli.conftest import SHORT, TINY
 
 

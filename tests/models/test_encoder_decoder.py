@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from linattn.generation import generate
 from linattn.models import EncoderDecoder
 from linattn.ops import FeatureState
 from tests.models.stacks import encoder_decoder, model, some_tokens
@@ -31,7 +32,7 @@ def test_generates_what_the_whole_model_would(options):
     both = encoder_decoder(**options).eval()
     source, mask = padded(3, 24)
     prompts = [[1], [2, 3, 4], [5, 6]]
-    new = both.generate(source, prompts, max_new_tokens=8, source_mask=mask)
+    new = generate(both.decoder, prompts, max_new_tokens=8, state=both.begin(source, source_mask=mask))
     for row, prompt in enumerate(prompts):
         tokens = list(prompt)
         for _ in range(8):
@@ -46,7 +47,7 @@ def test_generation_reads_the_source_once():
     for branch in both.decoder.stack.branches:
         if branch.is_cross_attention:
             branch.module.k_proj.register_forward_hook(lambda *_: calls.append("keys"))
-    both.generate(some_tokens(2, 24), [[1], [2]], max_new_tokens=6)
+    generate(both.decoder, [[1], [2]], max_new_tokens=6, state=both.begin(some_tokens(2, 24)))
     assert calls == ["encoder", "keys", "keys"]
 
 
@@ -64,9 +65,10 @@ def test_generation_is_in_evaluation_and_leaves_training_on():
     both = encoder_decoder().train()
     both.encoder.dropout.p = both.decoder.dropout.p = 0.9
     source = some_tokens(1, 9)
-    new = both.generate(source, [[1]], max_new_tokens=8)
+    new = generate(both.decoder, [[1]], max_new_tokens=8, state=both.begin(source))
     assert all(module.training for module in both.modules())
-    assert new == both.eval().generate(source, [[1]], max_new_tokens=8)
+    both.eval()
+    assert new == generate(both.decoder, [[1]], max_new_tokens=8, state=both.begin(source))
 
 
 @every_kind
@@ -90,5 +92,6 @@ def test_wrong_halves_are_refused():
             EncoderDecoder(encoder, model(cross=True))
     with pytest.raises(ValueError, match="the decoder must be causal"):
         EncoderDecoder(model(causal=False, head=None), model(causal=False, cross=True))
-    with pytest.raises(ValueError, match="each prompt needs its row of the source, but there are 3 and 2"):
-        encoder_decoder().generate(some_tokens(2, 5), [[1], [2], [3]], max_new_tokens=1)
+    both = encoder_decoder()
+    with pytest.raises(ValueError, match="the state is of 2 sequences, but there are 3"):
+        generate(both.decoder, [[1], [2], [3]], max_new_tokens=1, state=both.begin(some_tokens(2, 5)))

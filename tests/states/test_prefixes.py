@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.models import generate
+from linattn.generation import generate
 from linattn.states import PrefixCache, num_bytes
 from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
 from tests.states.test_rows import assert_same

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import TextStreamer
 
+from linattn.generation import Sampling, generate
 from linattn.integrations.transformers import LinattnCache
-from linattn.models import Sampling, generate
 
 from .models import every_model, left_padded, make, prompts
 

@@ -3,8 +3,8 @@ import torch
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from linattn.models import Sampling, generate, generation, stream
-from linattn.models.generation import draw
+from linattn.generation import Sampling, generate, stream, streams
+from linattn.generation.sampling import draw
 from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
 
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0], [5, 5], [7, 1, 7, 1, 7, 1, 7, 1]]
@@ -45,7 +45,7 @@ def test_prompts_are_read_in_pieces(monkeypatch, piece):
     whole = generate(model, PROMPTS, max_new_tokens=8)
     lengths = []
     model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
-    monkeypatch.setattr(generation, "PREFILL", piece)
+    monkeypatch.setattr(streams, "PREFILL", piece)
     assert generate(model, PROMPTS, max_new_tokens=8) == whole
     assert max(lengths) == piece and sum(lengths) == 13 + 7
 

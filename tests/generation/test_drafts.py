@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.models import Draft, ModelDraft, PromptLookup, Sampling, generate, stream
+from linattn.generation import Draft, ModelDraft, PromptLookup, Sampling, generate, stream
 from linattn.ops.nested import map_state
 from tests.models.causal import MODELS, VOCABULARY, every_model, small_model
 

@@ -1,66 +1,24 @@
 """Generation with a language model, for prompts of any lengths in one batch, in constant memory per token."""
 
-import math
 import operator
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.attention.base import InnerAttention
-from linattn.checks import check_fields, check_sizes, check_types
-from linattn.models.drafts import Draft, Verification
+from linattn.checks import check_sizes, check_types
+from linattn.generation.drafts import Draft, Verification
+from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw
 from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
 from linattn.types import TokenIds
 
 Prompts = Sequence[Sequence[int]] | TokenIds
-Logits = Float[Tensor, "b v"]
-# True for the tokens that a row has
-Seen = Bool[Tensor, "b v"]
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The way to draw the next token from the logits: first the penalty, then temperature, top_k, top_p and filter.
-
-    `temperature` divides the logits; 0 takes the most likely token. `top_k` keeps the k most likely, `top_p` the fewest
-    that reach probability p together, `min_p` those with at least p times the probability of the most likely one
-    (these three need a temperature above 0), `filter` is any function of logits to logits.
-    `repetition_penalty` concerns the tokens that were there before, in the prompt too: it divides positive logits and
-    multiplies negative ones, so 1 does nothing (Keskar et al., https://arxiv.org/abs/1909.05858)."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    filter: Callable[[Tensor], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and not negative, but is {self.temperature}")
-        if self.top_k is not None:
-            check_sizes(top_k=self.top_k)
-        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if share is not None and not 0 < share <= 1:
-                raise ValueError(f"{name} must be in (0, 1], but is {share}")
-        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
-            raise ValueError(
-                "top_k, top_p and min_p choose what is drawn from: with temperature 0, the default, nothing is"
-            )
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be positive and finite, but is {self.repetition_penalty}")
-
-
-GREEDY = Sampling()
 
 
 @check_types
@@ -247,45 +205,3 @@ def _prefill(model: TokenModel, rows: list[list[int]], state: Any) -> tuple[Logi
         last = here if last is None else torch.where((lengths > start).unsqueeze(1), here, last)
     assert last is not None and state is not None
     return model.logits(last), state, seen
-
-
-def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Generator | None = None) -> Int[Tensor, " b"]:
-    """Draw the next token of each row; `seen` is True for the tokens that are penalised."""
-    logits = logits.float()
-    logits = penalised(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.top_p is not None:
-        logits = nucleus(logits, sampling.top_p)
-    if sampling.min_p is not None:
-        least = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.filter is not None:
-        shape, logits = logits.shape, sampling.filter(logits)
-        if not isinstance(logits, Tensor) or logits.shape != shape:
-            came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
-    probabilities = logits.softmax(-1)
-    if not probabilities.isfinite().all():
-        origin = "model" if sampling.filter is None else "model, or the filter,"
-        raise ValueError(f"the logits of the {origin} hold NaN or +∞, or −∞ for every token: nothing can be drawn")
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-
-
-def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:
-    """Make the tokens that were seen less likely, the more the larger the penalty; 1 changes nothing."""
-    if penalty == 1:
-        return logits
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def nucleus(logits: Logits, top_p: float) -> Logits:
-    """Remove the least likely tokens, as many as together stay within probability 1 - p."""
-    ascending, order = logits.sort(dim=-1)
-    removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-    removed[:, -1] = False
-    return logits.masked_fill(torch.zeros_like(removed).scatter_(1, order, removed), -math.inf)
