@@ -99,8 +99,8 @@ class LinearAttention(InnerAttention):
 
 
 def group_features(features: Features, num_key_heads: int) -> Features:
-    """Return the features of queries as (b hk g n f), or of keys as (b hk 1 n f). Grouping follows the feature map,
-    whose weights may differ between heads."""
+    """Return the features of queries (b h n f) as (b hk g n f), or of keys as (b hk 1 n f). Features are grouped and
+    not their inputs, because the weights of a feature map may differ between heads."""
     x, log_scale, function = features
     log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
     return Features(group_queries(x, num_key_heads), log_scale, function)

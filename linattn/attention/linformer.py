@@ -107,11 +107,8 @@ class StridedConvolution(SequenceProjection):
 def pool_sequence(
     x: Keys, size: int, *, weight: Float[Tensor, "size d"] | None = None, key_mask: KeyMask = None
 ) -> tuple[_Projected, _Present]:
-    """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
-    channel.
-
-    Also return which windows hold a present token (None: all). An incomplete window gives the mean, or sum, of its
-    tokens."""
+    """Reduce consecutive windows of `size` present tokens, fewer in the last one, to their means or, with a `weight`
+    for each token of a window and channel, to weighted sums. Also return which windows are not empty (None: all)."""
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))
