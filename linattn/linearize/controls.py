@@ -35,8 +35,8 @@ Control = Callable[[LayerCall], Outputs]
 
 @contextmanager
 def controlled(model: nn.Module, control: Control) -> Iterator[None]:
-    """Replace the output of every linearized layer by that of the control inside the block, for runs without a
-    cache."""
+    """Replace the output of every linearized layer by that of `control` while the block runs. Calls with a cache are
+    not replaced."""
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
@@ -56,7 +56,7 @@ def window_alone(call: LayerCall) -> Outputs:
 
 
 def linear_part_off(call: LayerCall) -> Outputs:
-    """Return the window's output without linear attention; in a mixture, return zeros for the linear heads."""
+    """Return the output of the softmax beside linear attention alone or, in a mixture, zeros for the linear heads."""
     if call.own.window is not None:
         return call.own.window(call.q, call.k, call.v, key_mask=call.key_mask)
     inner = call.own.inner

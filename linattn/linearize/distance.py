@@ -162,8 +162,8 @@ def layer_outputs(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch
 
 
 def layer_distance(model: PreTrainedModel, batch: Batch, outputs: LayerOutputs) -> Float[Tensor, ""]:
-    """Return the relative error of a layer. Where only some tokens have labels, return the mean of it and of the error
-    at these tokens, which would be a small part of the error otherwise."""
+    """Return the relative error of a layer's `outputs`. Where only some tokens of the `batch` have labels, return the
+    mean of that and of the error at these tokens, which would otherwise count little."""
     error = relative_error(*outputs)
     labels = None if model.config.is_encoder_decoder else aligned_labels(model, batch, outputs.y)
     if labels is None or labels.ndim < 2 or not (mask := labels != NO_LABEL).any():

@@ -64,10 +64,10 @@ class AxialAttention(InnerAttention):
 
 
 class _Grid(NamedTuple):
-    """Tokens in a grid of g cells, numbered along rows of `window`. `index` is the cell of each token, `present` is True
-    for a cell with a present token, `column` that of the first token."""
+    """Tokens in a grid of g cells, numbered along rows of `window`: the `cell` of each token, whether a cell holds a
+    `present` one, and the `column` of the first token."""
 
-    index: Int[Tensor, "b n"]
+    cell: Int[Tensor, "b n"]
     present: Bool[Tensor, "b g"]
     column: Int[Tensor, " b"]
     window: int
@@ -81,9 +81,9 @@ class _Grid(NamedTuple):
         # the number of rows serves every column, as a graph cannot depend on numbers in a tensor
         rows = -(-(n if column is None else window - 1 + n) // window)
         column = token.new_zeros(b) if column is None else column
-        index, arrived = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
-        present = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, index, arrived)
-        return _Grid(index, present, column, window)
+        cell, arrived = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
+        present = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, cell, arrived)
+        return _Grid(cell, present, column, window)
 
     @property
     def mask(self) -> Bool[Tensor, "bw 1 rows"]:
@@ -95,12 +95,12 @@ class _Grid(NamedTuple):
 
     def _fold(self, x: Tensor) -> Tensor:
         grid = x.new_zeros(*x.shape[:2], self.present.shape[1], x.shape[3])
-        grid = grid.scatter(-2, self.index[:, None, :, None].expand_as(x), x)
+        grid = grid.scatter(-2, self.cell[:, None, :, None].expand_as(x), x)
         return grid.unflatten(2, (-1, self.window)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
     def unfold(self, y: Tensor) -> Tensor:
         grid = y.unflatten(0, (-1, self.window)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        return torch.take_along_dim(grid, self.index[:, None, :, None], -2)
+        return torch.take_along_dim(grid, self.cell[:, None, :, None], -2)
 
 
 def _for_all_heads(key_mask: KeyMask) -> KeyMask:

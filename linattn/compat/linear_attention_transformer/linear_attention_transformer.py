@@ -64,7 +64,7 @@ class LinearAttentionTransformer(nn.Module):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return the outputs for the next tokens of sequences whose past and context `state` holds, and the new state."""
+        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
         call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
         return self.stack.extend(x, state, **call._asdict())
 
@@ -132,7 +132,7 @@ class LinearAttentionTransformerLM(TokenModel):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
-        """Return the outputs for the next tokens of sequences whose past and context `state` holds, and the new state."""
+        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
         y, state = self.extend_hidden(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
         return self.logits(y) if self.gives_logits else y, state
 

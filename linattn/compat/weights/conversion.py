@@ -12,7 +12,7 @@ from linattn.ops.tokens.rotary import rotate
 
 
 class Change(NamedTuple):
-    """`apply` turns their tensor into ours; `shape` takes the shape of ours and returns the one that theirs must have."""
+    """`apply` turns their tensor into ours; `shape` returns the shape that theirs must have, from that of ours."""
 
     apply: Callable[[Tensor], Tensor]
     shape: Callable[[torch.Size], Sequence[int]] = tuple
@@ -96,8 +96,8 @@ def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int
 
 
 def halves(head_dim: int) -> list[int]:
-    """Return their index of each channel of a head, in our order: rotated together are neighbours in theirs, and
-    channels c and c + d/2 in ours."""
+    """Return the index in theirs of each of our channels of a head: those that are rotated together are neighbours in
+    theirs, and c and c + d/2 in ours."""
     return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
 

@@ -26,7 +26,7 @@ TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
 def language_model(model: TokenModel, head: str) -> Moves:
-    """Yield the moves of all parts but the stack; `head` is their name of the output layer. Sinusoids have no weights."""
+    """Yield the moves of all parts but the stack; `head` is their name of the output layer. Sinusoids have none."""
     yield from renamed(model, {"embedding": "token_emb", "norm": "norm", "head": head})
     if isinstance(model.positions, LearnedPositions):
         yield Move("positions.weight", "pos_emb.emb.weight")

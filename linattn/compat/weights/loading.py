@@ -66,7 +66,7 @@ def load(
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
     """Return the tensors under the names of the newest version of the package, without the names of wrappers before
-    the first name in the model, which is one of `roots`."""
+    one of the `roots`, with which names in the model begin."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):
