@@ -34,8 +34,7 @@ def attend(
     `attn_mask` is such a mask as `scaled_dot_product_attention` takes it, (…, 1, m), the same for all queries. `scale`
     multiplies q·k in methods that multiply it by 1/√d (None: 1/√d). `window` is that of local heads (None: 128).
 
-    Raises ValueError for what does not fit.
-    """
+    Raises ValueError for what does not fit."""
     check_tensors(q=q, k=k, v=v, **given(key_mask=key_mask, attn_mask=attn_mask))
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(

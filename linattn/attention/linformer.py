@@ -54,8 +54,7 @@ class LearnedProjection(SequenceProjection):
     heads, or one per head if `num_key_heads` is given.
 
     Column j multiplies the j-th *present* token, so padding changes nothing; a shorter sequence leaves columns unused.
-    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
-    """
+    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r)."""
 
     @check_types
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
@@ -128,8 +127,7 @@ class LinformerAttention(InnerAttention):
     `value_projection` (None: the same). More keys than either was made for raise ValueError.
 
     To share weights as the paper does, pass the same object: one projection for keys and values (the default), or for
-    all layers. Every output depends on every key, so there is no causal form.
-    """
+    all layers. Every output depends on every key, so there is no causal form."""
 
     causal = False
     scales_products = True

@@ -78,5 +78,5 @@ def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
 
 
 def out_of_range(what: str, indices: Tensor, size: int) -> ValueError:
-    """Return the error for a table of `size` rows that does not have all the indices."""
+    """Return the error for `indices` of which some are not in a table of `size` rows; `what` is their name."""
     return ValueError(f"{what} must be in [0, {size}), but go from {int(indices.min())} to {int(indices.max())}")

@@ -45,8 +45,8 @@ def token_gates(
 
 @final
 class TokenGates(nn.Module):
-    """Makes the `Gates` that `needs` lists: a decay per head (`HeadDecay`), per channel for the delta rule
-    (`ChannelDecay`) or for a plain sum (`SigmoidDecay`); a write is a `WriteStrength`, or the step of the decay."""
+    """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` if there
+    is a write, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit` or the step Δ of the decay."""
 
     def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0):
         super().__init__()
@@ -176,7 +176,7 @@ def _reset_step(bias: Tensor, count: int) -> None:
 
 
 def _quantiles(x: Tensor, count: int) -> Tensor:
-    """Return (i mod `count` + 1/2) / `count` for each place i of x, sharded as x is."""
+    """Return (i mod `count` + 1/2) / `count` for each index i of x, sharded as x is."""
     place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
     return (place % count + 0.5) / count
 
