@@ -149,7 +149,7 @@ def _weights_by_query(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h
 
 
 def _weights_by_key(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m f"], scale: Weights) -> Weights:
-    """s_ij Σ_f φ(q_i)_f φ(k_j)_f / z_if with z_if = Σ_j s_ij φ(k_j)_f; s, the `scale`, is 0 for keys that i does not see."""
+    """s_ij Σ_f φ(q_i)_f φ(k_j)_f / z_if, z_if = Σ_j s_ij φ(k_j)_f; the `scale` s is 0 for keys that i does not see."""
     z = scale @ phi_k
     # a subnormal sum has lost its digits, and its inverse may be infinite
     return divide(phi_q, z.masked_fill(z < torch.finfo(z.dtype).tiny, 0)) @ phi_k.mT * scale

@@ -27,8 +27,7 @@ class LinearAttention(InnerAttention):
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per feature, and a write,
     which multiplies v and requires `normalize=None`. A decay per feature excludes maps that scale each token's
-    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError. The causal state has
-    constant size."""
+    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError."""
 
     state_kind = FeatureState
 

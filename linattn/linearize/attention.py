@@ -122,8 +122,7 @@ class LinearizedAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: LayerGates | None = None
     ) -> tuple[Outputs, Any]:
-        """Return the outputs and the new state: that of the inner attention and that of the window, each None if not
-        causal."""
+        """Return the outputs and the new state, a pair of the inner attention's and the window's (None: not causal)."""
         inner_gates, share = gates or (None, None)
         past, window_past = checked_parts(state, 2)
         y, past = _results(self.inner, self.query_map(q), self.key_map(k), v, past, key_mask, inner_gates)

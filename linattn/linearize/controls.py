@@ -1,5 +1,4 @@
-"""Controls: simpler functions that replace the attention of a linearized model while it is measured. And the entropy of
-attention weights."""
+"""Controls, simpler functions that replace a linearized model's attention in measurements; entropies of attention."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,8 +34,7 @@ Control = Callable[[LayerCall], Outputs]
 
 @contextmanager
 def controlled(model: nn.Module, control: Control) -> Iterator[None]:
-    """Replace the output of every linearized layer by that of `control` while the block runs. Calls with a cache are
-    not replaced."""
+    """Replace the output of every linearized layer by that of `control` inside the block, in calls without a cache."""
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)

@@ -155,8 +155,7 @@ def report(
     *,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Measure a linearized model beside its teacher on held-out batches, and by the `probes`. `progress` is called with
-    the name of each stage."""
+    """Measure a linearized model and its teacher on held-out batches and by `probes`. `progress` gets stages' names."""
     probes = Probes() if probes is None else probes
     linear = linearized_layers(model)
     if not linear:

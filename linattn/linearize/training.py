@@ -34,8 +34,7 @@ CHECKPOINT = "checkpoint.pt"
 
 
 class Progress(NamedTuple):
-    """The number of the last `step`, of how many `steps` (None: the time decides), its `loss`, and the
-    `seconds_left`."""
+    """The number of the last `step`, of how many `steps` (None: time decides), its `loss`, and the `seconds_left`."""
 
     step: int
     steps: int | None

@@ -73,8 +73,7 @@ class LanguageModel(TokenModel):
                         nn.init.zeros_(child.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json, model.safetensors and, for transformers, a loader into the folder, each file whole or not
-        at all."""
+        """Write config.json, model.safetensors and a loader for transformers into the folder, no file half-written."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod

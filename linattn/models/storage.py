@@ -135,8 +135,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def set_default_mode(file: Path) -> None:
-    """Give a file the mode of a new file: safetensors, by itself or through transformers, writes files that only their
-    owner can read."""
+    """Give a file the mode of a new file, as safetensors, also in transformers, writes files for their owner alone."""
     new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         new.touch()

@@ -99,8 +99,7 @@ class TokenModel(nn.Module, ABC):
     def embed(
         self, tokens: TokenIds, position: Int[Tensor, " b"] | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Tokens, Int[Tensor, " b"] | None]:
-        """Return the stack's input for tokens from `position` on (None: 0), and the position after them, None if the
-        model has no positions."""
+        """Return the stack's input for tokens from `position` on (None: 0), and the position after them, if any."""
         check_indices(tokens, key_mask)
         n, longest = tokens.shape[1], self.max_length
         if longest is not None and key_mask is None and n > longest:

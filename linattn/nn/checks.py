@@ -36,8 +36,7 @@ def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
 def check_tokens(
     x: Tensor, dim: int | None, key_mask: Tensor | None = None, *, name: str = "x", layer: nn.Module | None = None
 ) -> None:
-    """Raise ValueError unless x is (b, n, dim), with any dim if it is None, of numbers that the `layer` takes, and its
-    mask boolean (b, n)."""
+    """Raise ValueError unless x is (b, n, dim), None for any dim, as the `layer` needs it, and its mask bool (b, n)."""
     check_floats(x, name=name)
     if x.ndim != 3 or dim not in (None, x.shape[2]):
         raise ValueError(f"{name} must be (b, n, {dim or 'channels'}), but is {tuple(x.shape)}")

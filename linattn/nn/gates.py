@@ -169,8 +169,7 @@ def _reset_rate(A_log: Tensor) -> None:
 
 @torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
-    """Set softplus(bias) to steps between 0.001 and 0.1, evenly spaced in their logarithms, ascending in each run
-    of `count` numbers."""
+    """Set softplus(bias) to steps from 0.001 to 0.1, their logarithms evenly spaced in each run of `count` numbers."""
     step = torch.exp(math.log(0.001) + math.log(100) * _quantiles(bias, count))
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 

@@ -161,8 +161,7 @@ def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
 
 
 def _open_block(k: Tensor, v: Tensor, total: Tensor | None, size: int) -> KeysAndValues:
-    """Copy the tokens after the last complete block of the first `total` in each row (None: of all). A view would keep
-    the whole sequence alive."""
+    """Copy the tokens after the last complete block of the first `total` per row (None: all); a view would keep all."""
     n = k.shape[-2]
     if total is None:
         end = n // size * size

@@ -148,8 +148,7 @@ def _rotate_if_marked(model: Any, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return the positions, of `width` channels. Learned ones begin with the standard deviation of the embeddings to
-    which they are added."""
+    """Return positions of `width` channels. Learned ones begin with the standard deviation of an nn.Embedding."""
     longest, window = options.max_seq_len, options.local_attn_window_size
     if options.use_rotary_emb:
         return SinusoidalPositions(width)
