@@ -102,7 +102,7 @@ def _resolve(
 
 
 def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
-    """Expand a mask that is (…, h, m), with ones, or (b, m) for all heads, to the heads and keys of k, (…, h, m)."""
+    """Expand a mask, (b, m) for all heads or one that broadcasts, to (…, h, m), the heads and keys of k."""
     wanted = k.shape[:-1]
     shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
     if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):

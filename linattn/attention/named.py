@@ -31,7 +31,7 @@ PROJECTED_LENGTH = 128
 
 
 class Heads(NamedTuple):
-    """The sizes and options of the heads that attend in one way, for the functions of `ATTENTIONS` that build it."""
+    """The sizes and options from which a function in `ATTENTIONS` builds the attention of these heads."""
 
     num_heads: int
     num_key_heads: int

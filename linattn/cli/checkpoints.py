@@ -31,7 +31,7 @@ def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
 
 
 def recover(run: Run, step: int, keep: int) -> None:
-    """Restore the run, whenever it was killed, to its state after the checkpoint of `step`. The last `keep` stay."""
+    """Restore a run, whenever killed, to its state after the checkpoint of `step`, with the last `keep` checkpoints."""
     remove_leftovers(run.folder)
     remove_leftovers(run.checkpoints)
     lines = [json.dumps(record) + "\n" for record in run.records() if record["step"] <= step]

@@ -82,7 +82,7 @@ def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:
 
 
 def _speed(times: list[float]) -> str:
-    """Describe the speed after the first token, which also takes the reading of the prompt. `times` begin before it."""
+    """Describe the speed after the first token. `times` has the time of the start and that of each token."""
     count = len(times) - 1
     if count < 2:
         return f"[{count} tokens]"

@@ -135,7 +135,7 @@ class LinearizedAttention(InnerAttention):
         return checked_parts(state, 2)
 
     def _checked_gates(self, gates: Any, k: Tensor) -> tuple[Any, ...]:
-        """Raise ValueError for a share too many or too few; the inner attention checks its own gates."""
+        """Raise ValueError if a share is missing, or not needed; the inner attention checks its own gates."""
         if (getattr(gates, "share", None) is None) != (self.share is None):
             raise ValueError("the gates of a linearized attention must be those that its `prepare` returns")
         return () if gates is None else (gates,)

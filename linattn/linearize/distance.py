@@ -112,7 +112,7 @@ def require_batches(batches: Sequence[Batch]) -> None:
 
 @torch.no_grad()
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
-    """Return the mean relative error on the `batches` of each linearized layer on its teacher's input, by its index."""
+    """Return the mean relative error on `batches` of each linearized layer, given its teacher's input, by its index."""
     require_batches(batches)
     with evaluating(model):
         outputs = [layer_outputs(model, teacher, batch) for batch in batches]

@@ -25,7 +25,7 @@ class LayerPlan:
     """Describes the attention module `name`, the `index`-th that the model runs.
 
     `spec` describes its replacement, which has `new_weights`; None means that the module stays, for the `reason`. Its
-    state has `state_numbers` per sequence, the cache of keys and values `cache_numbers` per token. `sizes` are the
+    state holds `state_numbers` per sequence, the cache of keys and values `cache_numbers` per token. `sizes` are the
     whole numbers and the shapes of weights in the module, by which `convert` recognizes it."""
 
     index: int

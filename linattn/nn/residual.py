@@ -46,7 +46,7 @@ class Stack(nn.Module, ABC):
 
     @abstractmethod
     def run(self, x: Tokens, step: Step) -> Hidden:
-        """Return the stack's output. Calls step(branch, x), which returns the output of a branch, once for each."""
+        """Return the stack's output. Calls step(branch, x), which returns a branch's output, once for each, in turn."""
 
     def forward(
         self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None

@@ -11,8 +11,8 @@ UNKNOWN = 2**40
 
 
 def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-    """Return the number of present tokens before each token in its sequence, and that before a token behind the row.
-    Where a sequence began before the row does, the number is `UNKNOWN` or more."""
+    """Return the number of present tokens before each token in its sequence, and that before a token after the row.
+    In a sequence that began before the row, these numbers are `UNKNOWN` or more."""
     present = torch.ones_like(starts) if key_mask is None else key_mask
     count = present.cumsum(1)
     before = count - present.long()

@@ -161,7 +161,7 @@ def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
 
 
 def _open_block(k: Tensor, v: Tensor, total: Tensor | None, size: int) -> KeysAndValues:
-    """Copy the tokens after the last complete block of the first `total` per row (None: all); a view would keep all."""
+    """Copy the tokens after the last complete block of each row's first `total` (None: all); a view would keep k, v."""
     n = k.shape[-2]
     if total is None:
         end = n // size * size

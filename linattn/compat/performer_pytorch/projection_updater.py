@@ -84,8 +84,8 @@ class Redrawing(nn.Module):
 
 @torch.no_grad()
 def count_step(rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int) -> None:
-    """Add 1 to `calls`; first, if it is `interval`, resample all `rows` from `seed`, and set `calls` to 0 and `seed` to
-    the next seed. If `fixed`, do nothing. Tensors change in place, as optimisers and compiled graphs refer to them.
+    """If `calls` has reached `interval`, resample all `rows` from `seed`, and set `calls` to 0 and `seed` to the next
+    one; then add 1 to `calls`. If `fixed`, do nothing. Tensors change in place, as others hold references to them.
 
     A kind is 2 · scaling + orthogonal, the two options of the `RandomProjection` with these rows in one number."""
     # a forward inside of a backward pass in this thread is a checkpoint's recomputation

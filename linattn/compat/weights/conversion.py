@@ -28,7 +28,7 @@ CHANNELS_AS_HALVES = Change(lambda x: x[..., halves(x.shape[-1])])
 
 
 class Move(NamedTuple):
-    """The tensor named `ours` becomes `change.apply` of theirs; if `theirs` is None, of itself, as for a constant."""
+    """The tensor named `ours` becomes `change.apply` of theirs; if `theirs` is None, of itself: a constant."""
 
     ours: str
     theirs: str | None

@@ -42,8 +42,8 @@ def stack(
     *,
     wrappers: int = 1,
 ) -> Moves:
-    """Yield the moves of a stack's branches, each an `attention` or a `feed_forward`, for which the two functions yield
-    them; `feed_forward` also gets the attention before. In the old model, `wrappers` wrappers surround it."""
+    """Yield the moves of a stack's branches. `attention` and `feed_forward` yield those of one module; `feed_forward`
+    also gets the attention before it. In the old model, a feed-forward is inside of `wrappers` wrappers."""
     reversible = isinstance(module, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
     assert isinstance(module.branches, nn.ModuleList)

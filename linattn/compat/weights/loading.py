@@ -38,7 +38,7 @@ def load(
     be loaded.
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
-    before 1.7.2. Later versions rotate queries of these heads by one window too many, and `load` so rotates weights."""
+    before 1.7.2. Later versions rotate queries of these heads by one window too many, and so does `load` in weights."""
     if constructor not in CONVERSIONS:
         known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
