@@ -109,11 +109,11 @@ def compare_with_softmax(
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     size = max(1, _WEIGHTS_AT_A_TIME // (q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], size):
-        rows = slice(start, min(q.shape[2], start + size))
-        visible = _visible(present, rows, causal)
-        softmax = _divided_by_sum(_relative(q[:, :, rows] @ k.mT / math.sqrt(q.shape[-1]), visible))
+        chunk = slice(start, min(q.shape[2], start + size))
+        visible = _visible(present, chunk, causal)
+        softmax = _divided_by_sum(_relative(q[:, :, chunk] @ k.mT / math.sqrt(q.shape[-1]), visible))
         scale = _relative(log_scale.unsqueeze(-2), visible)
-        weights = (_weights_by_key if by_key else _weights_by_query)(phi_q[:, :, rows], phi_k, scale)
+        weights = (_weights_by_key if by_key else _weights_by_query)(phi_q[:, :, chunk], phi_k, scale)
         total += _sums(softmax, weights, visible, v).double().cpu()
     count, error, uniform_error, norm, *means = total
     name = feature_map.function if isinstance(feature_map, ElementwiseFeatureMap) else type(feature_map).__name__
@@ -127,10 +127,10 @@ def compare_with_softmax(
     )
 
 
-def _visible(present: Bool[Tensor, "b h m"], rows: slice, causal: bool) -> Visible:
-    """Return the mask of the keys that each query of the chunk sees. Queries at masked tokens see none if causal."""
-    visible = present.unsqueeze(-2).expand(-1, -1, rows.stop - rows.start, -1)
-    return visible.tril(rows.start) & present[..., rows].unsqueeze(-1) if causal else visible
+def _visible(present: Bool[Tensor, "b h m"], chunk: slice, causal: bool) -> Visible:
+    """Return the mask of the keys that each query of a `chunk` sees. If causal, queries at masked tokens see none."""
+    visible = present.unsqueeze(-2).expand(-1, -1, chunk.stop - chunk.start, -1)
+    return visible.tril(chunk.start) & present[..., chunk].unsqueeze(-1) if causal else visible
 
 
 def _relative(log_scale: Float[Tensor, "b h #c m"], visible: Visible) -> Weights:
@@ -149,7 +149,7 @@ def _weights_by_query(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h
 
 
 def _weights_by_key(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m f"], scale: Weights) -> Weights:
-    """Σ_f φ(q_i)_f φ(k_j)_f / z_if, where z_if sums φ(k_j)_f over the keys that query i sees."""
+    """s_ij Σ_f φ(q_i)_f φ(k_j)_f / z_if, z_if = Σ_j s_ij φ(k_j)_f; the `scale` s is 0 for keys that i does not see."""
     z = scale @ phi_k
     # a subnormal sum has lost its digits, and its inverse may be infinite
     return divide(phi_q, z.masked_fill(z < torch.finfo(z.dtype).tiny, 0)) @ phi_k.mT * scale
@@ -158,9 +158,9 @@ def _weights_by_key(phi_q: Float[Tensor, "b h c f"], phi_k: Float[Tensor, "b h m
 def _sums(
     softmax: Weights, weights: Weights, visible: Visible, v: Float[Tensor, "b h m dv"] | None
 ) -> Float[Tensor, "figures h"]:
-    """Return sums per head over the batch and the chunk's queries: the number of queries that see a key, the squared
-    errors of the map and of uniform attention, the squares of softmax's outputs, then, in the order of
-    `SoftmaxComparison`, the figures that it averages over queries."""
+    """Return sums per head over the batch and a chunk of queries, from the `weights` of `softmax` and of the map: the
+    number of queries that see a key, the squared errors of the map and of uniform attention, the squares of softmax's
+    outputs, then, in the order of `SoftmaxComparison`, the figures that it averages over queries."""
     keys = visible.sum(-1, keepdim=True, dtype=softmax.dtype)
     uniform = visible / keys.clamp(min=1)
     entropy = torch.special.entr(softmax).sum(-1)

@@ -8,13 +8,13 @@ Synonyms = Mapping[str, str]
 
 
 def unknown_name(what: str, name: object, known: Iterable[object], synonyms: Synonyms | None = None) -> ValueError:
-    """Return the error for an unknown name: `what` must be one of `known`. It suggests a similar name or a synonym."""
+    """Return the error "`what` must be one of `known`, but is `name`". It suggests a similar name or a synonym."""
     names = [str(x) for x in known]
     return ValueError(f"{what} must be one of {', '.join(names)}, but is {name!r}{did_you_mean(name, names, synonyms)}")
 
 
 def did_you_mean(name: object, known: Iterable[str], synonyms: Synonyms | None = None) -> str:
-    """Return the question that ends an error, or an empty string. Names may be options of the command line."""
+    """Return " (did you mean …?)" for the end of an error, or "". Names may be options of the command line."""
     names, word = {_word(each): each for each in known}, _word(name)
     ours = (synonyms or {}).get(word)
     nearest = [ours] if ours in names else get_close_matches(word, names, 1)

@@ -127,7 +127,7 @@ def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:
 
 
 def checked_inner(inner: object) -> InnerAttention:
-    """Raise ValueError for a name, a feature map, or anything else in the place of an inner attention."""
+    """Return `inner`. Raise ValueError if it is a name, a feature map, or anything else but an inner attention."""
     if isinstance(inner, InnerAttention):
         return inner
     if isinstance(inner, str):

@@ -34,8 +34,7 @@ def attend(
     `attn_mask` is such a mask as `scaled_dot_product_attention` takes it, (…, 1, m), the same for all queries. `scale`
     multiplies q·k in methods that multiply it by 1/√d (None: 1/√d). `window` is that of local heads (None: 128).
 
-    Raises ValueError for what does not fit.
-    """
+    Raises ValueError for what does not fit."""
     check_tensors(q=q, k=k, v=v, **given(key_mask=key_mask, attn_mask=attn_mask))
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(
@@ -57,7 +56,7 @@ def attend(
 
 
 def _same_for_all_queries(attn_mask: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the mask of keys that an `attn_mask` is."""
+    """Return `attn_mask` (…, 1, m) as a key mask (…, m). Raise ValueError beside a `key_mask` or for another shape."""
     if key_mask is not None:
         raise ValueError("give key_mask or attn_mask, not both")
     if attn_mask.dtype != torch.bool or attn_mask.ndim < 2 or attn_mask.shape[-2] != 1:
@@ -103,7 +102,7 @@ def _resolve(
 
 
 def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
-    """Expand a mask to (…, h, m), for all heads if it is (b, m)."""
+    """Expand a mask, (b, m) for all heads or one that broadcasts, to (…, h, m), the heads and keys of k."""
     wanted = k.shape[:-1]
     shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
     if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):

@@ -56,7 +56,7 @@ def needs_strength(needs: AnyNeeds) -> bool:
 
 
 def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]) -> Any:
-    """Return the gates with a log decay of −∞ where `first` is True. Raise ValueError if a head has no decay gate."""
+    """Set the log decay to −∞ at the `first` token of each sequence. Raise ValueError if a head has no decay gate."""
     if isinstance(needs, SplitNeeds):
         parts: Any = gates
         return tuple(begin_sequences(part, own, first) for part, own in zip(needs.parts, parts, strict=True))
@@ -70,7 +70,7 @@ def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]
 
 
 def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates, ...]:
-    """Return (gates,), or () if the attention needs none. Raise ValueError for gates that do not fit."""
+    """Return (gates,), or () if the attention needs none. Raise ValueError unless gates have the shapes for keys k."""
     needs = attention.needs
     if gates is needs is None:
         return ()

@@ -27,8 +27,7 @@ class LinearAttention(InnerAttention):
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per feature, and a write,
     which multiplies v and requires `normalize=None`. A decay per feature excludes maps that scale each token's
-    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError. The causal state has
-    constant size."""
+    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError."""
 
     state_kind = FeatureState
 
@@ -99,8 +98,8 @@ class LinearAttention(InnerAttention):
 
 
 def group_features(features: Features, num_key_heads: int) -> Features:
-    """Return the features of queries as (b hk g n f), or of keys as (b hk 1 n f). Grouping follows the feature map,
-    whose weights may differ between heads."""
+    """Return the features of queries (b h n f) as (b hk g n f), or of keys as (b hk 1 n f). Features are grouped and
+    not their inputs, because the weights of a feature map may differ between heads."""
     x, log_scale, function = features
     log_scale = None if log_scale is None else log_scale.unflatten(1, (num_key_heads, -1))
     return Features(group_queries(x, num_key_heads), log_scale, function)

@@ -54,8 +54,7 @@ class LearnedProjection(SequenceProjection):
     heads, or one per head if `num_key_heads` is given.
 
     Column j multiplies the j-th *present* token, so padding changes nothing; a shorter sequence leaves columns unused.
-    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r).
-    """
+    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r)."""
 
     @check_types
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
@@ -107,11 +106,8 @@ class StridedConvolution(SequenceProjection):
 def pool_sequence(
     x: Keys, size: int, *, weight: Float[Tensor, "size d"] | None = None, key_mask: KeyMask = None
 ) -> tuple[_Projected, _Present]:
-    """Reduce windows of `size` tokens, one after the other, to their means, or to sums with a weight per place and
-    channel.
-
-    Also return which windows hold a present token (None: all). An incomplete window gives the mean, or sum, of its
-    tokens."""
+    """Reduce consecutive windows of `size` present tokens, fewer in the last one, to their means or, with a `weight`
+    for each token of a window and channel, to weighted sums. Also return which windows are not empty (None: all)."""
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))
@@ -131,8 +127,7 @@ class LinformerAttention(InnerAttention):
     `value_projection` (None: the same). More keys than either was made for raise ValueError.
 
     To share weights as the paper does, pass the same object: one projection for keys and values (the default), or for
-    all layers. Every output depends on every key, so there is no causal form.
-    """
+    all layers. Every output depends on every key, so there is no causal form."""
 
     causal = False
     scales_products = True

@@ -19,8 +19,7 @@ class LocalAttention(InnerAttention):
     2 · window keys once the first bucket is full.
 
     A masked token is a missing token, as key and as query: windows count present tokens only, and its output is zeros.
-    The state holds the last window − 1 (bucketed: 2 · window − 1) present keys and values per sequence.
-    """
+    The state holds the last window − 1 (bucketed: 2 · window − 1) present keys and values per sequence."""
 
     state_kind = LocalState
     scales_products = True

@@ -31,7 +31,7 @@ PROJECTED_LENGTH = 128
 
 
 class Heads(NamedTuple):
-    """The sizes and options that a builder may use."""
+    """The sizes and options from which a function in `ATTENTIONS` builds the attention of these heads."""
 
     num_heads: int
     num_key_heads: int
@@ -148,9 +148,8 @@ def named_attention(
 
 
 def untrained_attention(spec: str, **sizes: Any) -> InnerAttention:
-    """Make a `named_attention` whose random features come from a fixed seed, and change no random state.
-
-    They are sampled on the CPU, so that every device has the same features."""
+    """Return `named_attention(spec, **sizes)`, with random features from a fixed seed, sampled on the CPU, so that they
+    are the same on every device. No random state changes."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # torch.manual_seed would seed the other devices too
         torch.default_generator.manual_seed(0)
@@ -173,7 +172,7 @@ def names_in(spec: str) -> list[str]:
 def resolved_attention(
     inner: InnerAttention | str, *, num_heads: int, head_dim: int, num_key_heads: int | None = None
 ) -> InnerAttention:
-    """Return the inner attention itself, or make it from its name."""
+    """Return `inner` or, if it is a name, the `named_attention` of these sizes, in which a query sees all keys."""
     if isinstance(inner, str):
         return named_attention(inner, num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads)
     return checked_inner(inner)

@@ -55,7 +55,7 @@ class RotaryAttention(InnerAttention):
         return y, RotaryState(inner, position)
 
     def _rotated(self, q: Tensor, k: Tensor, start: Tensor | None, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotated queries and keys, and the number of tokens seen by their end."""
+        """Return the rotated queries and keys, and the number of tokens up to their end; `start` tokens came before."""
         check_same_tokens(q, k)
         positions, end = count_positions(k, start, key_mask)
         rotation = rotations(positions, k.shape[-1], k.dtype, base=self.base)
@@ -72,7 +72,8 @@ def check_same_tokens(q: Tensor, k: Tensor) -> None:
 def count_positions(
     x: Float[Tensor, "*b n d"], start: Int[Tensor, "*b"] | None, key_mask: Bool[Tensor, "*#b n"] | None
 ) -> tuple[Int[Tensor, "*#b n"], Int[Tensor, "*b"]]:
-    """Return each token's position, which counts present tokens only, and the number of tokens seen by the end."""
+    """Return the position of each token of x, and the number of tokens up to the end of x; `start` is the number of
+    those before x (None: zero). Only present tokens count."""
     *lead, n, _ = x.shape
     if start is None:
         # all sequences share these positions, and so the angles of a rotation

@@ -19,8 +19,7 @@ class SoftmaxAttention(InnerAttention):
     in time, linear in memory.
 
     Its state keeps every key and value, so both the state and the cost per token grow with the past. The states of the
-    other attentions have constant size.
-    """
+    other attentions have constant size."""
 
     state_kind = KeysAndValues
     scales_products = True

@@ -20,8 +20,7 @@ class SplitHeads(InnerAttention):
 
     Each of `parts` pairs a number of query heads with their attention; all are causal or none. Key heads, if there are
     fewer, are split in the same proportion. The state is a tuple with the state of each part. If a part needs gates,
-    they are a tuple too, with None for each part that needs none.
-    """
+    they are a tuple too, with None for each part that needs none."""
 
     def __init__(self, *parts: tuple[int, InnerAttention]):
         super().__init__()

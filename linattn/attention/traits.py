@@ -56,7 +56,7 @@ def _traits(name: str) -> Traits:
 
 
 def _small(name: str, causal: bool, max_length: int | None) -> InnerAttention | None:
-    """Build the attention for one head of two channels; return None if it refuses the other arguments."""
+    """Build the attention for one head of two channels; return None if that raises ValueError for these arguments."""
     try:
         return untrained_attention(name, num_heads=1, head_dim=2, causal=causal, max_length=max_length)
     except ValueError:

@@ -15,7 +15,7 @@ Parsing = dict[str, Any]
 
 
 def checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """Return a converter that refuses infinite numbers and those that are not allowed."""
+    """Return a converter of texts that refuses infinite numbers and those not `allowed`: they "must be `expected`"."""
 
     def number(text: str) -> Any:
         with suppress(ValueError):
@@ -87,7 +87,7 @@ def numbers(allowed: Callable[[float], bool], expected: str) -> Parsing:
 
 
 def repeatable(metavar: str) -> Parsing:
-    """Return the keywords of a repeatable option of one value. An option of several values would also consume DATA."""
+    """Return argparse's keywords for a repeatable option of one value, as one of several values would take DATA too."""
     return {"action": "append", "metavar": metavar}
 
 

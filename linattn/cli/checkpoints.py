@@ -22,7 +22,8 @@ MANIFEST = "files.json"
 
 
 def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
-    """Give the complete checkpoint its name, make its weights the run's, and delete the oldest checkpoints."""
+    """Give the complete checkpoint in the folder `partial` its name, make its weights the run's, and delete all
+    checkpoints but the last `keep`."""
     digests = {str(file.relative_to(partial)): _digest(file) for file in sorted(partial.rglob("*")) if file.is_file()}
     write_atomically(partial / MANIFEST, json.dumps(digests, indent=2))
     rename_durably(partial, run.checkpoint(step))
@@ -30,7 +31,7 @@ def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
 
 
 def recover(run: Run, step: int, keep: int) -> None:
-    """Restore the run to its state right after the checkpoint of `step`, whenever the process was killed."""
+    """Restore a run, whenever killed, to its state after the checkpoint of `step`, with the last `keep` checkpoints."""
     remove_leftovers(run.folder)
     remove_leftovers(run.checkpoints)
     lines = [json.dumps(record) + "\n" for record in run.records() if record["step"] <= step]

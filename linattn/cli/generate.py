@@ -75,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:
-    """Yield the tokens, and append the time at which each came."""
+    """Yield the tokens, and append the time of each to `times`."""
     for token in tokens:
         times.append(time.perf_counter())
         yield token
 
 
 def _speed(times: list[float]) -> str:
-    """Report the speed after the first token, which comes with the reading of the prompt."""
+    """Describe the speed after the first token. `times` has the time of the start and that of each token."""
     count = len(times) - 1
     if count < 2:
         return f"[{count} tokens]"

@@ -29,7 +29,8 @@ def require_weights(build: Callable[[], nn.Module], options: TrainOptions) -> No
 
 
 def require_activations(model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
-    """Raise CommandError if the weights fit, but not with the activations of a batch. A GPU reports that itself."""
+    """Raise CommandError if a CPU's memory does not hold the weights with the activations of a batch. On a GPU, torch
+    itself raises an error for that."""
     if args.device.type != "cpu":
         return
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -46,8 +47,7 @@ def require_activations(model: PreTrainedModel, options: TrainOptions, args: Tra
 
 
 def _bytes_per_token(model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> float:
-    """Measure the bytes per token that are saved for the gradient; with checkpointing, count those of the layers'
-    inputs and of the logits."""
+    """Measure the bytes per token saved for the gradient; with checkpointing, count layers' inputs and the logits."""
     if options.checkpointing:
         return 4 * (options.depth * options.dim + model.config.vocab_size)
     tokens = torch.zeros(1, min(options.context, PROBE), dtype=torch.long)

@@ -58,7 +58,7 @@ data, training, reports = (partial(option, group=group) for group in ("data", "t
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """The options of the model, which are the fields of its configuration, and all others."""
+    """The options of the model, which are the fields of its configuration, and all others, each with its help text."""
 
     preset: str | None = option(
         None,

@@ -90,7 +90,7 @@ def entire(files: Iterable[Path]) -> list[Extent]:
 
 
 def split(files: Iterable[Path], validation_part: float) -> tuple[list[Extent], list[Extent]]:
-    """Keep the last part of all bytes for validation, the same text for every vocabulary."""
+    """Return the extents for training, and those for validation: the last `validation_part` of all bytes."""
     extents = entire(files)
     total = sum(extent.stop for extent in extents)
     left = total - int(total * validation_part)
@@ -118,9 +118,8 @@ def _character_boundary(file: Path, cut: int) -> int:
 
 
 def write_tokens(extents: Sequence[Extent], vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
-    """Write one row, in which each document begins with the separator, and return its description for `run.json`.
-
-    The `lost_bytes` cannot be restored from the tokens."""
+    """Write the tokens of the extents as one row, each extent after a separator; return its description for `run.json`,
+    a `Part`. The `lost_bytes` cannot be restored from the tokens."""
     part, digest = {"documents": len(extents), "bytes": 0, "tokens": 0, "lost_bytes": 0}, hashlib.sha256()
     with open(path, "wb") as out:
         for tokens, text in _documents(extents, vocabulary):

@@ -61,9 +61,9 @@ class Place(NamedTuple):
 
 
 class Reading:
-    """The reading of the texts. `place` is how far it is; it changes in one assignment, so that an interruption finds
-    one or the next. `before` tokens were in the state that it began with, `done` were read when it was interrupted.
-    It is saved now and then, so that the same command goes on where it was."""
+    """The reading of the texts, saved now and then, so that the same command goes on after an interruption. `place` is
+    how far it is; it changes in one assignment, so that an interruption finds the old one or the new one. `before` is
+    the number of tokens in the state of --state, `done` that of tokens read before an interruption."""
 
     def __init__(self, model: LanguageModel, arguments: argparse.Namespace) -> None:
         self.model, self.out = model, arguments.out
@@ -93,7 +93,8 @@ class Reading:
         self.place = self.place._replace(state=state)
 
     def read(self, tokens: Iterator[tuple[Sequence[int], int]], size: int) -> None:
-        """Read all tokens, which come in pieces with the number of bytes that each was, and write the file."""
+        """Read the `tokens`, which come in pieces with the number of bytes of each, and write the file. `size` is the
+        number of all bytes, 0 if unknown."""
         from tqdm.auto import tqdm
 
         started = saved = time.monotonic()
@@ -153,7 +154,7 @@ class Reading:
 
 
 def pieces(vocabulary: Vocabulary, files: Sequence[Path]) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield the tokens of the files, of stdin if there is none, in pieces, each with the number of bytes that it was.
+    """Yield the tokens of the files, of stdin if there is none, in pieces, each with the number of bytes of its text.
     Every text begins with the separator."""
     for path in files or (None,):
         yield [vocabulary.separator], 0

@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 class Part(TypedDict):
-    """Describes the tokens of one part of the data."""
+    """Describes the tokens for training or for validation, from which `lost_bytes` of the text cannot be restored."""
 
     documents: int
     bytes: int
@@ -72,7 +72,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
 
     def describe(self, **changes: Any) -> None:
-        """Change the description, and write it."""
+        """Set these fields of the description, run.json, and write it."""
         self.description |= changes
         write_atomically(self.folder / DESCRIPTION, json.dumps(self.description, indent=2) + "\n")
 

@@ -55,7 +55,7 @@ class TrainingWindows(Dataset):
 
 @lru_cache(maxsize=1)
 def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.ndarray]:
-    """Return the offset, from 0 to `slack`, and the order of the `windows` windows in the pass with this `number`."""
+    """Return the offset, from 0 to `slack` tokens, and the order of so many `windows` in the pass of this `number`."""
     random = np.random.default_rng((seed, number))
     return int(random.integers(slack + 1)), random.permutation(windows)
 

@@ -27,7 +27,7 @@ LogitsOrLoss = Float[Tensor, "..."]
 
 @check_types
 def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keep the most likely tokens, a share of 1 − thres of all, but at least one."""
+    """Keep the logits of the most likely tokens, a share of 1 − thres of all, but at least one; others become −∞."""
     k = max(1, round((1 - thres) * logits.shape[-1]))
     values, indices = logits.topk(k)
     return torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
@@ -35,13 +35,14 @@ def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b 
 
 @check_types
 def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
-    """Keep the fewest tokens that together reach the probability thres."""
+    """Keep the logits of the fewest tokens that together reach the probability thres; others become −∞."""
     return nucleus(logits, thres)
 
 
 class SamplingOptions(NamedTuple):
-    """The options for drawing a token: penalty for each row's `recent` last tokens, temperature, filter. A temperature
-    of 0 takes the most likely token. Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1"""
+    """The options for drawing a token: `filter(logits, thres=thres)` keeps some logits, as `top_k` does, and `penalty`
+    lowers those of each row's `recent` last tokens (Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1). A
+    temperature of 0 takes the most likely token."""
 
     temperature: float
     filter: Filter
@@ -67,7 +68,8 @@ class SamplingOptions(NamedTuple):
 
 
 class WrapperBase(nn.Module, ABC):
-    """Trains and samples a causal model. In the loss, next tokens that are `ignore_index`, or masked, do not count.
+    """Trains and samples the causal model `net`. In the loss, next tokens that are `ignore_index`, or masked, do not
+    count. Generated rows that have ended go on with `pad_value`.
 
     `mask_name` is the net's argument for the mask. If `slides`, generation continues after the net's greatest length,
     and the net then sees as many of the last tokens as it can take."""
@@ -83,7 +85,8 @@ class WrapperBase(nn.Module, ABC):
         self.max_seq_len = net.max_seq_len
 
     def _logits_or_loss(self, x: TokenIds, call: Call, *, return_loss: bool) -> LogitsOrLoss:
-        """Return the net's logits or their loss. If the call's mask lacks a last column, the last token is present."""
+        """Return the net's logits or their loss, with the masks and the context in `call`. If the mask of x lacks the
+        last column, the last token is present."""
         mask, seen = call.key_mask, slice(-1) if return_loss else slice(None)
         if mask is not None and mask.shape[1] == x.shape[1] - 1:
             mask = F.pad(mask, (0, 1), value=True)
@@ -95,7 +98,8 @@ class WrapperBase(nn.Module, ABC):
     def draw_tokens(
         self, start: Int[Tensor, "*b n"], count: int, eos_token: int | None, sampling: SamplingOptions, call: Call
     ) -> Int[Tensor, "*b k"]:
-        """Return the new tokens per row, fewer than `count` if all rows end; those after a row's end are padding."""
+        """Return `count` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
+        `call` has the mask of `start` and the context."""
         tokens = torch.atleast_2d(start)
         present = torch.ones_like(tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
         rows: list[list[int]] = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]

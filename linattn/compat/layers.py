@@ -26,7 +26,8 @@ Pair = tuple[Branch, Branch]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(Options):
-    """The options that the packages share."""
+    """The options that the packages share, under the packages' names: a feed-forward has `ff_mult` · dim hidden units,
+    gated if `ff_glu`, and runs on `ff_chunks` pieces of the sequence, one after the other."""
 
     dim: int = REQUIRED
     depth: int = REQUIRED
@@ -58,7 +59,8 @@ def make_pair(
     shift: tuple[int, ...] | None = None,
     rezero: bool = False,
 ) -> Pair:
-    """Return `attention` and a new feed-forward as two `Branch`es, each with its own norm, token shift and `rezero`."""
+    """Return `attention` and a new feed-forward as two `Branch`es. Each has its own norm, which `norm` makes for a
+    number of channels, a `TokenShift` with the offsets `shift` (None: neither), and `rezero`."""
     sizes = options.dim, options.ff_mult * options.dim
     if options.ff_glu:
         part = GatedFeedForward(*sizes, activation=F.gelu, bias=True, hidden_dropout=options.ff_dropout)
@@ -92,7 +94,7 @@ def split_heads(*parts: tuple[int, InnerAttention]) -> InnerAttention:
 
 
 def inner_parts(module: MultiheadAttention) -> list[tuple[int, InnerAttention]]:
-    """Return the inner attentions, each with its number of heads."""
+    """Return the inner attentions of a module, each with its number of heads; there are several in a `SplitHeads`."""
     if isinstance(inner := module.inner, SplitHeads):
         return list(zip(inner.heads, cast(Iterable[InnerAttention], inner.parts), strict=True))
     return [(module.q_proj.out_features // module.head_dim, inner)]

@@ -45,8 +45,7 @@ class Options:
                 check_sizes(**{option.name: value}, least=0 if option.default == 0 else 1)
 
     def without_effect(self) -> Idle:
-        """Yield the options that have no effect beside the others, each with the reason. A later reason replaces an
-        earlier."""
+        """Yield the options that have no effect beside the others, with the reason. A later reason replaces others."""
         yield from ()
 
 

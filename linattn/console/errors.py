@@ -26,7 +26,7 @@ class CommandError(Exception):
 
 @contextmanager
 def explained(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, which the user's input causes, into one line."""
+    """Turn errors of these `kinds`, which the user's input causes, into a CommandError that begins with `prefix`."""
     try:
         yield
     except kinds as error:

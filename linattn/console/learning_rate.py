@@ -4,7 +4,7 @@ import math
 
 
 def learning_rate_factor(progress: float, warmup: float) -> float:
-    """Rise linearly during the `warmup`, then fall along half a cosine. Both are shares of the training."""
+    """Return a factor that rises linearly during `warmup`, then falls along half a cosine; both are shares of a run."""
     if progress < warmup:
         return progress / warmup
     return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2

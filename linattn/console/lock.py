@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path, folder: Path) -> int:
-    """Return the descriptor of the locked file. The file may be deleted while it is being locked; then a new one is."""
+    """Lock the file at `path` for the `folder`, and return its descriptor. If it is deleted before, lock a new one."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -67,7 +67,8 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[float]:
 
 
 def _left(folder: Path, limit: str, usage: str, cached: str) -> float:
-    """Return the limit less the memory in use; files in the cache are not in use."""
+    """Return the limit of a control group less the memory in use; files in the cache are not in use. The names are
+    those in its `folder` of the limit, of the usage, and of cached files in memory.stat."""
     limit_bytes, used = (int((folder / f"memory.{name}").read_text()) for name in (limit, usage))
     statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return float(limit_bytes - used + int(statistics.get(cached, 0)))

@@ -1,5 +1,4 @@
-"""Reports as one HTML file with its pictures in it, which needs no network and no script. All extend
-console/page.html."""
+"""Reports as one HTML file with its pictures in it, without network and script. All extend console/page.html."""
 
 import io
 import re
@@ -36,7 +35,7 @@ def axes(title: str, label: str, size: tuple[float, float] = (4.5, 3.2)) -> Any:
 
 
 def svg(figure: Figure, name: str, label: str) -> str:
-    """Return the figure as SVG. Ids get its name, because a page holds several pictures."""
+    """Return the figure as SVG, with `label` as aria-label. Ids begin with `name`, as a page has several figures."""
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})

@@ -36,7 +36,7 @@ _Map = TypeVar("_Map", bound=FeatureMap)
 
 
 def checked_feature_map(feature_map: object, kind: type[_Map]) -> _Map:
-    """Raise ValueError for a name, or anything else in the place of a feature map."""
+    """Return `feature_map`. Raise ValueError if it is a name, or anything else that is not of the class `kind`."""
     if isinstance(feature_map, kind):
         return feature_map
     name = repr(feature_map)

@@ -44,8 +44,7 @@ class FavorFeatureMap(_RandomFeatureMap):
     """φ(x) = exp(Ω u − ‖u‖²/2) / √f with u = x/d^¼, so that φ(q)·φ(k) has the mean exp(q·k/√d) over draws of Ω.
 
     No constant is added, as features have a `log_scale` that keeps them in range. The relative variance is exp(‖q +
-    k‖²/√d) / f: at unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures it on your q
-    and k."""
+    k‖²/√d) / f: at unit variance and d = 64 that is e¹⁶/f, beyond any use. `linattn.diagnostics` measures the error."""
 
     def query(self, x: Float[Tensor, "*b n d"]) -> Features:
         return _positive(self.projection(x), x)
@@ -55,7 +54,7 @@ class FavorFeatureMap(_RandomFeatureMap):
 class HyperbolicFavorFeatureMap(_RandomFeatureMap):
     """φ(x) = exp([Ω u, −Ω u] − ‖u‖²/2) / √f with u = x/d^¼: each direction is used both ways.
 
-    They behave as positive features do, with half the rows and a lower variance for the same number of features."""
+    These features behave as positive ones, with half the rows and a lower variance for the same number of features."""
 
     features_per_row = 2
 
@@ -86,5 +85,5 @@ def half_squared_norm(x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n"]:
 
 
 def _positive(projected: Float[Tensor, "*b n f"], x: Float[Tensor, "*b n d"]) -> Features:
-    """Return exp(projected − ‖x/d^¼‖²/2) / √f."""
+    """Return exp(projected − ‖x/d^¼‖²/2) / √f, where `projected` are products of rows of Ω with x/d^¼."""
     return Features(projected, -half_squared_norm(x) - 0.5 * math.log(projected.shape[-1]), "exp")

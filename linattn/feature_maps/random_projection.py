@@ -18,7 +18,7 @@ class RandomProjection(nn.Module):
 
     With `scaling` 0 each row is as long as a Gaussian vector, so it is still distributed as N(0, I). With 1 all have
     length √d: less variance, but a small bias; anything else raises ValueError. Only `reset_parameters` and `redraw_`
-    sample this buffer."""
+    sample the `rows`."""
 
     rows: Tensor
 
@@ -74,7 +74,7 @@ def draw_rows(
 
 
 def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None = None) -> Float[Tensor, "r d"]:
-    """Sample one rotation per d rows from the Haar measure; the last one is cut short."""
+    """Return the rows of random rotations of `dim` dimensions from the Haar measure, of the last one as many as fit."""
     blocks = -(-num_rows // dim)
     gaussian = torch.randn(blocks, dim, dim, dtype=torch.float64, device="cpu", generator=generator)
     q, r = torch.linalg.qr(gaussian)

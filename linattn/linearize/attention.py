@@ -52,8 +52,8 @@ class LayerSpec:
 
 
 class LayerGates(NamedTuple):
-    """The gates of a layer's inner attention, and the `share` of its output beside the window; None for a part that the
-    layer does not have."""
+    """The gates of the `inner` attention of a linearized layer, and the `share` of its output beside the window's; None
+    for what the layer does not have."""
 
     inner: AnyGates
     share: Float[Tensor, "b h n"] | None
@@ -63,11 +63,11 @@ class LayerGates(NamedTuple):
 class LinearizedAttention(InnerAttention):
     """Attends as the `spec` describes, from queries and keys that it projects to fewer channels.
 
-    With a window, y = local + σ(W x + b) ⊙ (inner − local) per head and token. x is the layer's input after a short
-    convolution, and local is softmax over the last tokens with queries and keys as they come.
+    With a window, y = local + s (inner − local) with a share s = σ(W x + b) per head and token. x is the layer's input
+    after a short convolution, and local is softmax over the last tokens, with queries and keys before the projection.
 
-    The first values are near softmax: the convolution is the identity, decays are near 1, and `closed_form` computes
-    projections and shares. `arguments` are the names of the parameters of the module's `forward`, in order."""
+    The initial weights are near softmax: the convolution is the identity, decays are near 1, and `closed_form` computes
+    projections and shares. `arguments` are the names of the parameters of the stock module's `forward`, in order."""
 
     arguments: tuple[str, ...]
 
@@ -100,9 +100,9 @@ class LinearizedAttention(InnerAttention):
     def prepare(
         self, x: Float[Tensor, "b n c"], mask: Tensor | None, layer: AttentionLayer | None
     ) -> tuple[Float[Tensor, "b n c"], LayerGates | None]:
-        """Return the layer's input x after the convolution, and the gates that are computed from it.
+        """Return the layer's input x after the convolution, and the gates that are computed from it (None: no gates).
 
-        `mask` is the one that the model passes to its attention, and `layer` the part of the cache with the past."""
+        `mask` is the model's attention mask, `layer` the cache's part for this layer, with the convolution's past."""
         if self.convolution is not None:
             x = self._convolved(x, mask, layer)
         if self.token_gates is None and self.share is None:
@@ -122,7 +122,7 @@ class LinearizedAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: LayerGates | None = None
     ) -> tuple[Outputs, Any]:
-        """Return the outputs and the new state. Attention in both directions takes and returns a state of None."""
+        """Return the outputs and the new state, a pair of the inner attention's and the window's (None: not causal)."""
         inner_gates, share = gates or (None, None)
         past, window_past = checked_parts(state, 2)
         y, past = _results(self.inner, self.query_map(q), self.key_map(k), v, past, key_mask, inner_gates)
@@ -135,7 +135,7 @@ class LinearizedAttention(InnerAttention):
         return checked_parts(state, 2)
 
     def _checked_gates(self, gates: Any, k: Tensor) -> tuple[Any, ...]:
-        """Check the share; the inner attention checks its own gates."""
+        """Raise ValueError if a share is missing, or not needed; the inner attention checks its own gates."""
         if (getattr(gates, "share", None) is None) != (self.share is None):
             raise ValueError("the gates of a linearized attention must be those that its `prepare` returns")
         return () if gates is None else (gates,)
@@ -155,7 +155,7 @@ class LinearizedAttention(InnerAttention):
 def _results(
     inner: InnerAttention, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: Any = None
 ) -> tuple[Outputs, Any]:
-    """Return the outputs and, if causal, the state."""
+    """Return the outputs and the new state, None if `inner` is not causal."""
     if inner.causal:
         return inner.extend(q, k, v, state, key_mask=key_mask, gates=gates)
     return inner(q, k, v, key_mask=key_mask, gates=gates), None
@@ -189,7 +189,7 @@ def own_attention(module: nn.Module) -> LinearizedAttention:
 
 
 def named_arguments(own: LinearizedAttention, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of the attention module by name."""
+    """Return all arguments of a call of the attention module by name, `args` by position and `options` by keyword."""
     return {**dict(zip(own.arguments, args, strict=False)), **options}
 
 
@@ -204,7 +204,7 @@ def _prepare(
 
 
 def _cache_layer(module: nn.Module, inputs: Iterable[Any]) -> AttentionLayer | None:
-    """Return the layer of the cache among the inputs, None if there is no cache."""
+    """Return the layer, for this attention module, of the cache among its inputs; None if there is no cache."""
     cache = next((value for value in inputs if isinstance(value, Cache)), None)
     if cache is None:
         return None

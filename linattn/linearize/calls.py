@@ -28,8 +28,9 @@ Batch = Mapping[str, Any]
 class AttentionCall(NamedTuple):
     """The arguments of one call of the attention function by the `module` of this `name`.
 
-    The logits of softmax are `scaling` · q·k. `dim` is the number of channels of the module's input, None for
-    cross-attention. `gates` are those of a linearized layer."""
+    `mask` (b m) is True for present keys, or holds each token's document (None: all are present). The logits of softmax
+    are `scaling` · q·k. `dim` is the number of channels of the module's input, None for cross-attention. `gates` are
+    those of a linearized layer."""
 
     name: str
     module: nn.Module
@@ -63,7 +64,7 @@ class AttentionCall(NamedTuple):
 
 @contextmanager
 def attention_function(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Make the model attend by this function of transformers inside the block.
+    """Make the model attend inside the block by `implementation`, the name of an attention function in transformers.
 
     Our softmax raises ValueError for models whose attention no method of ours can replace."""
     before = model.config._attn_implementation or "eager"
@@ -102,7 +103,7 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[AttentionCall]
 
 
 def run(model: PreTrainedModel, batch: Batch) -> Any:
-    """Call the model on its device, without a cache, with which it would attend as in generation."""
+    """Call the model on its device. It makes no cache, because with one it would attend as in generation."""
     if not isinstance(batch, Mapping):
         kind = type(batch).__name__
         raise ValueError(f'a batch holds the arguments of a call by name, as {{"input_ids": …}}, but is a {kind}')

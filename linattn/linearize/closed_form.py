@@ -54,7 +54,7 @@ def set_projections(
 def closest_projections(
     queries: Float[Tensor, "*b d d"], keys: Float[Tensor, "*b d d"], channels: int
 ) -> tuple[Float[Tensor, "*b d r"], Float[Tensor, "*b d r"]]:
-    """Return P_q and P_k for the second moments of queries and of centred keys."""
+    """Return P_q and P_k, with r = `channels`, for the second moments of `queries` and of centred `keys`."""
     (root_q, inverse_q), (root_k, inverse_k) = _roots(queries), _roots(keys)
     u, sizes, v = torch.linalg.svd(root_q @ root_k)
     scale = sizes[..., None, :channels].sqrt()
@@ -111,7 +111,7 @@ def _share_products(own: LinearizedAttention, call: AttentionCall) -> list[Tenso
 def _sums(
     teacher: PreTrainedModel, batches: Iterable[Batch], terms: Callable[[AttentionCall], list | None]
 ) -> dict[str, list]:
-    """Return the sums of the `terms` of all calls of each module, by its name. Modules without terms are left out."""
+    """Return the sums of `terms(call)` over all calls of each module, by its name. Terms that are None are left out."""
     sums: dict[str, list] = {}
 
     def add(call: AttentionCall) -> None:

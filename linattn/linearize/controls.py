@@ -1,5 +1,4 @@
-"""Controls: simpler functions that replace the attention of a linearized model while it is measured. And the entropy of
-attention weights."""
+"""Controls, simpler functions that replace a linearized model's attention in measurements; entropies of attention."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,8 +34,7 @@ Control = Callable[[LayerCall], Outputs]
 
 @contextmanager
 def controlled(model: nn.Module, control: Control) -> Iterator[None]:
-    """Replace the output of every linearized layer by that of the control inside the block, for runs without a
-    cache."""
+    """Replace the output of every linearized layer by that of `control` inside the block, in calls without a cache."""
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
         assert isinstance(own, LinearizedAttention)
@@ -56,7 +54,7 @@ def window_alone(call: LayerCall) -> Outputs:
 
 
 def linear_part_off(call: LayerCall) -> Outputs:
-    """Return the window's output without linear attention; in a mixture, return zeros for the linear heads."""
+    """Return the output of the softmax beside linear attention alone or, in a mixture, zeros for the linear heads."""
     if call.own.window is not None:
         return call.own.window(call.q, call.k, call.v, key_mask=call.key_mask)
     inner = call.own.inner

@@ -63,8 +63,7 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = ()) -
 
 
 def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a frozen copy of a stock model in evaluation. It attends by our softmax, to have the same masks as the
-    linearized model."""
+    """Return a frozen copy of a model in evaluation. It attends by our softmax, for the linearized model's masks."""
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     teacher.set_attn_implementation(SOFTMAX)
     return teacher

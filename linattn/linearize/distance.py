@@ -67,8 +67,7 @@ def main_output(output: Any) -> Tensor:
 
 
 def aligned_labels(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
-    """Return the labels aligned with the logits (shifted for next-token models), None for a batch without such
-    labels."""
+    """Return the labels aligned with the logits (shifted for next-token models), None for a batch without any."""
     labels = batch.get("labels")
     if labels is None or labels.shape != logits.shape[: labels.ndim]:
         return None
@@ -113,8 +112,7 @@ def require_batches(batches: Sequence[Batch]) -> None:
 
 @torch.no_grad()
 def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> dict[int, float]:
-    """Return the mean relative error of each linearized layer on the `batches`, by its index. Each layer gets the input
-    of the teacher's layer."""
+    """Return the mean relative error on `batches` of each linearized layer, given its teacher's input, by its index."""
     require_batches(batches)
     with evaluating(model):
         outputs = [layer_outputs(model, teacher, batch) for batch in batches]
@@ -125,8 +123,7 @@ def layer_errors(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequ
 
 
 class LayerOutputs(NamedTuple):
-    """The output `y` of a layer, the `target`, which is the teacher's output for the same input, and the `mask` of
-    present tokens."""
+    """The output `y` of a layer, the `target`, the teacher's for the same input, and the `mask` of present tokens."""
 
     y: Float[Tensor, "b n d"]
     target: Float[Tensor, "b n d"]
@@ -162,8 +159,8 @@ def layer_outputs(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch
 
 
 def layer_distance(model: PreTrainedModel, batch: Batch, outputs: LayerOutputs) -> Float[Tensor, ""]:
-    """Return the relative error of a layer. Where only some tokens have labels, return the mean of it and of the error
-    at these tokens, which would be a small part of the error otherwise."""
+    """Return the relative error of a layer's `outputs`. Where only some tokens of the `batch` have labels, return the
+    mean of that and of the error at these tokens, which would otherwise count little."""
     error = relative_error(*outputs)
     labels = None if model.config.is_encoder_decoder else aligned_labels(model, batch, outputs.y)
     if labels is None or labels.ndim < 2 or not (mask := labels != NO_LABEL).any():

@@ -50,7 +50,7 @@ class Linearized(NotCopied, PreTrainedModel):
         return _empty, (type(self).__name__,), self.__dict__
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
-        """Raise ValueError for other functions, which would not use the layers' own weights."""
+        """Raise ValueError unless the function is our softmax: others would not use the linearized layers' weights."""
         _check_implementation(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **options)
 
@@ -95,7 +95,8 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
 
 
 def describe(model: PreTrainedModel) -> None:
-    """Set the model's class, and the description in its configuration, to those of the layers that it has now."""
+    """Set the model's class and the description in its configuration to those for the linearized layers that it has
+    now: without any, the stock class and no description."""
     layers = {name: asdict(own_attention(module).spec) for name, module in linearized_layers(model).items()}
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
@@ -126,7 +127,8 @@ def _check_implementation(implementation: Any, *others: str | None) -> None:
 
 
 def _auto_map(config: PreTrainedConfig) -> dict[str, str]:
-    """Return the class in the loader's file for each of transformers' Auto classes that knows the configuration."""
+    """Return config.json's "auto_map": for each of transformers' Auto classes that knows the configuration, by name,
+    the class in the file `LOADER` that it loads."""
     classes = {}
     for auto, kind in vars(modeling_auto).items():
         mapping = getattr(kind, "_model_mapping", None)
@@ -138,6 +140,7 @@ def _auto_map(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def _own_name(model: PreTrainedModel, name: str) -> str:
-    """Return the name of a module of the saved model in this one, which may be its base model or contain it."""
+    """Return the name in `model` of the module that has this `name` in the saved model. `model` may be the saved
+    model's base model, or the saved model may be that of `model`."""
     known, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
     return next((name for name in (name, name.removeprefix(prefix), prefix + name) if name in known), name)

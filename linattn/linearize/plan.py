@@ -25,7 +25,7 @@ class LayerPlan:
     """Describes the attention module `name`, the `index`-th that the model runs.
 
     `spec` describes its replacement, which has `new_weights`; None means that the module stays, for the `reason`. Its
-    state has `state_numbers` per sequence, the cache of keys and values `cache_numbers` per token. `sizes` are the
+    state holds `state_numbers` per sequence, the cache of keys and values `cache_numbers` per token. `sizes` are the
     whole numbers and the shapes of weights in the module, by which `convert` recognizes it."""
 
     index: int
@@ -160,7 +160,7 @@ def _layer(call: AttentionCall, spec: LayerSpec, reason: str | None) -> LayerPla
 
 @torch.no_grad()
 def _state_numbers(own: LinearizedAttention, value_dim: int) -> int:
-    """Return the number of entries in a linear layer's state once its window is full. From then on it is constant."""
+    """Return the number of entries in a linear layer's state, for values of `value_dim`, once its window is full."""
     spec, counts = own.spec, [max(own.spec.convolution - 1, 0) * own.spec.dim]
     n, hk = max(spec.window, 1), spec.num_key_heads
     q, k = torch.zeros(1, spec.num_heads, n, spec.head_dim), torch.zeros(1, hk, n, spec.head_dim)

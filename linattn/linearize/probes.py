@@ -78,7 +78,8 @@ def needles(text: Tensor, length: int, *, rows: int, known: bool) -> Tensor:
 
 @torch.no_grad()
 def recall(model: PreTrainedModel, rows: Tensor) -> float:
-    """Return the share of the last half passage of each row that the model predicts, given the true tokens before."""
+    """Return the share of correct predictions, given the true tokens before, of the tokens in the second half of the
+    passage that ends each of the `rows` of `needles`."""
     half = NEEDLE // 2
     with evaluating(model):
         logits = (run(model, {"input_ids": row[None]}).logits[0, -half - 1 : -1] for row in rows)
@@ -104,9 +105,9 @@ def costs(
     piece: int = 512,
     compiled: bool = False,
 ) -> list[Cost]:
-    """Read `rows` sequences of `tokens` random tokens with each model, `piece` tokens at a time, and then time single
-    tokens: the models take `repeats` turns of 8 tokens. If `compiled`, torch.compile runs them; the first few tokens
-    then include the time of compilation."""
+    """Read `rows` sequences of `tokens` random tokens with each model, `piece` tokens at a time. Then time single
+    tokens: 8 with each model in turn, `repeats` times. If `compiled`, torch.compile runs the models; the first few
+    tokens then include the time of compilation."""
     random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
     ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
     caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]
@@ -127,7 +128,8 @@ def costs(
 
 
 def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
-    """Return the seconds that the tokens take; on a CPU the process's own time, which other programs do not change."""
+    """Run the model on the tokens `ids` after those in the `cache`, and return the seconds; on a CPU the process's own
+    time, which other programs do not change."""
     clock = time.perf_counter if ids.is_cuda else time.process_time
     started = clock()
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -24,9 +24,9 @@ BEFORE, AFTER, WINDOW, OFF = "teacher", "linear", "window alone", "linear part o
 
 @dataclass(frozen=True)
 class Recall:
-    """Holds the share of a passage's second half that is predicted at the end of rows of `length` tokens: by the
-    `model`, the `teacher`, and the model with its `window_alone`. The rows also begin with this passage, except those
-    for `without`, the model's share without it."""
+    """Holds shares of correct predictions of the second half of a passage, at the end of rows of `length` tokens that
+    also begin with the passage: by the `model`, the `teacher`, and the model with its `window_alone`. `without` is the
+    model's share in rows that do not begin with the passage."""
 
     length: int
     model: float
@@ -38,7 +38,7 @@ class Recall:
 @dataclass(frozen=True)
 class Layer:
     """Holds the relative `error` of a layer on the input of the teacher's layer (None: it stayed softmax), and the
-    `entropy` of its attention weights, in bits."""
+    `entropy` of its attention weights and of the teacher's, in bits."""
 
     name: str
     error: float | None
@@ -62,7 +62,7 @@ class Report:
     costs: tuple[tuple[Cost, Cost], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them, with the sentences."""
+        """Return a dict for JSON with all fields and the `sentences()` about them."""
         tables = {name: row._asdict() for name, row in self.scores.items()}
         pairs = [{"model": model._asdict(), "teacher": teacher._asdict()} for model, teacher in self.costs]
         texts = None
@@ -121,7 +121,8 @@ def _signed(x: float, digits: int) -> str:
 
 
 def _change(one: Scores, other: Scores) -> tuple[float | None, float | None]:
-    """Return the mean difference of the losses, and two standard errors of it (None: there is only one batch)."""
+    """Return the mean of the losses of `one` minus those of `other`, batch by batch, and two standard errors of this
+    mean (None: there is only one batch)."""
     differences = [a - b for a, b in zip(one.losses, other.losses, strict=True)]
     if len(differences) < 2:
         return (differences[0] if differences else None), None
@@ -154,8 +155,7 @@ def report(
     *,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Measure a linearized model beside its teacher on held-out batches, and by the `probes`. `progress` is called with
-    the name of each stage."""
+    """Measure a linearized model and its teacher on held-out batches and by `probes`. `progress` gets stages' names."""
     probes = Probes() if probes is None else probes
     linear = linearized_layers(model)
     if not linear:

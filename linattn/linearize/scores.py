@@ -45,7 +45,7 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
 
 
 def _means(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
-    """Return the means of the scores over the predictions of one batch."""
+    """Return the means of the scores over one batch: of predictions y beside `labels` and `target`, the teacher's."""
     columns = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)

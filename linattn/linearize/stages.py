@@ -108,7 +108,7 @@ def _new_weights(model: nn.Module) -> set[int]:
 
 
 def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
-    """Return the optimizer's groups. A weight that several layers share is in one of them."""
+    """Return AdamW's groups of `weights`, stock and new ones, each weight once, also if several layers share it."""
     new, unique = _new_weights(model), {id(weight): weight for weight in weights}
     pairs = [
         ([weight for key, weight in unique.items() if key not in new], rates.stock),

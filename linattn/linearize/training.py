@@ -34,8 +34,7 @@ CHECKPOINT = "checkpoint.pt"
 
 
 class Progress(NamedTuple):
-    """The number of the last `step`, of how many `steps` (None: the time decides), its `loss`, and the
-    `seconds_left`."""
+    """The number of the last `step`, of how many `steps` (None: time decides), its `loss`, and the `seconds_left`."""
 
     step: int
     steps: int | None
@@ -66,7 +65,7 @@ class Budget:
             raise ValueError("minutes must be above 0, but are 0")
 
     def progress(self, steps: float, seconds: float) -> float:
-        """Return the share of the budget that is used up, from 0 to 1."""
+        """Return the share of the budget, from 0 to 1, that so many `steps` and `seconds` use up."""
         return min(1.0, max(steps / (self.steps or math.inf), seconds / 60 / (self.minutes or math.inf)))
 
 
@@ -149,7 +148,7 @@ def _save(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float]:
-    """Load the checkpoint in the folder, if there is one, and return the losses and the seconds until then."""
+    """Load the checkpoint in the folder, if there is one, and return the losses and seconds of the steps before it."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
         return [], 0.0
     checkpoint = torch.load(path, map_location=model.device, weights_only=True)

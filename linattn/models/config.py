@@ -68,7 +68,8 @@ class LanguageModelConfig:
     or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer.
 
     Tokens are numbers below `vocab_size`. Only learned positions have a longest sequence, of `max_length` tokens. If
-    `causal` is False, every token sees all others: an encoder, whose logits are those of the token itself."""
+    `causal` is False, every token sees all others: an encoder, whose logits are those of the token itself. Other fields
+    are arguments of `MultiheadAttention`, which describes them, or described by `linattn train --help`."""
 
     vocab_size: int = field(metadata={"least": 1, "choices": ()})
     dim: int = _option(256, "width of the model")

@@ -50,8 +50,7 @@ class LanguageModel(TokenModel):
         self, tokens: TokenIds, state: TokenModelState | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
-
-        `extend_hidden` saves making logits that are not needed."""
+        Where no logits are needed, `extend_hidden` is cheaper."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask)
         return self.logits(x), state
 
@@ -74,7 +73,7 @@ class LanguageModel(TokenModel):
                         nn.init.zeros_(child.bias)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json, model.safetensors and `storage.LOADER` into the folder; no file is left half-written."""
+        """Write config.json, model.safetensors and a loader for transformers into the folder, no file half-written."""
         write_model(folder, self.config, self.state_dict())
 
     @staticmethod
@@ -93,7 +92,7 @@ _HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedFo
 
 @final
 class Block(nn.Module):
-    """x + mix(norm(x)), then x + feed_forward(norm(x)): no norm stands in the residual stream itself."""
+    """x + mix(norm(x)), then x + feed_forward(norm(x)), with the attention or convolution of `layer` 0, 1, … as mix."""
 
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()

@@ -40,7 +40,7 @@ PREFIX = "model."
 def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
-    """Write the files. Both that hold the model are complete on the disk before either takes its name."""
+    """Write the configuration, the weights and the loader. The first two are on the disk before either has its name."""
     # a missing package is an error before there is a folder
     safetensors_library()
     folder = Path(folder)
@@ -125,7 +125,7 @@ def safetensors_library() -> Any:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a file of safetensors that those may read who may read other new files."""
+    """Write a file of safetensors with the mode of any new file. Raises OSError if it cannot be written."""
     library = safetensors_library()
     try:
         library.torch.save_file(tensors, path, metadata=metadata)
@@ -135,8 +135,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def set_default_mode(file: Path) -> None:
-    """Give a file the mode of a new file: safetensors, by itself or through transformers, writes files that only their
-    owner can read."""
+    """Give a file the mode of a new file, as safetensors, also in transformers, writes files for their owner alone."""
     new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         new.touch()

@@ -29,11 +29,11 @@ class TokenModelState(NamedTuple):
 
 
 class TokenModel(nn.Module, ABC):
-    """head(norm(stack(embedding(tokens) + positions))). Subclasses define how they are called.
+    """head(norm(stack(embedding(tokens) + positions))). Subclasses define `forward` and `extend`.
 
     If `tied`, the logits are E x with the embedding's own matrix E; a model that is neither tied nor has a head gives
     no logits. A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing.
-    If the stack is `causal`, `linattn.generate` takes the model."""
+    If the stack is `causal`, `linattn.generate` takes the model. `extend` needs the context only without a state."""
 
     embedding: nn.Embedding
     positions: nn.Module | None
@@ -87,9 +87,7 @@ class TokenModel(nn.Module, ABC):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, TokenModelState]:
-        """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state.
-
-        A context is needed only where there is no state."""
+        """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state."""
         call = self._checked(Call(key_mask, context, context_mask))
         if state is not None:
             state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
@@ -101,7 +99,7 @@ class TokenModel(nn.Module, ABC):
     def embed(
         self, tokens: TokenIds, position: Int[Tensor, " b"] | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Tokens, Int[Tensor, " b"] | None]:
-        """Return the input of the stack, and the position to go on from (None if the model has no positions)."""
+        """Return the stack's input for tokens from `position` on (None: 0), and the position after them, if any."""
         check_indices(tokens, key_mask)
         n, longest = tokens.shape[1], self.max_length
         if longest is not None and key_mask is None and n > longest:
@@ -180,7 +178,6 @@ class SequenceModel(TokenModel):
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
         """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
-
         A context is needed only where there is no state."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
         return self.logits(x) if self.gives_logits else x, state

@@ -188,8 +188,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tokens, AttentionState]:
         """Process the next tokens, any number of them, after those summed up in `state` (None: the sequence begins).
 
-        `starts` is as in `forward`; a sequence that it starts at a missing token must have a present one in the same
-        call."""
+        `starts` is as in `forward`. It may be True at a missing token if its sequence has a present one in the call."""
         if state is not None:
             state = for_batch(checked_kind(state, AttentionState), x.shape[0])
             check_part("position", state.position, None if self.rotary is None else torch.int64)
@@ -289,7 +288,7 @@ def checked_head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int
 
 
 def _split(x: Tensor, channels: int) -> Tensor:
-    """Split heads; the shape gives their number, so that a tensor-parallel rank may hold only some of them."""
+    """Split x (b n h·c) into heads (b h n c) of c = `channels`. A tensor-parallel rank may hold only some of them."""
     return x.unflatten(-1, (-1, channels)).transpose(1, 2)
 
 

@@ -24,7 +24,7 @@ class Call(NamedTuple):
         return branch(x, **given(**self._asdict()))
 
     def checked(self, attends: bool, reason: str) -> "Call":
-        """Raise ValueError for a context that nothing attends to, with the reason, and for a mask without a context."""
+        """Return the call. Raise ValueError for a context if nothing `attends` (`reason`), or a mask without one."""
         if self.context is not None and not attends:
             raise ValueError(f"a context was given, but nothing attends to it: {reason}")
         if self.context is None and self.context_mask is not None:
@@ -33,8 +33,8 @@ class Call(NamedTuple):
 
 
 class BranchState(NamedTuple):
-    """`shift` is the last inputs of the token shift (None without one), `module` the module's own state (in cross
-    attention, the context's summary)."""
+    """`shift` holds the last w inputs of the token shift (None without one), `module` the module's own state or, in
+    cross attention, the context's summary."""
 
     shift: Float[Tensor, "b w d"] | None
     module: Any

@@ -36,8 +36,7 @@ def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
 def check_tokens(
     x: Tensor, dim: int | None, key_mask: Tensor | None = None, *, name: str = "x", layer: nn.Module | None = None
 ) -> None:
-    """Raise ValueError unless x is (b, n, dim), with any dim if it is None, of numbers that the `layer` takes, and its
-    mask boolean (b, n)."""
+    """Raise ValueError unless x is (b, n, dim), None for any dim, as the `layer` needs it, and its mask bool (b, n)."""
     check_floats(x, name=name)
     if x.ndim != 3 or dim not in (None, x.shape[2]):
         raise ValueError(f"{name} must be (b, n, {dim or 'channels'}), but is {tuple(x.shape)}")
@@ -78,5 +77,5 @@ def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
 
 
 def out_of_range(what: str, indices: Tensor, size: int) -> ValueError:
-    """Return the error for a table of `size` rows that does not have all the indices."""
+    """Return the error for `indices` of which some are not in a table of `size` rows; `what` is their name."""
     return ValueError(f"{what} must be in [0, {size}), but go from {int(indices.min())} to {int(indices.max())}")

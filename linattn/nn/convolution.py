@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
         return short_convolution(x.to(dtype), weights, bias, None if past is None else past.to(dtype))
 
     def _filter_sequences(self, past: Past | None, x: Tokens, age: Tensor) -> Tokens:
-        """Filter rows of several sequences, where each token has `age` earlier ones in its sequence."""
+        """Filter rows of several sequences; `age` is the number of tokens before each one in its sequence."""
         weights, n = self._weights(), x.shape[1]
         past = x.new_zeros(x.shape[0], len(weights) - 1, x.shape[2]) if past is None else past
         inputs, y = torch.cat([past, x], 1), self.bias

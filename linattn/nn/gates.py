@@ -45,8 +45,8 @@ def token_gates(
 
 @final
 class TokenGates(nn.Module):
-    """Makes the `Gates` that `needs` lists: a decay per head (`HeadDecay`), per channel for the delta rule
-    (`ChannelDecay`) or for a plain sum (`SigmoidDecay`); a write is a `WriteStrength`, or the step of the decay."""
+    """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` if there
+    is a write, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit` or the step Δ of the decay."""
 
     def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0):
         super().__init__()
@@ -169,14 +169,13 @@ def _reset_rate(A_log: Tensor) -> None:
 
 @torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
-    """Set softplus(bias) to steps between 0.001 and 0.1, evenly spaced in their logarithms, ascending in each run
-    of `count` numbers."""
+    """Set softplus(bias) to steps from 0.001 to 0.1, their logarithms evenly spaced in each run of `count` numbers."""
     step = torch.exp(math.log(0.001) + math.log(100) * _quantiles(bias, count))
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
 def _quantiles(x: Tensor, count: int) -> Tensor:
-    """Return (i mod `count` + 1/2) / `count` for each place i of x, sharded as x is."""
+    """Return (i mod `count` + 1/2) / `count` for each index i of x, sharded as x is."""
     place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
     return (place % count + 0.5) / count
 

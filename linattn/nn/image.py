@@ -87,7 +87,7 @@ class ImageLinearAttention(nn.Module):
         return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
     def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
-        """Return the mask after the convolution, True for the pixels that the present image alone would give."""
+        """Return the mask of the convolutions' outputs: True for those that the present pixels alone would give."""
         kernel, stride, padding = self.to_q.kernel_size, self.to_q.stride, self.to_q.padding
         assert not isinstance(padding, str)
         inside = [k - 2 * p for k, p in zip(kernel, padding, strict=True)]
@@ -127,8 +127,8 @@ class PositionLinearAttention(nn.Module):
 @final
 class ChannelLinearAttention(nn.Module):
     """x + γ y with y_c = Σ_e (1 + cos(x_c, x_e)) x_e / Σ_e (1 + cos(x_c, x_e)) over the channels e, each a vector of
-    all pixels; γ starts at zero. Images may have any size; masked pixels (False) come back unchanged. From the same
-    paper."""
+    all pixels; γ starts at zero. Images may have any size; masked pixels (False) come back unchanged. Li et al., Linear
+    Attention Mechanism, https://arxiv.org/abs/2007.14902"""
 
     def __init__(self):
         super().__init__()
@@ -143,8 +143,8 @@ class ChannelLinearAttention(nn.Module):
 
 
 def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
-    """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has the channels (None:
-    any number), and the mask its size."""
+    """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has so many `channels`
+    (None: any number), and the mask its size."""
     check_tensors(x=x, **given(mask=mask))
     check_floats(x)
     if x.ndim != 4 or channels not in (None, x.shape[1]):

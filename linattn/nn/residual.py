@@ -23,7 +23,7 @@ Hidden = Float[Tensor, "b n o"]
 
 
 class Extension:
-    """A step that gives each branch its state in turn, for the next tokens; `states` collects their new states."""
+    """A step for `run` that extends each of `depth` branches from its part of `state` and collects the new `states`."""
 
     def __init__(self, call: Call, state: tuple[Any, ...] | None, depth: int):
         self.call, self.past, self.states = call, iter(checked_parts(state, depth)), []
@@ -35,7 +35,7 @@ class Extension:
 
 
 class Stack(nn.Module, ABC):
-    """Branches that run in turn; tokens may come piece by piece."""
+    """Branches that run in turn. The state of a stack is a tuple with that of each branch."""
 
     branches: nn.ModuleList
 
@@ -46,7 +46,7 @@ class Stack(nn.Module, ABC):
 
     @abstractmethod
     def run(self, x: Tokens, step: Step) -> Hidden:
-        """Return the stack's output; step(branch, x) returns that of a branch, and is called for each once, in turn."""
+        """Return the stack's output. Calls step(branch, x), which returns a branch's output, once for each, in turn."""
 
     def forward(
         self, x: Tokens, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
@@ -62,7 +62,7 @@ class Stack(nn.Module, ABC):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Hidden, tuple[Any, ...]]:
-        """Process the next tokens; only the first call needs the context."""
+        """Return the output for the next tokens, and the new state. Only the first call needs the context."""
         step = Extension(Call(key_mask, context, context_mask), state, self.depth)
         return self.run(x, step), tuple(step.states)
 

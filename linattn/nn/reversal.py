@@ -78,14 +78,14 @@ def _weights(branch: nn.Module) -> list[nn.Parameter]:
 
 
 def _autocast_regions(x: Tensor) -> list[tuple[str, torch.dtype]]:
-    """Return the devices that autocast acts on here, each with its dtype."""
+    """Return the devices, of the CPU and that of x, for which autocast is on at this moment, each with its dtype."""
     devices = [device for device in {"cpu", x.device.type} if torch.amp.is_autocast_available(device)]
     return [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
 
 
 @contextmanager
 def _autocast(regions: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Enter autocast again with its cache of weights off, because the forward pass filled it under no_grad."""
+    """Turn autocast on for these devices and dtypes, without its cache of weights, which was filled under no_grad."""
     with ExitStack() as stack:
         for device, dtype in regions:
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
@@ -93,7 +93,8 @@ def _autocast(regions: list[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 
 def _randomness(x: Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context with the generators as they are now, so that a branch's dropout can be repeated."""
+    """Return a function that makes contexts in which the random generators of the CPU and of x's device are as they are
+    now, so that a branch's dropout can be repeated."""
     cpu, (devices, states) = torch.get_rng_state(), get_device_states(x)
     kind = x.device.type if devices else "cpu"
 

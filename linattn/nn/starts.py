@@ -11,8 +11,8 @@ UNKNOWN = 2**40
 
 
 def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-    """Return the number of present tokens before each token in its sequence, and the same for the token after the last.
-    If a sequence began before the first token here, its numbers are `UNKNOWN` or more."""
+    """Return the number of present tokens before each token in its sequence, and that before a token after the row.
+    In a sequence that began before the row, these numbers are `UNKNOWN` or more."""
     present = torch.ones_like(starts) if key_mask is None else key_mask
     count = present.cumsum(1)
     before = count - present.long()
@@ -24,6 +24,6 @@ def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[T
 
 
 def first_present(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> Bool[Tensor, "b n"]:
-    """Return where the first present token of each sequence is."""
+    """Return a mask that is True at the first present token of each sequence."""
     first = ages(starts, key_mask)[0] == 0
     return first if key_mask is None else first & key_mask

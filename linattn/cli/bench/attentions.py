@@ -54,7 +54,7 @@ def _decoding(attention: InnerAttention, setup: Setup, case: Case) -> Workload:
 
 
 def state_at(state_after: Callable[[int], Any], n: int, window: int) -> Any:
-    """Return a state after n tokens. At most 2 · `window` tokens are read, because softmax would take long for all.
+    """Return a state after n tokens, of which `state_after` reads at most 2 · `window`: softmax would take too long.
 
     They fill every window. Further tokens would only lengthen the caches of softmax, which get n copies of one key and
     value instead: the time of a call does not depend on the numbers in them."""

@@ -110,7 +110,7 @@ def _cost_here(prepare: Prepare, setup: Setup, case: Case) -> Cost:
 
 
 def _reset_resident() -> None:
-    """Make Linux forget the peak so far. On other systems an earlier peak may hide the next."""
+    """Make Linux forget the process's peak of memory so far. On other systems it may hide the next peak, if lower."""
     if (forget := Path("/proc/self/clear_refs")).exists():
         # free memory that the process keeps would hide new allocations
         with suppress(AttributeError):
@@ -127,7 +127,8 @@ def _resident_peak() -> float:
 
 
 def measure(prepare: Prepare, groups: Sequence[list[Case]], options: Mapping[str, Any]) -> Record:
-    """Measure groups of cases, sorted by length. `options` has those of `add_conditions`; the record keeps them all."""
+    """Measure groups of cases, which the caller sorts by length; `prepare` makes their workloads. The record keeps
+    `options`, those of `linattn bench`."""
     setup = Setup(**{name: options[name] for name in Setup.__annotations__})
     started, machine = time.monotonic(), machine_facts(setup.device, setup.threads)
     torch.set_num_threads(setup.threads)
@@ -139,7 +140,7 @@ def measure(prepare: Prepare, groups: Sequence[list[Case]], options: Mapping[str
 
 
 class Benchmark:
-    """Measures groups of cases, short sequences first, until they fail or no longer fit into the limits."""
+    """Measures groups of cases, short sequences first: each method until a case fails or exceeds the time or memory."""
 
     def __init__(self, prepare: Prepare, setup: Setup, repeats: int, deadline: float) -> None:
         self.prepare, self.setup, self.repeats, self.deadline = prepare, setup, repeats, deadline
@@ -177,7 +178,7 @@ class Benchmark:
         return Cost(cost.bytes * case.n / n, cost.seconds * (case.n / n) ** power)
 
     def _seconds_within(self, left: float, case: Case) -> float:
-        """Predict the seconds that the case takes. Raise RuntimeError if it does not fit into the limits."""
+        """Predict the seconds that the case takes. Raise RuntimeError if fewer are `left`, or for too little memory."""
         size, call = self._predicted(case)
         on_gpu = self.setup.device == "cuda"
         if size > MEMORY_SHARE * (torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total):

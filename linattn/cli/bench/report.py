@@ -18,7 +18,7 @@ SPEED_UP = "speed-up"
 
 
 class View(NamedTuple):
-    """Describes a quantity: its title, a sentence about a value, the text for a value, and which value is best."""
+    """A quantity: `sentence` is a template for a method and a value, `text` formats a value, `best` is min or max."""
 
     title: str
     sentence: str
@@ -47,7 +47,7 @@ class Panel(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Compare the best method with softmax at the greatest length of both, if softmax was measured."""
+        """Compare the best method with softmax, if that was measured, at the greatest length that both have."""
         view, softmax = VIEWS[self.quantity], self.curves.get(SOFTMAX, {})
         others = {name: points for name, points in self.curves.items() if name != SOFTMAX} or self.curves
         lengths = {n for points in others.values() for n in points}
@@ -69,7 +69,7 @@ class Panel(NamedTuple):
         return VIEWS[self.quantity].text(value) + spread
 
     def drawing(self, name: str, styles: dict[str, Any]) -> str:
-        """Return an SVG, whose ids begin with the name."""
+        """Return an SVG, whose ids begin with `name`; `styles` has the style of each method's line."""
         view, plot = VIEWS[self.quantity], axes(f"{self.workload}, {self.dtype}", "n", (6.5, 4))
         for method, points in self.curves.items():
             lows, values, highs = np.array([*points.values()]).T

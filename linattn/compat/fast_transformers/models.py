@@ -78,7 +78,7 @@ _SIZES = (
 
 
 class _Transformer(nn.Module):
-    """norm(x + part(x)) for each part of each layer, and a last norm."""
+    """norm(x + part(x)) for each part of each layer, and a last norm. If it `crosses`, layers also read a memory."""
 
     def __init__(self, options: TransformerOptions, attention_type: str, *, crosses: bool = False):
         super().__init__()
@@ -146,7 +146,7 @@ class TransformerDecoder(_Transformer):
 
 
 def _layer(options: TransformerOptions, attention_type: str, crosses: bool) -> list[nn.Module]:
-    """Return the parts of a layer: self attention, in a decoder attention to the memory, feed-forward."""
+    """Return the parts of a layer: self attention, attention to the memory if it `crosses`, and feed-forward."""
     if options.activation not in ACTIVATIONS:
         raise unknown_name("activation", options.activation, ACTIVATIONS)
     sizes = options.n_heads, options.query_dimensions, options.value_dimensions

@@ -20,7 +20,7 @@ FEED_FORWARD = {"up_proj": "linear1", "down_proj": "linear2"}
 
 
 def _moves(model: TransformerEncoder | TransformerDecoder, _: bool) -> Moves:
-    """Yield the moves of all weights. The original's layers have one or two attentions, then a feed-forward."""
+    """Yield a `Move` for each weight. The original's layers have one or two attentions, then a feed-forward."""
     attentions = ("attention",) if isinstance(model, TransformerEncoder) else ("self_attention", "cross_attention")
     for index, branch in enumerate(model.layers.branches):
         layer, place = divmod(index, len(attentions) + 1)

@@ -64,42 +64,43 @@ class AxialAttention(InnerAttention):
 
 
 class _Grid(NamedTuple):
-    """The cell of each token, row by row, and the cells that hold a present one."""
+    """Tokens in a grid of g cells, numbered along rows of `window`: the `cell` of each token, whether a cell holds a
+    `present` one, and the `column` of the first token."""
 
-    places: Int[Tensor, "b n"]
-    held: Bool[Tensor, "b g"]
+    cell: Int[Tensor, "b n"]
+    present: Bool[Tensor, "b g"]
     column: Int[Tensor, " b"]
     window: int
 
     @staticmethod
     def over(k: Tensor, window: int, total: Tensor | None = None, column: Tensor | None = None) -> "_Grid":
-        """Place the tokens of k, of which the first `total` are present (None: all), from `column` on (None: from the
-        start of a row)."""
+        """Return the grid of the tokens of k (b, h, n, d), of which the first `total` per sequence are present (None:
+        all). The first token stands in the first row, in this `column` (None: 0)."""
         (b, _, n, _), token = k.shape, torch.arange(k.shape[-2], device=k.device)
         check_exported_length(n, "AxialAttention")
         # the number of rows serves every column, as a graph cannot depend on numbers in a tensor
         rows = -(-(n if column is None else window - 1 + n) // window)
         column = token.new_zeros(b) if column is None else column
-        places, present = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
-        held = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, places, present)
-        return _Grid(places, held, column, window)
+        cell, arrived = token + column.unsqueeze(1), (token < (n if total is None else total)).expand(b, n)
+        present = torch.zeros(b, rows * window, dtype=torch.bool, device=k.device).scatter(1, cell, arrived)
+        return _Grid(cell, present, column, window)
 
     @property
     def mask(self) -> Bool[Tensor, "bw 1 rows"]:
-        return self.held.unflatten(1, (-1, self.window)).transpose(1, 2).flatten(0, 1).unsqueeze(1)
+        return self.present.unflatten(1, (-1, self.window)).transpose(1, 2).flatten(0, 1).unsqueeze(1)
 
     def fold(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rearrange (b, h, n, d) to (b · window, h, rows, d)."""
+        """Rearrange tokens (b, h, n, d) to columns (b · window, h, rows, d), with zeros in cells without a token."""
         return self._fold(q), self._fold(k), self._fold(v)
 
     def _fold(self, x: Tensor) -> Tensor:
-        grid = x.new_zeros(*x.shape[:2], self.held.shape[1], x.shape[3])
-        grid = grid.scatter(-2, self.places[:, None, :, None].expand_as(x), x)
+        grid = x.new_zeros(*x.shape[:2], self.present.shape[1], x.shape[3])
+        grid = grid.scatter(-2, self.cell[:, None, :, None].expand_as(x), x)
         return grid.unflatten(2, (-1, self.window)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
     def unfold(self, y: Tensor) -> Tensor:
         grid = y.unflatten(0, (-1, self.window)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        return torch.take_along_dim(grid, self.places[:, None, :, None], -2)
+        return torch.take_along_dim(grid, self.cell[:, None, :, None], -2)
 
 
 def _for_all_heads(key_mask: KeyMask) -> KeyMask:

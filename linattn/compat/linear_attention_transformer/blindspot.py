@@ -22,7 +22,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class BlindspotState(NamedTuple):
-    """The inner state after the last complete block; the tokens of the open block, fewer than `size`."""
+    """The state of the inner attention after the last complete block of `size` tokens, and the tokens after it."""
 
     inner: FeatureState
     block: KeysAndValues
@@ -69,7 +69,7 @@ class BlindspotAttention(InnerAttention):
         return y[..., held:, :], BlindspotState(past, block, self.size)
 
     def _read(self, q: Tensor, states: FeatureState) -> Tensor:
-        """Attend from the queries of each block to the state before it."""
+        """Attend from the queries (b h n d), block by block, each to the one of the `states` before its block."""
         n, (_, hk, _, blocks, _) = q.shape[-2], states.sums.z.shape
         # all queries before the first complete block read one state
         sizes = blocks, self.size if blocks > 1 else n
@@ -80,8 +80,8 @@ class BlindspotAttention(InnerAttention):
     def _states(
         self, k: Tensor, v: Tensor, total: Tensor | None, past: FeatureState | None
     ) -> tuple[FeatureState, FeatureState]:
-        """Return the states along a new dimension 3, from the past to the end of the last complete block, and the last
-        one alone. The tokens are packed to the left, `total` per row (None: all)."""
+        """Return the states before the first and after each complete block, along a new dimension 3, and the last of
+        them alone. The first `total` tokens of each row are present (None: all); `past` is the state before them."""
         sizes = k.shape[-2] // self.size, self.size
         end, key_mask = math.prod(sizes), None
         if total is not None:
@@ -99,7 +99,7 @@ class BlindspotAttention(InnerAttention):
         return _scan(past, blocks, self._decay_per_block(blocks, key_mask))
 
     def _decayed(self, keys: Features) -> Features:
-        """Return the features of the keys with the decay until the end of their block."""
+        """Multiply the features of each key by the decay factor from it to the end of its block."""
         if self.inner.decay is None:
             return keys
         until = self.size - 1 - torch.arange(keys.x.shape[-2], device=keys.x.device) % self.size
@@ -107,8 +107,8 @@ class BlindspotAttention(InnerAttention):
         return keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
 
     def _decay_per_block(self, blocks: FeatureState, key_mask: Tensor | None) -> Tensor | None:
-        """Return the log decay over each block: zero for the past and for incomplete blocks. None if features have no
-        scale."""
+        """Return the log decay over each block, 0 over incomplete ones, after a 0 for the past. None if features have
+        no `log_scale`, as without decay."""
         if blocks.log_scale is None:
             return None
         if self.inner.decay is None:
@@ -124,14 +124,14 @@ class BlindspotAttention(InnerAttention):
 
 
 def _cut(features: Features, sizes: tuple[int, int]) -> Features:
-    """Cut the tokens (… n) into blocks (… blocks size)."""
+    """Cut features (… n f) into blocks (… blocks size f); `sizes` are the number of blocks and that of their tokens."""
     x, log_scale, function = features
     log_scale = None if log_scale is None else log_scale.unflatten(-1, sizes)
     return Features(x.unflatten(-2, sizes), log_scale, function)
 
 
 def _zeros(blocks: FeatureState) -> FeatureState:
-    """Return the state before the first of the blocks if there is no past."""
+    """Return a state of zeros, that before the first block if there is no past, in the shape of one of `blocks`."""
     sums = LinearState(*(x.new_zeros(*x.shape[:3], *x.shape[4:]) for x in blocks.sums))
     scale = blocks.log_scale
     return FeatureState(sums, None if scale is None else scale.new_full((*scale.shape[:3], 1), -torch.inf))
@@ -161,7 +161,7 @@ def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
 
 
 def _open_block(k: Tensor, v: Tensor, total: Tensor | None, size: int) -> KeysAndValues:
-    """Copy the tokens behind the complete blocks of left-packed tokens: a view would keep the whole sequence alive."""
+    """Copy the tokens after the last complete block of each row's first `total` (None: all); a view would keep k, v."""
     n = k.shape[-2]
     if total is None:
         end = n // size * size

@@ -64,7 +64,7 @@ class LinearAttentionTransformer(nn.Module):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
+        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
         call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
         return self.stack.extend(x, state, **call._asdict())
 
@@ -132,7 +132,7 @@ class LinearAttentionTransformerLM(TokenModel):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
-        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
+        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
         y, state = self.extend_hidden(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
         return self.logits(y) if self.gives_logits else y, state
 
@@ -148,8 +148,7 @@ def _rotate_if_marked(model: Any, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return the positions. Learned ones begin with the standard deviation of the embeddings to which they are
-    added."""
+    """Return positions of `width` channels. Learned ones begin with the standard deviation of an nn.Embedding."""
     longest, window = options.max_seq_len, options.local_attn_window_size
     if options.use_rotary_emb:
         return SinusoidalPositions(width)

@@ -51,7 +51,7 @@ class FastAttention(nn.Module):
     def extend(
         self, q: Queries, k: Keys, v: Values, state: Any = None, *, key_mask: KeyMask = None
     ) -> tuple[Outputs, Any]:
-        """Attend from the next tokens of sequences whose past is in `state`."""
+        """Return the outputs for the next tokens of sequences whose past is in `state`, and the new state."""
         return self.inner.extend(q, k, v, state, key_mask=key_mask)
 
     @property

@@ -116,8 +116,8 @@ class FlooredFavorAttention(InnerAttention):
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
     def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
-        """Add the part of the keys' floor, ε · `floor`, to the sums of [v, 1] in `y`, and divide. `floor` times
-        exp(log_floor) has the scale of `y`."""
+        """Return the outputs. `features` are the queries', with floor, and `y` their products with the sums of
+        φ(k) [v, 1]ᵀ. The keys' floor adds the products with ε exp(log_floor) · `floor`, the sum of [v, 1]."""
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)

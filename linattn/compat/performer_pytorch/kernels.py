@@ -1,4 +1,5 @@
-"""The functions of performer-pytorch: random features as tensors, and attention on features."""
+"""The functions of performer-pytorch: random features as tensors, and attention on features. `data` is multiplied by
+d^-¼ first unless `normalize_data` is False, and results are on `device` (None: where data is, or the CPU)."""
 
 from collections.abc import Callable
 
@@ -30,10 +31,10 @@ def softmax_kernel(
     eps: float = 1e-4,
     device: Device = None,
 ) -> Features:
-    """Return (exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself), on `device` (None: where data is).
+    """Return (exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself) and Ω = `projection_matrix`.
 
-    The maximum is the query's own, but one for all keys: features of keys that are padding, or that a causal query must
-    not see, take part in it. `FastAttention` has no such maximum."""
+    The maximum of Ωu is that of each token if `is_query`, but one for all keys: keys that are padding, or that a causal
+    query must not see, take part in it. `FastAttention` has no such maximum."""
     data = data.to(device=device)
     projected = _projected(data, projection_matrix, normalize_data)
     half = half_squared_norm(data) * (1 if normalize_data else data.shape[-1] ** 0.5)
@@ -52,14 +53,15 @@ def generalized_kernel(
     normalize_data: bool = True,
     device: Device = None,
 ) -> Features:
-    """Return kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself); Ω is 1 without a matrix."""
+    """Return kernel_fn(Ωu) + kernel_epsilon with u = data/d^¼ (or data itself) and Ω = `projection_matrix`, or
+    kernel_fn(u) + kernel_epsilon if that is None."""
     data = data.to(device=device)
     return (kernel_fn(_projected(data, projection_matrix, normalize_data)) + kernel_epsilon).to(data.dtype)
 
 
 @check_types
 def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "d d"]:
-    """Return a rotation or reflection, drawn uniformly."""
+    """Return the matrix of a rotation or reflection of `cols` dimensions, drawn uniformly."""
     return gaussian_orthogonal_random_matrix(cols, cols, scaling=1, device=device) / cols**0.5
 
 
@@ -67,7 +69,7 @@ def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "
 def gaussian_orthogonal_random_matrix(
     nb_rows: int, nb_columns: int, scaling: int = 0, device: Device = None
 ) -> Float[Tensor, "f d"]:
-    """Return rows that are orthogonal by blocks, as long as Gaussian vectors (scaling 0) or √d (1)."""
+    """Return random rows, `nb_columns` at a time orthogonal, as long as Gaussian vectors (scaling 0) or √d (1)."""
     return RandomProjection(nb_columns, nb_rows, scaling=scaling).rows.to(device=device)
 
 

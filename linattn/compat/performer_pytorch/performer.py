@@ -61,7 +61,7 @@ class Performer(Redrawing):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return what `forward` does, for the next tokens of sequences whose past and context are in `state`."""
+        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
         call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
         return self.net.extend(x, state, **call._asdict())
 

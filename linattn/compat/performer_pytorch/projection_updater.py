@@ -84,10 +84,10 @@ class Redrawing(nn.Module):
 
 @torch.no_grad()
 def count_step(rows: list[Tensor], kinds: list[int], calls: Tensor, seed: Tensor, fixed: Tensor, interval: int) -> None:
-    """Count a step, and resample the rows if `interval` steps have passed. All tensors change in place, because
-    optimisers and compiled graphs refer to them.
+    """If `calls` has reached `interval`, resample all `rows` from `seed`, and set `calls` to 0 and `seed` to the next
+    one; then add 1 to `calls`. If `fixed`, do nothing. Tensors change in place, as others hold references to them.
 
-    A kind is 2 · scaling + orthogonal, the two options of a `RandomProjection` in one number."""
+    A kind is 2 · scaling + orthogonal, the two options of the `RandomProjection` with these rows in one number."""
     # a forward inside of a backward pass in this thread is a checkpoint's recomputation
     if torch._C._current_graph_task_id() != -1 or fixed:
         return

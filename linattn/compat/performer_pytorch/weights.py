@@ -79,7 +79,7 @@ def _rows(part: InnerAttention, *, rotary: bool, delayed: bool = False) -> Calla
     that see both sides are rotated by one window too many: `delayed` rows were learned so, and are rotated likewise."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention):
-        delay = partial(conversion.rotated_by, places=inner.window.size)
+        delay = partial(conversion.rotated_by, position=inner.window.size)
         return delay if delayed and not inner.causal else conversion.SAME.apply
     return conversion.pairs_as_halves if rotary else conversion.SAME.apply
 

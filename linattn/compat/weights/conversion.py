@@ -12,7 +12,7 @@ from linattn.ops.tokens.rotary import rotate
 
 
 class Change(NamedTuple):
-    """A function of a tensor. `shape` takes the shape of our tensor and returns the shape that theirs must have."""
+    """`apply` turns their tensor into ours; `shape` returns the shape that theirs must have, from that of ours."""
 
     apply: Callable[[Tensor], Tensor]
     shape: Callable[[torch.Size], Sequence[int]] = tuple
@@ -28,7 +28,7 @@ CHANNELS_AS_HALVES = Change(lambda x: x[..., halves(x.shape[-1])])
 
 
 class Move(NamedTuple):
-    """The tensor `ours` is `change.apply(theirs)`; if `theirs` is None, it is a constant, made from its own shape."""
+    """The tensor named `ours` becomes `change.apply` of theirs; if `theirs` is None, of itself: a constant."""
 
     ours: str
     theirs: str | None
@@ -56,7 +56,8 @@ class Conversion(NamedTuple):
 
 
 def renamed(module: nn.Module, names: Mapping[str, str], **changes: Change) -> Moves:
-    """Yield the moves of the parameters of parts: `names` maps our name of a part to theirs. A part may be None."""
+    """Yield the moves of all parameters in parts of a module: `names` maps our name of a part to theirs, and `changes`
+    our name to the change of its tensors, if there is one. A part may be None."""
     for ours, theirs in names.items():
         part = attrgetter(ours)(module)
         for name, _ in () if part is None else part.named_parameters():
@@ -70,7 +71,7 @@ def within(ours: str, theirs: str, moves: Iterable[Move]) -> Moves:
 
 
 def half(which: int) -> Change:
-    """Take one half of the first dimension: 0 or 1."""
+    """Take the first half (0) or the second one (1) of the first dimension of their tensor."""
     return Change(lambda x: x.chunk(2)[which], lambda shape: (2 * shape[0], *shape[1:]))
 
 
@@ -95,7 +96,8 @@ def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int
 
 
 def halves(head_dim: int) -> list[int]:
-    """Return where each of our channels is in theirs: their rotary pairs are neighbours, ours are the two halves."""
+    """Return the index in theirs of each of our channels of a head: those that are rotated together are neighbours in
+    theirs, and c and c + d/2 in ours."""
     return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
 
@@ -103,10 +105,10 @@ def pairs_as_halves(x: Float[Tensor, "h d *i"]) -> Float[Tensor, "h d *i"]:
     return x[:, halves(x.shape[1])]
 
 
-def rotated_by(x: Float[Tensor, "h d *i"], places: int) -> Float[Tensor, "h d *i"]:
-    """Rotate the rows of a projection, so that its outputs are rotated as those at the position `places`."""
+def rotated_by(x: Float[Tensor, "h d *i"], position: int) -> Float[Tensor, "h d *i"]:
+    """Rotate the rows x of a projection, which turns all its outputs by the rotary angles of this position."""
     flat = x.double().flatten(2).mT if x.ndim > 2 else x.double().unsqueeze(1)
-    positions = torch.full((flat.shape[1],), places, device=x.device)
+    positions = torch.full((flat.shape[1],), position, device=x.device)
     return rotate(flat, positions).mT.reshape(x.shape).to(x.dtype)
 
 

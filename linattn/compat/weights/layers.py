@@ -26,7 +26,7 @@ TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
 def language_model(model: TokenModel, head: str) -> Moves:
-    """Yield the moves of all parts outside the stack; `head` is their name of the output layer. Sinusoids have none."""
+    """Yield the moves of all parts but the stack; `head` is their name of the output layer. Sinusoids have none."""
     yield from renamed(model, {"embedding": "token_emb", "norm": "norm", "head": head})
     if isinstance(model.positions, LearnedPositions):
         yield Move("positions.weight", "pos_emb.emb.weight")
@@ -42,10 +42,8 @@ def stack(
     *,
     wrappers: int = 1,
 ) -> Moves:
-    """Move the branches of a stack, each an attention or a feed-forward.
-
-    `feed_forward` gets each feed-forward and the attention before it. In the old model, a feed-forward is the inner
-    module of `wrappers` wrappers."""
+    """Yield the moves of a stack's branches. `attention` and `feed_forward` yield those of one module; `feed_forward`
+    also gets the attention before it. In the old model, a feed-forward is inside of `wrappers` wrappers."""
     reversible = isinstance(module, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
     assert isinstance(module.branches, nn.ModuleList)
@@ -82,8 +80,8 @@ def feed_forward(module: nn.Module, before: MultiheadAttention | None = None) ->
 
 
 def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME) -> Moves:
-    """Yield the moves, from old names of weights to ours, of the projections. `q` and `k` change the old weights of
-    queries and keys on the way, `columns` the weight of the output projection but not its bias."""
+    """Yield the moves of the projections. `q` and `k` change the old weights of queries and keys on the way, `columns`
+    the weight of the output projection but not its bias."""
     # the same object where keys are values
     values = "to_k" if module.v_proj is module.k_proj else "to_v"
     yield from renamed(module, {"q_proj": "to_q", "k_proj": "to_k", "v_proj": values}, q_proj=q, k_proj=k)
@@ -92,7 +90,7 @@ def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME,
 
 
 def linformer(module: MultiheadAttention) -> Moves:
-    """Move attention and the projections of the sequence."""
+    """Yield the moves of an attention with a Linformer inside, its projections of the sequence included."""
     assert isinstance(module.inner, LinformerAttention)
     yield from attention(module)
     shared = module.inner.value_projection is module.inner.key_projection

@@ -38,8 +38,7 @@ def load(
     be loaded.
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
-    before 1.7.2. Later versions rotate the queries of these heads by one window too many, so the same rotation is
-    applied to their weights."""
+    before 1.7.2. Later versions rotate queries of these heads by one window too many, and so does `load` in weights."""
     if constructor not in CONVERSIONS:
         known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
@@ -65,7 +64,8 @@ def load(
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
-    """Return the tensors under the names of the newest version of the package, without the names of wrappers."""
+    """Return the tensors under the names of the newest version of the package, without the names of wrappers before
+    one of the `roots`, with which names in the model begin."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):

@@ -64,7 +64,8 @@ class LinearMultiheadAttention(TorchMultiheadAttention):
 
 
 def _check_sizes(projection: SequenceProjection | None, seq_len: int, longest: int, proj_k: int) -> None:
-    """Raise ValueError for sizes that are neither the defaults nor the projection's: they would have no effect."""
+    """Raise ValueError if beside a `projection` `seq_len` or `proj_k` is neither the default nor its own: it would have
+    no effect. `longest` is `seq_len` and the number of keys that options add."""
     if projection is None:
         return
     made_for = projection.max_length - (longest - seq_len)

@@ -15,7 +15,7 @@ _HIDDEN = -1e4
 
 
 class TorchMasks(NamedTuple):
-    """The masks of a call, bool or float, with batch and heads in front, and its `is_causal`."""
+    """A call's masks, bool or float, and its `is_causal`; `key_padding` is (b 1 m), `attn` (b h n m) or (1 1 n m)."""
 
     key_padding: Tensor | None
     attn: Tensor | None
@@ -25,7 +25,7 @@ class TorchMasks(NamedTuple):
     def checked(
         cls, key_padding: Tensor | None, attn: Tensor | None, causal: bool, shape: tuple[int, int, int, int]
     ) -> "TorchMasks":
-        """Check the masks of a call with `shape` (batch, heads, queries, keys) and give them leading dimensions."""
+        """Return the checked masks of a call with `shape` (batch, heads, queries, keys) in the shapes of this class."""
         b, h, n, m = shape
         for name, mask in (("key_padding_mask", key_padding), ("attn_mask", attn)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -57,8 +57,8 @@ def torch_softmax(
 ) -> tuple[Outputs, Float[Tensor, "b h n m"] | None]:
     """y = drop(softmax(q kᵀ/√d + bias)) v, and the dropped weights. A query that sees no key gets zeros.
 
-    There may be more keys than columns in the masks: all queries see these last keys. `causal` adds the causal order to
-    the masks; the call's own `is_causal`, as in torch, only describes its mask."""
+    There may be more keys than columns in the masks: all queries see the last keys, which have none. `causal` adds the
+    causal order to the masks; the call's own `is_causal`, as in torch, only describes its mask."""
     n, m = q.shape[-2], k.shape[-2]
     ordered = causal or masks.causal
     if ordered and n == m and masks.key_padding is None and not need_weights:

@@ -92,8 +92,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "*bn e"], Float[Tensor, "..."] | None]:
-        """Attend as torch's module does, to batches, single sequences or nested tensors; masks hide with True or
-        −inf."""
+        """Attend as torch's module does, to batches, single sequences or nested tensors; masks hide by True or −inf."""
         self._check(query, key, value)
         q = to_batches(query, self.batch_first)
         # the same object stays one, so that one product projects it
@@ -178,7 +177,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         return form
 
     def _extra(self, x: Keys, bias: Tensor | None) -> Float[Tensor, "b h e d"]:
-        """Return the learned key or value of `add_bias_kv` and the zeros of `add_zero_attn`."""
+        """Return the learned key or value `bias` of `add_bias_kv` and the zeros of `add_zero_attn`, per row of x."""
         parts = [] if bias is None else [bias.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)]
         if self.add_zero_attn:
             parts.append(x.new_zeros(1, x.shape[1], 1, x.shape[3]))

@@ -17,7 +17,7 @@ Where = Callable[[str, nn.MultiheadAttention], bool]
 
 
 def everywhere(name: str, module: nn.MultiheadAttention) -> bool:
-    """Choose every module, by name and module."""
+    """Choose every module. This is the default of `where` in `replace_attention`."""
     return True
 
 

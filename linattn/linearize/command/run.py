@@ -151,7 +151,8 @@ def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None
 
 
 def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
-    """Raise CommandError if the model, its teacher and what trains do not fit. A GPU reports activations itself."""
+    """Raise CommandError if the memory is too small for the teacher and the optimizer beside the model or, on a CPU,
+    for the activations of a batch. On a GPU, torch itself raises an error for activations that do not fit."""
     count = sum(weight.numel() for weight in model.parameters())
     on_cpu = arguments.cpu or not torch.cuda.is_available()
     available, trained = available_memory(cpu=on_cpu), 0 if arguments.lora else TRAINED_BYTES - 4
@@ -208,7 +209,7 @@ def _train(
 def _stage(
     name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path
 ) -> tuple[float, ...]:
-    """Train, or load the last checkpoint of a stage that is complete; return the losses."""
+    """Run a stage by `train`, which goes on from the stage's last checkpoint in `work`; return the losses."""
     share = FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
@@ -217,7 +218,7 @@ def _stage(
 
 
 def _steps(stage: str, total: int) -> int:
-    """Divide all steps between the stages, at least one each."""
+    """Return the steps of a stage, its part of the `total` of both stages: at least one each."""
     first = max(1, round(FIRST_STAGE * total))
     return first if stage == "transfer" else max(1, total - first)
 

@@ -42,7 +42,8 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
 
 
 def read_tokens(paths: Sequence[str], include: Sequence[str], tokenizer: Any) -> Tokens:
-    """Tokenize the files. Every 20th piece of 64 KiB is held out, or the last 20th of a shorter text."""
+    """Tokenize the files at `paths`, in folders only those whose names match `include` (as in `find_files`). Every 20th
+    piece of 64 KiB is held out, or the last 20th of a shorter text."""
     data = b"\n".join(path.read_bytes() for path in find_files(paths, include))
     pieces = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
     if len(pieces) < VALIDATION:
@@ -64,7 +65,8 @@ def _numbers(pieces: Sequence[bytes], tokenizer: Any) -> Tensor:
 def windows(
     tokens: Tensor, starts: np.ndarray, context: int, mask: int | None, random: np.random.Generator
 ) -> dict[str, Tensor]:
-    """Return a batch of windows. With a `mask`, 15 % of its tokens are hidden by this token and are the labels."""
+    """Return a batch of windows of `context` tokens from `starts` on. With a `mask`, this token hides 15 % of the
+    tokens, which `random` chooses and which are the labels."""
     rows = tokens[torch.from_numpy(starts)[:, None] + torch.arange(context)]
     if mask is None:
         return {"input_ids": rows}
@@ -76,8 +78,8 @@ def windows(
 
 @final
 class TrainingBatches(Sequence[dict[str, Tensor]]):
-    """Batches of windows at random places. Batch i depends on the seed and on i alone, so that training can resume.
-    With a `mask`, this token hides the labels, as in `windows`."""
+    """`length` batches of `batch` windows of `context` tokens at random places, as `windows` makes them with `mask`.
+    Batch i depends on the seed and on i alone, so that training can resume."""
 
     def __init__(
         self, tokens: Tensor, *, context: int, batch: int, seed: int, mask: int | None = None, length: int = 1_000_000
@@ -97,7 +99,8 @@ class TrainingBatches(Sequence[dict[str, Tensor]]):
 def held_out_batches(
     tokens: Tensor, *, context: int, batch: int, count: int, mask: int | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return at most `count` batches of windows that are evenly spread and do not overlap."""
+    """Return at most `count` batches of `batch` windows of `context` tokens, evenly spread and without overlap, as
+    `windows` makes them with `mask`."""
     most, random = len(tokens) // context, np.random.default_rng(0)
     starts = np.linspace(0, most - 1, min(count * batch, most)).round().astype(np.int64) * context
     pieces = (starts[start : start + batch] for start in range(0, len(starts), batch))
@@ -105,7 +108,7 @@ def held_out_batches(
 
 
 def decoded_samples(generated: dict[str, Any] | None, tokenizer: Any) -> list[dict[str, str]]:
-    """Return the samples of a report as texts; of the prompts, only the ends."""
+    """Return the samples in `generated`, a field of a report's dict, as texts; of the prompts, only the ends."""
     samples = []
     for sample in (generated or {}).get("samples", ()):
         texts = {name: _text(numbers, tokenizer) for name, numbers in sample.items()}
