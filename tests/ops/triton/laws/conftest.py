@@ -3,12 +3,23 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
+
+if INTERPRETED:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    # each call inside a kernel would prepare the language once more, which takes half of the time: a kernel prepares
+    # both of its modules, and the calls inside it find them ready
+    prepare, both = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda fn: prepare(both)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
