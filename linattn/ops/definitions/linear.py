@@ -1,5 +1,5 @@
 """The definitions, with which every other backend must agree: each formula in plain torch. The causal one builds the
-matrix of similarities."""
+matrix of similarities. They return y, S and z, or those of them that they compute, and save nothing."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
 """The delta rule in torch's own operators, without a loop over the length. Exported graphs hold this form, because
 whoever loads them may have no other operators. It serves every length, and torch differentiates it.
 
-A chunk's tokens map the state that enters it to the one that leaves, T S + U. The definition's steps give [T, U] of
-all chunks at once, when they start from [1, 0]; each is then joined with the one before it, the two before these, and
-so on. Derivatives keep a state per token in memory, which the chunked form does not."""
+A chunk's tokens map the state that enters it to the one that leaves, T S + U. The definition's steps give [T, U] of all
+chunks at once, when they start from [1, 0]; each is then joined with the one before it, the two before these, and so
+on. Derivatives keep a state per token in memory, which the chunked form does not."""
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def _steps(count: int) -> int:
 
 
 def _states(maps: Tensor, S: Tensor, steps: int) -> Tensor:
-    """Return the states before each chunk and after the last, (… c+1 d dv), from the first and the chunks' maps."""
+    """Return the states before each chunk and after the last (… c+1 d dv), from S, the first, and c maps [T, U]."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
     for distance in (2**i for i in range(steps)):
         # not index_select, see `join`
