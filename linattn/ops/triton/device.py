@@ -1,11 +1,9 @@
-"""Parts of all kernels: where a row begins, tiles of tokens, the weights of a decay.
+"""Parts of all kernels. A program walks along the tokens of one row (a batch element and head), a chunk of C at a time.
+In arguments, a chunk of `tokens` is (the first, which of the C are inside the row, the last); columns, such as
+`features` and `values`, are (channels, which of them are inside); a tensor in its row is (pointer, step per token).
 
-A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. Every kernel is
-given tuples of pointers: to tensors of tokens and channels, to the mask and the decay, to states (S, z), and to other
-numbers; then the `Walk` and the `Constants` K of `layout.py`, and the `Map` φ of `maps.py`.
-
-Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first, which of them are
-inside, the last), and columns are (channels, which of them are inside)."""
+Every kernel is given tuples of pointers: to tensors of tokens and channels, to the mask and the decay, to states
+(S, z), and to other numbers; then the `Walk` and the `Constants` K of `layout.py`, and the `Map` φ of `maps.py`."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -28,13 +26,13 @@ FIELDS: Any = tl.constexpr(5)
 
 @jit
 def plain(x):
-    """Read an integer that `layout.opaque` made."""
+    """Return the integer from which `layout.opaque` made x."""
     return x >> 4
 
 
 @jit
 def row_of(number, walk):
-    """Return the indices of a row in the three leading dimensions."""
+    """Return the indices of row `number` in the three leading dimensions."""
     size1, size2 = plain(walk.size1), plain(walk.size2)
     return number // (size1 * size2), number // size2 % size1, number % size2
 
@@ -47,13 +45,13 @@ def part(walk):
 
 @jit
 def place(walk):
-    """Count the splits of all rows up to this program's."""
+    """Return the number of this program's split among the splits of all rows."""
     return tl.program_id(0) // plain(walk.parts)
 
 
 @jit
 def span(walk):
-    """Return the row and the split of this program, and the tokens from which and up to which it walks."""
+    """Return the indices of this program's row, the split, its first token and the one before which it ends."""
     splits, length = plain(walk.splits), plain(walk.length)
     number, split = place(walk) // splits, place(walk) % splits
     begin = split * length
@@ -62,7 +60,7 @@ def span(walk):
 
 @jit
 def offset(strides, row, UNIT: tl.constexpr):
-    """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
+    """Return where a row begins in a tensor with these strides (`TokenStrides` or `StateStrides`, over UNIT)."""
     outer, middle, inner = row
     address = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
     # in units, so that the compiler sees what divides it
@@ -71,7 +69,7 @@ def offset(strides, row, UNIT: tl.constexpr):
 
 @jit
 def owns(strides, row):
-    """Return whether the row is the first of those that share a place in a tensor with these strides."""
+    """Return whether the row is the first of those that share an entry of a tensor with these strides."""
     outer, middle, inner = row
     first = ((strides.outer != 0) | (outer == 0)) & ((strides.middle != 0) | (middle == 0))
     return first & ((strides.inner != 0) | (inner == 0))
@@ -88,7 +86,7 @@ def in_row(pointers, strides, row, UNIT: tl.constexpr):
 
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
-    """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
+    """Return (pointer, step) of this row in x, one number per token: (rows, n), or with SHARES (rows, programs, n)."""
     number = place(walk) // plain(walk.splits)
     if SHARES:
         number = number * plain(walk.parts) + part(walk)
@@ -103,7 +101,7 @@ def chunk(start, stop, C: tl.constexpr):
 
 @jit
 def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
-    """Return the indices of B columns, the tile number `block` of WIDTH columns, and which of them are inside."""
+    """Return B columns: the indices of tile number `block` of a tensor's WIDTH columns, and which are inside."""
     columns = tl.arange(0, B) + (block * B if WIDTH > B else 0)
     if WIDTH % B == 0:
         return columns, tl.full((B,), True, tl.int1)
@@ -125,7 +123,7 @@ def where(flag, inside):
 
 @jit
 def _numbers(x, tokens):
-    """Return pointers to one number per token."""
+    """Return pointers to one number per token of a chunk, (C,)."""
     pointer, step = x
     start, inside, _ = tokens
     return pointer + tl.cast(start, tl.int64) * step + tl.arange(0, inside.shape[0]) * step
@@ -150,7 +148,7 @@ def load_present(key_mask, tokens, K: tl.constexpr):
 
 @jit
 def _tile(x, tokens, columns):
-    """Return pointers to a chunk's tokens, and which of them are inside."""
+    """Return pointers to columns of a chunk's tokens, (C, B), and which of these numbers are inside."""
     pointer, step = x
     start, inside, last = tokens
     rows = tl.arange(0, inside.shape[0]) * step
@@ -185,17 +183,17 @@ def states_in(states, strides, row, split, K: tl.constexpr):
 
 @jit
 def _tile_of(state, features, values, K: tl.constexpr):
-    """Return pointers to (BF, BV) of S and to (BF,) of z."""
+    """Return pointers to the columns in S, (BF, BV), and z, (BF,), of a state (pointer to S, pointer to z)."""
     S, z = state
     return S + (features[0][:, None] * K.DV + values[0][None, :]), z + features[0]
 
 
 @jit
-def load_state(state, features, values, valid, K: tl.constexpr):
-    """Return (BF, BV) of S and (BF,) of z: zeros unless valid."""
+def load_state(state, features, values, enabled, K: tl.constexpr):
+    """Return the columns of S, (BF, BV), and z, (BF,), or zeros unless the flag `enabled` is set."""
     S, z = _tile_of(state, features, values, K)
     mask = both(features[1], values[1])
-    return tl.load(S, mask=where(valid, mask), other=0), tl.load(z, mask=where(valid, features[1]), other=0)
+    return tl.load(S, mask=where(enabled, mask), other=0), tl.load(z, mask=where(enabled, features[1]), other=0)
 
 
 @jit
@@ -213,8 +211,8 @@ def mapped(x, inside, phi):
 
 @jit
 def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
-    """Return φ of a chunk. Finite features of masked tokens stay: their queries are in other tokens' gradients. Tokens
-    that are not inside give finite features: their outputs are not stored, and their weights are zero."""
+    """Return φ(q) of a chunk, (C, BF). Finite features of masked tokens stay, as they are in other tokens' gradients.
+    Tokens that are not inside have finite features; their outputs are not stored, their weights are zero."""
     return map_queries(load(q, tokens, features), features, present, _STRAIGHT, phi, K)
 
 
@@ -239,7 +237,7 @@ def along_features(x, TRANSPOSED: tl.constexpr):
 
 @jit
 def load_keys(k, tokens, features, present, phi, K: tl.constexpr):
-    """φ(k) of a chunk, rounded; zeros for masked tokens, but not for those that are not inside."""
+    """φ(k) of a chunk, (C, BF), rounded; zeros for masked tokens, but not for those that are not inside."""
     inside = features[1][None, :]
     if K.MASKED:
         inside = both(present, features[1])
@@ -257,14 +255,14 @@ def load_values(v, tokens, values, present, K: tl.constexpr):
 
 @jit
 def later(rows, columns):
-    """Return whether row > column for each pair of places. A thread has the same columns in each group of eight. So the
-    group numbers, which are compared, are constants for it and take no registers."""
+    """Return whether row > column for all pairs of indices. A thread has the same columns in each group of eight. So
+    the group numbers, which are compared, are constants for it and take no registers."""
     return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
 
 
 @jit
 def _field(decay, tokens, FIELD: tl.constexpr):
-    """Return pointers to a field of a chunk, (C,). Their distances from those of the other fields are constants."""
+    """Return pointers to one of the FIELDS of a chunk, (C,), at constant distances from those to other fields."""
     start, inside, _ = tokens
     return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
 

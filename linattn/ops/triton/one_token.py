@@ -50,7 +50,7 @@ def forward(call: CausalCall) -> tuple[Tensor, ...]:
 
 
 def readable_call(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of a call, with a row per leading index of the queries, and its state."""
+    """Return the kernels' view of a call, with a row per leading index of the queries, and its S and z."""
     q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = call
     tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
     inputs = Inputs(call.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
