@@ -36,7 +36,7 @@ def causal_delta_attention(
     query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
 
     `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then predicts v exactly;
-    with β = 0 it stays as it is; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
+    with β = 0 nothing is added; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
     exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or
     more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None: all); leading
     dimensions broadcast. `backend` is a name that `explain_backend` lists if it is called with `beta`, or None: the

@@ -213,7 +213,7 @@ def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor 
 
 
 def _rescaled(y: Tensor, normalize: str | None, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
-    """Multiply outputs y by the scale of the queries and, unless y is normalised, by that of the keys."""
+    """Multiply outputs y by exp(query_scale), that of queries, and, unless normalised, by exp(key_scale)."""
     scales = [x for x in (query_scale, key_scale if normalize is None else None) if x is not None]
     return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype) if scales else y
 

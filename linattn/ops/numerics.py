@@ -25,8 +25,8 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
-    """Return the denominator with infinity in the place of zeros, so that a quotient is zero there. Denominators below
-    1e-31 (in float32) count as zeros: rounding has lost their terms, and gradients would overflow."""
+    """Return the denominator, `nonnegative` if that is known, with infinity in the place of zeros, so that quotients
+    are zero. Less than 1e-31 (in float32) counts as zero: rounding has lost its terms, and gradients would overflow."""
     least = _NONE[denominator.dtype]
     if nonnegative:
         # no denominator is negative: one operation instead of three, which a single token notices
@@ -91,7 +91,7 @@ def is_exporting() -> bool:
 
 
 def check_exported_length(n: int, what: str) -> None:
-    """Raise NotImplementedError in an exported graph if n is symbolic: `what`, as errors call it, loops n times."""
+    """Raise NotImplementedError, about `what`, if n is symbolic in an exported graph: a loop over n has to end."""
     if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
 

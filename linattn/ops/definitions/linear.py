@@ -29,7 +29,7 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None."""
     q, S, z = ELEMENTWISE[call.feature_map].function(call.q.to(call.S.dtype)), call.S, call.z.unsqueeze(-1)
     if call.normalize == "keys":
         S = divide(S, z)

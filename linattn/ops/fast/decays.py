@@ -1,9 +1,7 @@
 """Products of rows (B g C d) and keys (B C d) inside B chunks of C tokens, with decays (B C 1) per head or (B C d) per
-channel, and their gradients. Rows are the tokens that read, g per key: queries, and under the delta rule keys too.
-
-Let α_t = exp(log_decay_t) be the decay factor of token t. The factor from token j to a later token i of its chunk is
-D_ij, the product of α_t over j < t ≤ i; from the start of the chunk to token i, r_i; from token j to the end, w_j; over
-the whole chunk, a. A chunked form needs
+channel. Rows are the tokens that read: queries, and under the delta rule keys too. With the factors α_t =
+exp(log_decay_t) of tokens, D_ij is the product of α_t over j < t ≤ i, r_i that over t ≤ i, w_j that over t > j and a
+that over all t of the chunk. A chunked form needs, with their gradients,
 
     P_ij = Σ_e rows_ie D_ij,e keys_je  for j ≤ i, else 0        r ∘ rows        w ∘ keys        a
 

@@ -1,15 +1,15 @@
-"""The chunked form of the delta rule, for training and prefill: matrix products inside chunks of C tokens, a running
-state between them. Shapes: a block has c chunks of b states, B = c b; g queries share a state. Rows are the g queries
-of a token, then its key. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2, the WY representation.
-
-Token t adds β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
-the key k_t. So keys read the state as queries do, and the predictions that they read are subtracted from the values.
-Let D, r, w and a be the decays of decays.py. For a chunk of queries, keys, values, and the state S that enters it,
+"""The chunked form of the delta rule: matrix products inside chunks of C tokens, a running state S between them. A
+block has c chunks of b states, B = c b; g queries share a state, and rows are these queries, then the key. With the
+decays D, r, w and a of decays.py, a chunk of queries q, keys k and values V has
 
     P = tril(q (β k)ᵀ ∘ D)        A = tril(k (β k)ᵀ ∘ D, −1)                intra-chunk
     E = (1 + A)⁻¹ (V − (r k) S)                                             errors of the predictions
     y = P E + (r q) S                                                       outputs
-    S ← a S + (w β k)ᵀ E                                                    inter-chunk"""
+    S ← a S + (w β k)ᵀ E                                                    inter-chunk
+
+Token t adds β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
+the key k_t. So keys read the state as queries do, and the predictions that they read are subtracted from the values.
+The form serves training and prefill. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2 (WY)."""
 
 import math
 

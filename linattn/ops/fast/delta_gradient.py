@@ -21,7 +21,7 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of q, k, v, β, S and the decays, from those of y and S in `grads`."""
+    """Return gradients of q, k, v, β, S and the decays, from what `forward` saved and `grads`, those of y and S."""
     (S_saved, E_saved, matrices), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
     if S_saved is None or E_saved is None or matrices is None or S_saved.shape[0] == 0:

@@ -1,14 +1,14 @@
-"""The chunked form of causal linear attention, for training and prefill on any device: matrix products inside chunks of
-C tokens, a running state (S, z) between them. Shapes: a block has c chunks of b sequences, B = c b, one chunk after
-another in memory, so that every product is one of three-dimensional batches; g queries share a key.
-
-A chunk has queries q, keys k (C f) and values v (C dv), and S (f dv) and z (f) enter it. Let D_ij be the decay factor
-from key j to query i, 0 for j > i; r_i that from the chunk's start to i; w_j that from j to the chunk's end; and a that
-of the whole chunk, each a number per head or per channel. Then
+"""The chunked form of causal linear attention: matrix products inside chunks of C tokens, a running state (S, z)
+between them. A block has c chunks of b sequences, B = c b; g queries share a key. With the decay factors D_ij from key
+j to query i, 0 for j > i, r_i from the chunk's start to i, w_j from j to the chunk's end, and a over the chunk,
 
     A = φ(q) φ(k)ᵀ ∘ D                                               intra-chunk
     y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)                          outputs
-    S ← a S + (w φ(k))ᵀ v        z ← a z + (w φ(k))ᵀ 1               inter-chunk, a scan"""
+    S ← a S + (w φ(k))ᵀ v        z ← a z + (w φ(k))ᵀ 1               inter-chunk, a scan
+
+for queries q, keys k (C f), values v (C dv), and the S (f dv) and z (f) that enter the chunk. Decays are numbers per
+head or per channel. In memory one chunk follows another, so that every product is one of three-dimensional batches.
+This form serves training and prefill on any device."""
 
 import math
 from itertools import pairwise

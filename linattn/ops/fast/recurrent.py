@@ -12,7 +12,7 @@ from linattn.ops.operator import Backend
 
 
 def linear(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, S and z: S = a S + φ(k) vᵀ and z = a z + φ(k), then y = φ(q) S / φ(q)·z."""
+    """Return y, S and z: S = a S + φ(k) vᵀ and z = a z + φ(k) with the decay a, then y = φ(q) S / φ(q)·z."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
     if q.dtype != dtype:

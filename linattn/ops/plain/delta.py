@@ -42,10 +42,10 @@ def _steps(count: int) -> int:
     return next((steps for steps in range(STEPS) if statically_known_true(count <= 2**steps)), STEPS)
 
 
-def _states(maps: Tensor, S: Tensor, steps: int) -> Tensor:
+def _states(maps: Tensor, S: Tensor, doublings: int) -> Tensor:
     """Return the states before each chunk and after the last (… c+1 d dv), from S, the first, and c maps [T, U]."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
-    for distance in (2**i for i in range(steps)):
+    for distance in (2**i for i in range(doublings)):
         # not index_select, see `join`
         earlier = maps[..., (index - distance).clamp(min=0), :, :]
         joined = maps[..., :d] @ earlier + F.pad(maps[..., d:], (d, 0))

@@ -49,7 +49,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _similarities(q: Tensor, k: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
-    """Σ_e q_ie k_je D_ije, D = `inside`; zero unless `seen`, and not multiplied by zero, as it may be infinite."""
+    """Σ_e q_ie k_je D_ije, D = `inside`. Sums that are not `seen` are overwritten: infinite ones times 0 were NaN."""
     if inside.shape[-3] == 1:
         return (q @ k.mT).masked_fill(~seen, 0) * inside.squeeze(-3)
     return (q.mT.unsqueeze(-1) * k.mT.unsqueeze(-2) * inside).sum(-3).masked_fill(~seen, 0)
