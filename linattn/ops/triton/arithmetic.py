@@ -101,7 +101,7 @@ def cast(x, TYPE: tl.constexpr):
 
 @jit
 def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _AGAIN):
-    """Round x to what tensor cores multiply at PRECISION: they would cut the last bits off, and sums would be small."""
+    """Round x to what tensor cores multiply at PRECISION: they would cut the last bits off, which biases sums."""
     if PRECISION == "bf16":
         return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)
     elif PRECISION == "tf32":
@@ -135,7 +135,7 @@ def product_or_transpose(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr
 
 @jit
 def _rest(x, high, middle):
-    """Return x − high − middle in bfloat16, where high is the leading 16 bits of float32 numbers x."""
+    """Return x − high − middle in bfloat16, where high is the leading bits of x in float32, and middle is bfloat16."""
     if not _INTERPRETED and tl.target_info.is_cuda():
         return tl.inline_asm_elementwise(
             """{.reg .f32 a, b, c, d;

@@ -1,4 +1,4 @@
-"""The kernels of attention to all keys, which read a state that is complete; `split_kernels.py` sums the keys.
+"""The kernels of attention to all keys, which `split_kernels.py` has summed to a state (arguments: device.py).
 
     y = φ(q) S / (φ(q)·z)    dq = (dy Sᵀ − δ z) / (φ(q)·z)    dk = v dSᵀ + dz    dv = φ(k) dS
 

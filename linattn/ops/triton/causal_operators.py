@@ -33,7 +33,7 @@ def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 
 
 def _with_weights(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of a call, with weights from `weigh` in the place of the decay, and its S and z."""
+    """Return the kernels' view of a call, with weights from `weigh` in place of the decay, and the call's S and z."""
     inputs, S, z = readable_call(call._replace(key_mask=in_words(call.key_mask)))
     if inputs.log_decay is not None:
         inputs.log_decay = weigh(inputs.log_decay, over_values(*inputs.shape).C)

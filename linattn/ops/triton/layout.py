@@ -129,7 +129,7 @@ def too_many_dimensions(lead: Sequence[int]) -> bool:
 
 
 def shared_groups(lead: Sequence[int], states: Sequence[int]) -> int:
-    """Return the number of groups of neighbouring dimensions of `lead` in which all rows share a state, or none do."""
+    """Count groups of neighbouring dimensions of rows (`lead`) that share states (size 1 in `states`), or do not."""
     sharing = [count != size for size, count in zip(lead, states, strict=True) if size != 1]
     return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
 

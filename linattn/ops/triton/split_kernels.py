@@ -1,4 +1,4 @@
-"""The small passes around splits of a sequence: the sums of each split by itself, and the states that enter it."""
+"""The passes around splits of a row: the sums of each split, and the states that enter it. Arguments: device.py."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
