@@ -1,4 +1,4 @@
-"""The calls: checked arguments, as every form of an operator takes them."""
+"""The calls: checked arguments, as every form of an operator takes them. *b are leading dimensions."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ SHORT = 128
 class CausalCall(NamedTuple):
     """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
     the full size or 1; q has the full sizes, except for the operator of heads that share queries. `key_mask` and
-    `log_decay` are (*b, n), decays per channel (*b, n, f). S (*b, f, dv) and z (*b, f) are the sums before the first
-    token, zeros if `zero_state`. `log_decay` is zero for masked tokens."""
+    `log_decay` are (*b, n), decays per channel (*b, n, f), and zero for masked tokens. S (*b, f, dv) and z (*b, f) are
+    the sums before the first token, which `zero_state` says are zeros."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class CausalCall(NamedTuple):
 
 
 class SumCall(NamedTuple):
-    """Checked arguments of `summarize`; leading dimensions broadcast. It returns S and z."""
+    """Checked arguments of `summarize`, whose results are S and z; leading dimensions broadcast."""
 
     k: Tensor
     v: Tensor
@@ -50,7 +50,7 @@ class SumCall(NamedTuple):
 
 
 class ReadCall(NamedTuple):
-    """Checked arguments of `read`; leading dimensions broadcast. It returns y in `dtype`."""
+    """Checked arguments of `read`, whose result is y in `dtype`; leading dimensions broadcast."""
 
     q: Tensor
     S: Tensor
@@ -68,8 +68,8 @@ class ReadCall(NamedTuple):
 class DeltaCall(NamedTuple):
     """Checked arguments of `causal_delta_attention`. All tensors have the same number of leading dimensions, each of
     the full size or 1; q has the full ones and S (*b, d, dv) those of the states. `beta` is (*b, n, 1), `log_decay`
-    (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: a masked token is one of zeros, which
-    neither writes nor decays."""
+    (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: masked tokens have zeros for keys,
+    values, β and log decays, and so leave the state as it is."""
 
     q: Tensor
     k: Tensor

@@ -33,7 +33,7 @@ class ConvolutionCall(NamedTuple):
 
 
 def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None) -> Tensor:
-    """Convolve the inputs x (*b n c), and those of the past (*b w−1 c) before them, with weights (*b w c)."""
+    """Convolve x (*b n c), and the inputs `past` (*b w−1 c) before it, with weights (*b w c), and add `bias` (*b c)."""
     call = ConvolutionCall(x, weight, bias, past)
     return CONVOLUTION.choose(call)(call)[0]
 
@@ -75,7 +75,7 @@ def _unsupported(call: ConvolutionCall) -> str | None:
 
 
 def _overlaps(past: Tensor | None, n: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (t, p, o) for each distance t: slices of the past inputs and of the outputs t tokens after them."""
+    """Yield (t, p, o) for t = 1 … w − 1: the slices p of past inputs and o of the n outputs, t tokens after them."""
     width = 0 if past is None else past.shape[-2]
     for distance in range(1, width + 1):
         count = min(distance, n)

@@ -36,15 +36,15 @@ def causal_delta_attention(
     query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
 
     `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then predicts v exactly;
-    with β = 0 nothing is written; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
+    with β = 0 nothing is added; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
     exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or
     more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None: all); leading
     dimensions broadcast. `backend` is a name that `explain_backend` lists if it is called with `beta`, or None: the
     first that can run.
 
-    A masked token is a missing one: it neither writes nor decays. A decay of −inf, or of −10⁴ and less, begins a new
-    sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph. The state is
-    float32, or float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
+    A masked token is a missing one: the state stays as it is. A decay of −inf, or of −10⁴ and less, begins a new
+    sequence. A positive one raises an error on a CPU, but not on a GPU or in a compiled graph. The state is float32, or
+    float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
 
     NaN in a present token reaches all later ones, and on a GPU the earlier ones of its chunk of up to 32 tokens: mask a
     document that may hold any.
@@ -65,7 +65,7 @@ def delta_call(
     key_mask: Tensor | None,
     scale: float = 1.0,
 ) -> DeltaCall:
-    """Check and align a call, and put zeros in the place of masked tokens."""
+    """Return checked arguments in the shapes of a `DeltaCall`, with zeros in the place of masked tokens."""
     q, k, v = checked(q, k, v, None, "identity")
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")

@@ -12,8 +12,8 @@ from torch import Tensor
 class Elementwise(NamedTuple):
     """A function φ(x), and its derivative as a function of y = φ(x) (None: 1), so that a backward needs no x.
 
-    `overwrite(x, scratch)` writes φ(x) into the memory of x. It and `derivative(y, scratch)` may write into scratch,
-    None or a tensor of the same shape, so that a loop over blocks needs no new memory."""
+    `overwrite(x, scratch)` computes φ(x) in the memory of x. It and `derivative(y, scratch)` may use `scratch`, a
+    tensor of the same shape or None, so that a loop over blocks needs no new memory. `nonnegative` means φ(x) ≥ 0."""
 
     function: Callable[[Tensor], Tensor]
     overwrite: Callable[[Tensor, Tensor | None], Tensor]

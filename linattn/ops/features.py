@@ -63,8 +63,7 @@ class Features(NamedTuple):
         return self._largest() if self.log_scale is None else self._largest() + self.log_scale.detach()
 
     def relative_to(self, log_size: Float[Tensor, "*#b #n"] | None) -> Float[Tensor, "*b n f"]:
-        """Return the argument for which `function` gives the features divided by exp(log_size). They must be
-        `scalable`."""
+        """Return the x for which function(x) are the features, which are `scalable`, over exp(log_size) (None: 1)."""
         if log_size is None:
             return self.x
         if self.function == "exp":
@@ -79,7 +78,7 @@ class Features(NamedTuple):
 
 
 def value_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for float16, whose range is too small for many features and their gradients."""
+    """Return the dtype, but float32 for float16, whose range is too small for many features and their gradients."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -170,7 +169,7 @@ def read_features(
 
 
 def checked_features(**features: Features) -> Features:
-    """Return the features, given by their name. Raise ValueError for raw queries or keys, and for parts that are no
+    """Return the one argument. Raise ValueError, with its keyword, for raw queries or keys and parts that are no
     tensors."""
     ((name, each),) = features.items()
     if not isinstance(each, Features):
@@ -180,7 +179,7 @@ def checked_features(**features: Features) -> Features:
 
 
 def _checked_parts(state: FeatureState, x: Tensor) -> FeatureState:
-    """Return the state. Raise ValueError for another kind, and unless its scale is a tensor on the device of x."""
+    """Return the state. Raise ValueError unless it is a FeatureState whose scale is None or on the device of x."""
     _check_scaled(x, checked_kind(state, FeatureState).log_scale)
     return state
 
@@ -214,13 +213,13 @@ def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor 
 
 
 def _rescaled(y: Tensor, normalize: str | None, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
-    """Multiply by the scale of the queries and, if outputs are not normalised, by that of the keys."""
+    """Multiply outputs y by exp(query_scale), that of queries, and, unless normalised, by exp(key_scale)."""
     scales = [x for x in (query_scale, key_scale if normalize is None else None) if x is not None]
     return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype) if scales else y
 
 
 def _decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return decays (…, n), zero for missing tokens."""
+    """Return log decays (…, n), zero for missing tokens. Raise ValueError for decays per channel of the keys k."""
     check_tensors(keys=k, log_decay=log_decay)
     n, sizes = k.shape[-2], tuple(log_decay.shape)
     if sizes[-1:] not in ((1,), (n,)) or (len(sizes) >= k.ndim and sizes[-2:] == k.shape[-2:]):
@@ -233,7 +232,7 @@ def _decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> T
 
 
 def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> None:
-    """Raise ValueError unless the state's log_scale has one number per sequence of `log_size`, or both are None."""
+    """Raise ValueError unless the state has a scale per sequence of the keys' `log_size`, or none if that is None."""
     log_scale = checked_kind(state, FeatureState).log_scale
     expected = None if log_size is None else (*log_size.shape[:-1], 1)
     came = None if log_scale is None else tuple(log_scale.shape)

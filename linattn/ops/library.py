@@ -20,7 +20,8 @@ SCHEMA = {
 
 
 def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Define `torch.ops.<NAMESPACE>.<name>` and its gradient, which returns an empty tensor in place of None."""
+    """Return `torch.ops.<NAMESPACE>.<name>` for `form`, a DifferentiableBackend with the call's fields in `schema`. The
+    gradient is an operation too, which returns an empty tensor in place of None."""
     backend, count, outputs, total = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -61,7 +62,7 @@ def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tenso
 def _library(
     name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define `torch.ops.<NAMESPACE>.<name>`: `run` computes `count` tensors, `empty` gives their shapes to a tracer."""
+    """Define an operation with the arguments `schema`: `run` computes `count` tensors, `empty` gives tracers shapes."""
     full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
     # torch expects a single result by itself, not in a tuple

@@ -49,8 +49,8 @@ def causal_linear_attention(
     dimensions broadcast. `backend` is a name that `explain_backend` lists, or None: the first that can run.
 
     A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
-    new sequence; a positive one is refused on a CPU, but not looked for on a GPU or in a compiled graph, where reading
-    it would wait. A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
+    new sequence. A positive one raises an error on a CPU, but not on a GPU or in a compiled graph, where the check
+    would wait. A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
 
     A decay per channel is rounded at each token: in float32, constant ones between −10⁻⁵ and −2·10⁻⁸ leave the state of
     200,000 tokens off by 1e-3 to 3e-3, per head by 2e-4.
@@ -102,8 +102,8 @@ def summarize(
     key_mask: Bool[Tensor, "*#b #m"] | None = None,
     feature_map: str = "identity",
 ) -> LinearState:
-    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys in `k` and values in `v` where `key_mask` is True (None:
-    all), computed once, for instance of an encoder's output. `feature_map` names φ in `ELEMENTWISE`.
+    """S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j) over all keys in `k` and values in `v` where `key_mask` is True
+    (None: all), computed once, for instance of an encoder's output. `feature_map` names φ in `ELEMENTWISE`.
 
     Raises ValueError for shapes and names that do not fit."""
     check_tensors(k=k, v=v)
@@ -140,7 +140,7 @@ def shape(x: Tensor) -> tuple[int, ...]:
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, normalize: str | None, feature_map: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in the dtype that torch promotes them to, as an autocast region may mix dtypes."""
+    """Check all arguments. Return q, k and v in the dtype that torch promotes to: autocast regions may mix dtypes."""
     are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not are_tensors or not q.device == k.device == v.device:
         check_tensors(q=q, k=k, v=v)
@@ -170,8 +170,8 @@ def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
 
 
 def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return x, (…, 1) or (…, n), expanded to the n tokens of k. Numbers become float32 or better first, so that the
-    gradient of a number that several tokens or heads share is summed in that dtype."""
+    """Return x, (…, 1) or (…, n), expanded to the n tokens of k. `name` is that of x in errors. Numbers become float32
+    or better first, so that the gradient of a number that several tokens or heads share is summed in that dtype."""
     n = k.shape[-2]
     if not on_one_device(k, x, x):
         check_tensors(**{"k": k, name: x})
@@ -181,7 +181,7 @@ def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def per_channel(k: Tensor, log_decay: Tensor) -> Tensor:
-    """Return decays per channel (…, n, f) as they are, and those per head and token as (…, n, 1)."""
+    """Return log decays per channel of k (…, n, f) as they are, and those per head and token as (…, n, 1)."""
     if not on_one_device(k, log_decay, log_decay):
         check_tensors(k=k, log_decay=log_decay)
     if log_decay.ndim >= k.ndim and log_decay.shape[-2:] == k.shape[-2:]:
@@ -194,7 +194,7 @@ def per_channel(k: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def checked_decay(log_decay: Tensor) -> Tensor:
-    """Return the decays with −∞ for those of −10⁴ and less, which stand for a mask.
+    """Return log decays with −∞ in the place of −10⁴ and less, which begin a sequence too.
 
     Raise ValueError for positive decays where the check need not wait for a device: on a CPU, outside of compiled
     graphs and transforms. It takes 1.5 µs for one token of 8 heads (5 % of the call) and 20 µs for 16,384 (0.03 %)."""
@@ -208,7 +208,7 @@ def checked_decay(log_decay: Tensor) -> Tensor:
 
 
 def _bounds(x: Tensor) -> tuple[float, float]:
-    """Return the least and the largest number in x, or −∞ and zero where reading them would wait or is impossible."""
+    """Return the least and the largest number in x, or −∞ and zero where `is_readable` is False or x is empty."""
     if not is_readable(x) or x.numel() == 0:
         return -torch.inf, 0
     least, largest = torch.aminmax(x.detach())
@@ -227,11 +227,11 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
 
 
-def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, keys: tuple[int, ...]) -> bool:
-    """Tell whether several of the states, whose leading dimensions are `keys`, have the same queries and keys."""
-    apart = [i for i, size in enumerate(keys) if q.shape[i] != size]
+def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, states: tuple[int, ...]) -> bool:
+    """Tell whether several states, whose leading dimensions are `states`, have the same queries and keys."""
+    apart = [i for i, size in enumerate(states) if q.shape[i] != size]
     alike = (q, k) if key_mask is None else (q, k, key_mask)
-    return bool(apart) and 0 not in (*q.shape[:-2], *keys) and all(x.shape[i] == 1 for x in alike for i in apart)
+    return bool(apart) and 0 not in (*q.shape[:-2], *states) and all(x.shape[i] == 1 for x in alike for i in apart)
 
 
 def causal_call(
@@ -244,8 +244,8 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> tuple[Operator, CausalCall]:
-    """Check and align a call, and choose the operator. The state gets the leading dimensions of keys and values
-    together, and queries are expanded to those of all tensors, unless several heads share their queries and keys."""
+    """Check the arguments and return the operator for them, and its call. The state gets the leading dimensions of keys
+    and values together; queries are expanded to those of all tensors, unless heads share queries and keys."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")
@@ -285,7 +285,7 @@ def causal_call(
 
 
 def check_sums(S: Tensor, z: Tensor, f: int, dv: int | None, dtype: torch.dtype) -> None:
-    """Check that S is (..., f, dv) and z (..., f) in the dtype that sums inputs of `dtype`; dv None: any width."""
+    """Raise ValueError unless S is (..., f, dv) (dv None: any width) and z (..., f), both sums of inputs of `dtype`."""
     of_S, of_z = S.shape, z.shape
     if of_z[-1:] != (f,) or of_S[:-1] != of_z or dv not in (None, of_S[-1]):
         raise ValueError(

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Sums are kept in float32, or in float64 for float64 inputs: a half-precision sum stops growing early."""
+    """Return the dtype of sums over `dtype`: float32, or float64 for float64. A half-precision sum stops growing."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -25,11 +25,11 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
-    """Return the denominator with infinity in the place of zeros, so that a quotient is zero there. Denominators below
-    1e-31 (in float32) count as zeros: rounding has lost their terms, and gradients would overflow."""
+    """Return the denominator, `nonnegative` if that is known, with infinity in the place of zeros, so that quotients
+    are zero. Less than 1e-31 (in float32) counts as zero: rounding has lost its terms, and gradients would overflow."""
     least = _NONE[denominator.dtype]
     if nonnegative:
-        # the same in one operation instead of three, which a single token notices
+        # no denominator is negative: one operation instead of three, which a single token notices
         return torch.threshold(denominator, least, torch.inf)
     return denominator.masked_fill(denominator.abs() < least, torch.inf)
 
@@ -49,7 +49,7 @@ def zero_masked_tokens(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None)
 
 
 def align(x: Tensor, ndim: int) -> Tensor:
-    """Put dimensions of size 1 in front, up to `ndim` of them in all."""
+    """Return x with dimensions of size 1 in front, so that it has `ndim` dimensions in all."""
     return x[(None,) * (ndim - x.ndim)] if x.ndim < ndim else x
 
 
@@ -58,7 +58,7 @@ def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def summable(x: Tensor, name: str) -> Tensor:
-    """Return x in the dtype in which the gradients of what is broadcast are summed. Raise ValueError for integers."""
+    """Return x in the dtype in which its gradient may be summed. Raise ValueError, with `name`, for integers."""
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
     return x.to(accumulator(x.dtype))
@@ -70,7 +70,7 @@ def summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
-    """Return the gradient of the decays, in place. A decay of −inf begins a new sequence: its gradient is zero."""
+    """Return `gradient`, which may be overwritten, summed to the shape of `log_decay`, and zero where that is −inf."""
     gradient = gradient.sum_to_size(log_decay.shape)
     # on a CPU, a search for −inf takes a twentieth of the time of a mask; a NaN compares false
     if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
@@ -91,7 +91,7 @@ def is_exporting() -> bool:
 
 
 def check_exported_length(n: int, what: str) -> None:
-    """Raise NotImplementedError if a graph is exported for any length: the number of steps of a loop depends on it."""
+    """Raise NotImplementedError, about `what`, if n is symbolic in an exported graph: a loop over n has to end."""
     if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
 
@@ -100,7 +100,7 @@ _AS_IT_IS = nullcontext()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast would turn products of float32 sums into half-precision ones."""
+    """Return a region without autocast on the device of x: it would make products of float32 sums half-precision."""
     compiling = torch.compiler.is_compiling()
     if not (compiling or torch._C._is_any_autocast_enabled()):
         return _AS_IT_IS
@@ -114,7 +114,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Return a forward without autocast. For backends that torch differentiates: the others are run without it."""
+    """Return `forward` without autocast, for backends that torch differentiates; the others run without it anyway."""
 
     def run(call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):

@@ -22,14 +22,14 @@ Tensors = tuple[Tensor | None, ...]
 class Backend(NamedTuple):
     """One form of an operator.
 
-    It runs calls on its `devices` (none: on any), of one token if that is `one_token`, and not in graphs that would
-    unroll its `loops`. `unsupported(call)` gives any other reason why it cannot, from shapes, dtypes and devices alone;
-    `experimental(call)`, a reason to run only calls that name the backend.
+    It runs calls on its `devices` (none: on any), if `one_token` only calls of a single token, and if it `loops` not in
+    graphs, which would unroll them. `unsupported(call)` returns any other reason why it cannot, from shapes, dtypes and
+    devices alone; `experimental(call)`, a reason to run only calls that name the backend.
 
-    `forward(call, save)` returns the outputs, then `saved` tensors that `gradient(call, saved, grads)` needs beside the
-    call, empty unless `save`. `gradient` returns one tensor per tensor of the call, None for those that have none, and
-    recomputes saved tensors that are empty or None (as inside vmap). `empty(call, save)` and `empty_gradient(call)` are
-    results without numbers, for tracing. Without a gradient, torch differentiates `forward` itself."""
+    `forward(call, save)` returns the outputs, then the tensors that `gradient(call, saved, grads)` needs beside the
+    call, `saved` in number and empty unless `save`. From `grads`, those of the outputs, `gradient` returns one tensor
+    per tensor of the call, or None, and recomputes saved tensors that are empty or None (as inside vmap). `empty` and
+    `empty_gradient` return uninitialized results, for tracing. Without a gradient, torch differentiates `forward`."""
 
     name: str
     unsupported: Callable[[Any], str | None] | None
@@ -44,7 +44,7 @@ class Backend(NamedTuple):
     experimental: Callable[[Any], str | None] | None = None
 
     def refusal(self, call: Any, named: bool = False) -> str | None:
-        """Return the reason why the backend cannot run the call, or runs it only when `named`. None: it runs it."""
+        """Return why the backend does not run the call, or None. If `named` by the caller, it may be experimental."""
         x = call[0]
         if self.devices and x.device.type not in self.devices:
             return f"needs {' or '.join(map(str.upper, self.devices))} tensors, but they are on {x.device.type}"
@@ -61,7 +61,7 @@ class Backend(NamedTuple):
 
 
 class Operator:
-    """Runs calls of one kind, each of which returns `outputs` tensors."""
+    """A function of calls of the class `call` that returns `outputs` tensors, in any of its `backends`."""
 
     def __init__(self, name: str, call: type[Any], outputs: int, backends: Sequence[Backend]):
         self.name, self.call, self.outputs, self.backends = name, call, outputs, tuple(backends)
@@ -128,7 +128,7 @@ class DifferentiableBackend:
         return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in results)
 
     def with_zeros(self, call: Any, grads: Tensors) -> Tensors:
-        """Return upstream gradients with zeros for those that autograd leaves out (None)."""
+        """Return `grads`, those of the outputs, with zeros for those that autograd leaves out (None)."""
         if all(g is not None for g in grads):
             return grads
         assert self.backend.empty is not None
@@ -145,7 +145,7 @@ class _ReverseMode(Function):
 
 
 class _Differentiable(_ReverseMode):
-    """One call: forward, and the backend's gradient."""
+    """One call of a backend and, as its derivative, the backend's own gradient."""
 
     @staticmethod
     def forward(form: DifferentiableBackend, options: tuple[Any, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -206,8 +206,8 @@ class _Gradient(_ReverseMode):
 def _second_derivative(
     form: DifferentiableBackend, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
 ) -> list[Tensor | None]:
-    """Return the derivatives of the definition's gradient with respect to the call's tensors and to the outputs'
-    gradients. They consist of torch's own operations, so torch can differentiate them further."""
+    """Return the derivatives, for upstream `grads`, of the definition's gradient with respect to `tensors`: the call's
+    tensors, then the outputs' gradients. They consist of torch's own operations, so torch can differentiate them."""
     mask = [differentiable(x) for x in tensors]
     inputs, input_mask = tensors[: form.tensors], mask[: form.tensors]
 
@@ -226,7 +226,7 @@ def _second_derivative(
 
 
 def _vmap(function: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Apply a function under vmap: the mapped dimension becomes one more leading dimension."""
+    """Apply a Function under vmap: the mapped dimension of each of `args` becomes one more leading dimension."""
 
     def front(x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor):

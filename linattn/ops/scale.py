@@ -1,4 +1,5 @@
-"""The running scale by which sums over exponential keys are divided, so that they stay in the range of their dtype."""
+"""The running scale by which sums over exponential keys are divided, so that they stay in the range of their dtype. The
+size of a key is its largest feature."""
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,7 @@ from linattn.ops.tokens.cutting import running_max
 
 
 def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
-    """Return zeros for −inf, the scale of no keys."""
+    """Return `log_scale` with zeros in the place of −inf, the scale of no keys."""
     return log_scale.masked_fill(log_scale == -torch.inf, 0)
 
 
@@ -27,8 +28,8 @@ def running_scale(
     start: Float[Tensor, "*b 1"] | None = None,
     /,
 ) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"] | None, Float[Tensor, "*b 1"]]:
-    """Return the scale m_i = max(m_{i−1} + log_decay_i, log_size_i) by which the sums at each token are divided, their
-    decay m_{i−1} + log_decay_i − m_i, and the last m, the next call's start m_0 (None: −inf, no key yet).
+    """Return the scale m_i = max(m_{i−1} + log_decay_i, log_size_i), where exp(m_i) divides the sums over keys at token
+    i, the sums' decay m_{i−1} + log_decay_i − m_i, and the last m, the next `start` m_0 (None: −inf, no key yet).
 
     Without a log_decay, sizes are rounded to multiples of 24 first, so that m rarely changes: it lies between 10 below
     and 14 above the largest size. A returned decay of None means zero everywhere. Where m is −inf, the returned scale

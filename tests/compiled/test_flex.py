@@ -25,7 +25,7 @@ def test_it_is_local_attention(window, masked):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 300, width) for heads, width in ((4, 16), (2, 16), (2, 24)))
     real = torch.arange(300) < torch.tensor([[[300], [170]], [[1], [299]]]) if masked else None
-    y = flex_window(q, k, v, window=window, real=real)
+    y = flex_window(q, k, v, window=window, present=real)
     expected = local_attention(q.double(), k.double(), v.double(), window=window, key_mask=real)
     if real is not None:
         y = torch.where(real.repeat_interleave(2, 1).unsqueeze(-1), y, 0)

@@ -9,7 +9,7 @@ from linattn.ops.operator import Backend
 
 
 def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-    """S = diag(α) S, then S = S + β k (v − Sᵀ k)ᵀ and y = Sᵀ q, for one token (…, 1, d)."""
+    """Return y and S after one token (…, 1, d): S = diag(α) S, then S = S + β k (v − Sᵀ k)ᵀ and y = Sᵀ q."""
     if log_decay is not None:
         S = log_decay.exp().mT * S
     S = S + k.mT * (beta * (v - k @ S))

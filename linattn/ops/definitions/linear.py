@@ -1,5 +1,5 @@
 """The definitions, with which every other backend must agree: each formula in plain torch. The causal one builds the
-matrix of similarities."""
+matrix of similarities. They return y, S and z, or those of them that they compute, and save nothing."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S."""
+    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None."""
     q, S, z = ELEMENTWISE[call.feature_map].function(call.q.to(call.S.dtype)), call.S, call.z.unsqueeze(-1)
     if call.normalize == "keys":
         S = divide(S, z)

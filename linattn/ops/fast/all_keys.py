@@ -1,5 +1,5 @@
-"""Attention to all keys: sum them up once, then read the sums. Two operators, so that an encoder's output is summed
-only once, however many queries come later; each walks through its tokens in segments and saves nothing but its inputs.
+"""Attention to all keys: sum them up once, then read the sums. These are two operators, so that an encoder's output is
+summed only once, however many queries come later. Each loops over segments of tokens and saves nothing for gradients.
 
     S = φ(k)ᵀ v    z = Σ φ(k)        y = φ(q) S / (φ(q)·z)"""
 
@@ -26,11 +26,11 @@ def _segments(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + length) for start in range(0, x.shape[-2], length))
 
 
-def _keys(call: SumCall, part: slice, work: Workspace) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a segment's features, values and mask; masked ones are zeros."""
-    mask = None if call.key_mask is None else call.key_mask[..., part]
-    k = work.features("k", call.k[..., part, :], ELEMENTWISE[call.feature_map])
-    return zero_masked(k, mask), zero_masked(call.v[..., part, :].to(k.dtype), mask), mask
+def _keys(call: SumCall, segment: slice, work: Workspace) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the segment's features φ(k), values and mask. Masked features and values are zeros."""
+    mask = None if call.key_mask is None else call.key_mask[..., segment]
+    k = work.features("k", call.k[..., segment, :], ELEMENTWISE[call.feature_map])
+    return zero_masked(k, mask), zero_masked(call.v[..., segment, :].to(k.dtype), mask), mask
 
 
 def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
@@ -61,9 +61,9 @@ def empty_sums(call: SumCall, save: bool) -> tuple[Tensor, ...]:
     return tuple(call.k.new_empty(*call.lead, *size, dtype=dtype) for size in (sizes, sizes[:1]))
 
 
-def _queries(call: ReadCall, part: slice, work: Workspace) -> tuple[Tensor, Tensor | None]:
-    """Return a segment's features and denominators, the latter (…, n, 1)."""
-    q = work.features("q", call.q[..., part, :], ELEMENTWISE[call.feature_map])
+def _queries(call: ReadCall, segment: slice, work: Workspace) -> tuple[Tensor, Tensor | None]:
+    """Return the segment's features φ(q), and the denominators (…, n, 1) or None."""
+    q = work.features("q", call.q[..., segment, :], ELEMENTWISE[call.feature_map])
     # as a product it would take half a matrix product's time
     return q, infinite_if_none((q * call.z.unsqueeze(-2)).sum(-1, keepdim=True)) if call.normalize == "output" else None
 

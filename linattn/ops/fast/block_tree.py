@@ -1,6 +1,6 @@
-"""Matrices (C, C) over the tokens of a chunk as a tree: on each level the tokens are cut into blocks of 1, 2, 4 …
-tokens. Two neighbouring blocks are joined by a block of the matrix below the diagonal, with the rows of the second and
-the columns of the first. C is a power of two."""
+"""Matrices (C, C) over the C tokens of a chunk as a tree: on each level the tokens are cut into m blocks of `size` = s
+= 1, 2, 4 … tokens. Two neighbouring blocks are joined by a block of the matrix below the diagonal, with the rows of the
+second and the columns of the first. C is a power of two; B chunks are one batch, and g rows share a key."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ SUBSTITUTED = 8
 
 
 def as_blocks(x: Tensor, size: int) -> Tensor:
-    """View tokens (…, C, e) as blocks (…, C/s, s, e)."""
+    """View tokens (…, C, e) as blocks (…, m, s, e)."""
     return x.unflatten(-2, (x.shape[-2] // size, size))
 
 
@@ -21,18 +21,17 @@ def halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def diagonal_blocks(A: Tensor, size: int) -> Tensor:
-    """View the blocks on the diagonal of (…, C, C), (…, C/s, s, s)."""
+    """View the m blocks on the diagonal of A (…, C, C): (…, m, s, s)."""
     return _blocks(A, size, size, 0)
 
 
 def off_diagonal(A: Tensor, size: int) -> Tensor:
-    """View the blocks of (…, C, C) with the rows of a pair's second block and the columns of its first,
-    (…, C/2s, s, s)."""
+    """View the blocks of A (…, C, C) that join pairs of neighbouring blocks: (…, m/2, s, s)."""
     return _blocks(A, size, 2 * size, size)
 
 
 def _blocks(A: Tensor, size: int, step: int, offset: int) -> Tensor:
-    """View square blocks of (…, C, C): one every `step` rows along the diagonal, or `offset` rows below it."""
+    """View square blocks of A (…, C, C), one every `step` rows: `offset` rows below the diagonal."""
     *lead, C, _ = A.shape
     *strides, row, column = A.stride()
     shape, strides = (*lead, C // step, size, size), (*strides, step * (row + column), row, column)
@@ -45,7 +44,7 @@ def row_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def block_products(rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the products (B m g s s) of rows (B m g s d) and keys (B m s d)."""
+    """Return the products of each block's rows (B m g s d) with its keys (B m s d): (B m g s s)."""
     # matrix products of one row and one key take longer than elementwise ones
     if keys.shape[-2] == 1:
         return (rows * keys.unsqueeze(2)).sum(-1, keepdim=True)
@@ -53,7 +52,7 @@ def block_products(rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def block_products_gradient(rows: Tensor, keys: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and keys from that of their products."""
+    """Return the gradients of rows and keys from G, that of their products in `block_products`."""
     if keys.shape[-2] == 1:
         return G * keys.unsqueeze(2), (G * rows).sum(2)
     G = G.flatten(2, 3)

@@ -1,7 +1,9 @@
 """The blocks of all chunked forms: a sequence is cut into chunks of C tokens, and as many chunks as the cache holds are
 one block. Blocks are computed one after another; within a block each step is one operation on all of its chunks.
+Shapes: *b are the leading dimensions of states, *g those in which several queries share a state; a block has c chunks
+of b sequences, as one batch cb.
 
-Chunks c = 1, 2, … of a block are joined by their states, S_{c+1} = a_c S_c + ΔS_c, which `scan` adds up. The products
+Chunks i = 1, 2, … of a block are joined by their states, S_{i+1} = a_i S_i + ΔS_i, which `scan` adds up. The products
 inside chunks need no state.
 
 New memory costs time: it is not in the cache, and a CPU faults in each page when it is first written, which takes four
@@ -31,8 +33,8 @@ _PAGE, _MADV_HUGEPAGE = 4096, 14
 
 
 class Workspace:
-    """Named scratch tensors in the dtype and on the device of x. A name's memory stays in the cache, because each use
-    of the name overwrites it. A name without a shape is an empty tensor for `out=`, which resizes it."""
+    """Scratch tensors in the dtype and on the device of x. `work(name, shape)` returns uninitialized memory, which all
+    calls with this name share, so that it stays in the cache; without a shape, an empty tensor for `out=`."""
 
     def __init__(self, x: Tensor):
         self._x = x
@@ -45,12 +47,12 @@ class Workspace:
         return self._tensors[name].resize_(shape)
 
     def features(self, name: str, x: Tensor, phi: Elementwise) -> Tensor:
-        """Return φ of a copy of x."""
+        """Return φ(x) in the scratch tensor `name`; x stays as it is."""
         x = self(name, x.shape).copy_(x)
         return x if phi.derivative is None else phi.overwrite(x, self("scratch", x.shape))
 
     def map_gradient(self, gradient: Tensor, features: Tensor, phi: Elementwise) -> Tensor:
-        """Turn the gradient of φ(x) into that of x, in place: multiply it by the derivative of φ at `features` φ(x)."""
+        """Turn `gradient`, that of the `features` φ(x), into the gradient of x, in place."""
         if phi.derivative is None:
             return gradient
         return gradient.mul_(phi.derivative(features, self("scratch", features.shape)))
@@ -76,9 +78,10 @@ def gradient_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class Place(NamedTuple):
-    """The place of one block in a call. `rows` is its slice of the first of the `lead` dimensions, `position` its index
-    among the blocks of these rows, `states` the slice of their states. It has `number` chunks of `tokens` tokens each,
-    from token `start` on. Zeros fill up each chunk to `chunk` tokens."""
+    """The part of a call that one block computes. In tensors of tokens it is the slice `rows` of the first dimension,
+    and `number` chunks of `tokens` tokens each from token `start` on; zeros fill up each chunk to C = `chunk` tokens.
+    In tensors of states, whose `lead` leading dimensions are flattened, it is the slice `states`. The block is number
+    `position` of those with the same rows."""
 
     position: int
     rows: slice
@@ -96,21 +99,21 @@ class Place(NamedTuple):
         return x.unflatten(-2, (self.number, self.chunk)).movedim(-3, 0)
 
     def load(self, x: Tensor, name: str, work: Workspace, phi: Elementwise = ELEMENTWISE["identity"]) -> Tensor:
-        """Copy φ of the block's chunks of x (*b *g n d) as (cb gC d)."""
+        """Return φ of the block's chunks of x (*b *g n d), as (cb gC d), in the tensor `name` of `work`."""
         return work.features(name, self.chunks(x), phi).flatten(self.lead + 1, -2).flatten(0, self.lead)
 
-    def write(self, total: Tensor, *parts: Tensor, by: Callable[..., Tensor] | None = None) -> None:
-        """Write a part (cb gC d), or the result of the operation `by` on several such parts, to the block's tokens of
-        `total` (*b *g n d)."""
+    def write(self, total: Tensor, *parts: Tensor, combine: Callable[..., Tensor] | None = None) -> None:
+        """Write one part (cb gC d), or what `combine` makes of several, to the block's tokens of `total`, which is a
+        tensor of all tokens (*b *g n d)."""
         target = total[self.rows].narrow(-2, self.start, self.number * self.tokens)
         target = target.unflatten(-2, (self.number, self.tokens)).movedim(-3, 0)
         lead = *target.shape[:-2], self.chunk
         views = [x.reshape(*lead, x.shape[-1]).narrow(-2, 0, self.tokens) for x in parts]
         # not every device casts what it writes into `out`
-        if by is not None and target.dtype == views[0].dtype:
-            by(*views, out=target)
+        if combine is not None and target.dtype == views[0].dtype:
+            combine(*views, out=target)
         else:
-            target.copy_(views[0] if by is None else by(*views))
+            target.copy_(views[0] if combine is None else combine(*views))
 
     def per_chunk(self, x: Tensor) -> Tensor:
         """View (cb …) as (c b …)."""
@@ -118,9 +121,9 @@ class Place(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of blocks: `rows` of the first dimension, `length` tokens and `chunk` tokens per chunk. A block's length is
-    a multiple of the chunk. The rest of a sequence is one shorter chunk; if `padded`, zeros fill it up to a power of
-    two of tokens."""
+    """Sizes of a call's blocks: `rows` entries of the first dimension times `length` tokens, a multiple of `chunk`, the
+    tokens per chunk. The rest of a sequence is a block of one shorter chunk; if `padded`, zeros fill it up to a power
+    of two of tokens."""
 
     rows: int
     length: int
@@ -129,9 +132,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def fit(cls, q: Tensor, S: Tensor, *, longest: int, segment: int, padded: bool) -> "Sizes":
-        """Choose sizes for queries (*lead n d) and states (*lead d dv), so that a block fits the cache but has
-        `segment` tokens at least. A chunk is half the shorter side of a state, as a power of two from 16 to `longest`.
-        Where a state is shared by queries of the first dimension, that dimension is not cut."""
+        """Choose sizes for queries (*lead n d) and states S (*lead d dv), so that a block fits the cache but has
+        `segment` tokens at least. A chunk has half as many tokens as the shorter side of a state, as a power of two
+        from 16 to `longest`. Where queries of the first dimension share a state, that dimension is not cut."""
         (*lead, n, _), (d, dv), chunk = q.shape, S.shape[-2:], SHORTEST_CHUNK
         while chunk < min(longest, min(d, dv) / 2):
             chunk *= 2
@@ -141,11 +144,11 @@ class Sizes(NamedTuple):
         return cls(step, max(segment, tokens // step) // chunk * chunk, chunk, padded)
 
     def count(self, n: int) -> int:
-        """Return the number of blocks of n tokens. Works with a symbolic length."""
+        """Return the number of blocks in a sequence of n tokens. Works with a symbolic length."""
         return -(-(n // self.chunk * self.chunk) // self.length) - (-(n % self.chunk) // self.chunk)
 
     def places(self, lead: Sequence[int], n: int) -> list[Place]:
-        """Return the places of all blocks, which cut n tokens and the first of the states' leading dimensions. Every
+        """Return the places of all blocks of a call with n tokens and states of the leading dimensions `lead`. Every
         block comes after the earlier blocks of its sequences; a gradient takes them in reverse."""
         (rows, *others), C, end = lead or (1,), self.chunk, n // self.chunk * self.chunk
         states, rest = math.prod(others), n - end
@@ -158,20 +161,20 @@ class Sizes(NamedTuple):
         ]
 
 
-def group_view(x: Tensor, lead: Sequence[int], other: Sequence[int]) -> Tensor:
-    """View x (*b n d) as (*b *g n d). `lead` are the sizes of the leading dimensions of states, `other` those of
-    queries. Each dimension in which they differ moves to the front of the tokens, as one of the groups *g, and leaves
-    one of size 1 in its place: several queries share a state there, or several states a query."""
-    for i, (size, count) in enumerate(zip(lead, other, strict=False)):
+def group_view(x: Tensor, states: Sequence[int], queries: Sequence[int]) -> Tensor:
+    """View x (*lead n d) as (*b *g n d). Where the sizes of leading dimensions of `states` and `queries` differ,
+    several queries share a state, or several states a query: this dimension of x moves to the front of the tokens, as
+    one of the groups *g, and leaves one of size 1."""
+    for i, (size, count) in enumerate(zip(states, queries, strict=False)):
         if size != count:
             x = x.unsqueeze(i).movedim(i + 1, -3)
     return x
 
 
 def scan(states: Tensor, place: Place, decay: Tensor | None, *, reverse: bool = False) -> None:
-    """Turn `states`, the first state of a block and then the sums ΔS_c of its c chunks, each for b sequences (cb+b …),
-    into the states at the starts and ends of chunks, in place: S_{c+1} = a_c S_c + ΔS_c, with a as `decay` (c b …). In
-    reverse, for gradients, `states` are the sums and then the last state: S_c = a_c S_{c+1} + ΔS_c."""
+    """Compute the states at the c + 1 ends of a block's chunks, S_{i+1} = a_i S_i + ΔS_i with a = `decay` (c b …), in
+    place: `states` (cb+b …) hold the first state, then the sum ΔS_i of each chunk. In reverse, for gradients, they hold
+    the sums, then the last state: S_i = a_i S_{i+1} + ΔS_i."""
     ends = states.unflatten(0, (place.number + 1, -1)).unbind(0)
     weights = None if decay is None else decay.unbind(0)
     for i in reversed(range(place.number)) if reverse else range(place.number):

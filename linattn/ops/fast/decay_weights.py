@@ -1,5 +1,5 @@
-"""The weights of decays per head inside a chunk, and the gradient of their logarithms. With the decay α_t of token t,
-D_ij is the product of α_t over j < t ≤ i, r_i that over t ≤ i, and w_j that over t > j, within the chunk."""
+"""The weights of decays per head inside each of B chunks of C tokens, and the gradient of the decays' logarithms. With
+the decay α_t of token t, D_ij is the product of α_t over j < t ≤ i in the chunk, r_i over t ≤ i, and w_j over t > j."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 
 def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return D (B 1 C C), r and w (B 1 C 1) from logarithms (B C 1). These are summed in float64, so that differences
-    of long sums stay exact. A decay of −inf begins a new sequence: D is 0 between tokens of two sequences."""
+    """Return D (B 1 C C), r and w (B 1 C 1). `log_decay` (B C 1) is summed in float64, so that differences of long sums
+    stay exact. A decay of −inf begins a new sequence: D is 0 between tokens of two sequences."""
     log_decay, dtype = log_decay.mT, log_decay.dtype
     exact = torch.float32 if log_decay.device.type == "mps" else torch.float64
     begins = log_decay == -torch.inf
@@ -25,10 +25,10 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return D, r, w
 
 
-def sum_crossing(pairs: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return the gradient of log α_t for all tokens, a sum over all that α_t multiplies: the terms dP_ij P_ij of
-    `pairs` (B C C) with j < t ≤ i; `rows` (B C 1) for i ≥ t, the dot products of r_i rows_i and its gradient; and
-    `keys` (B C 1) for j < t, those of w_j keys_j and its gradient. Pairs are summed directly: a difference of sums over
-    more pairs would leave rounding errors where decays are strong."""
-    before = rows + pairs @ pairs.new_ones(pairs.shape[1:]).triu(1)
-    return before.tril().sum(1).unsqueeze(-1) + F.pad(keys[:, :-1].cumsum(1), (0, 0, 1, 0))
+def sum_crossing(pair_terms: Tensor, row_terms: Tensor, key_terms: Tensor) -> Tensor:
+    """Return the gradient of log α_t (B C 1), which sums x · dx over all x that α_t multiplies: `pair_terms` (B C C),
+    of the products of rows i and keys j, for j < t ≤ i; `row_terms` (B C 1), of rows times r, for i ≥ t; `key_terms`
+    (B C 1), of keys times w, for j < t. Pairs are summed directly: a difference of sums over more pairs would leave
+    rounding errors where decays are strong."""
+    before = row_terms + pair_terms @ pair_terms.new_ones(pair_terms.shape[1:]).triu(1)
+    return before.tril().sum(1).unsqueeze(-1) + F.pad(key_terms[:, :-1].cumsum(1), (0, 0, 1, 0))

@@ -1,17 +1,12 @@
-"""Products inside chunks of C tokens between which something decays, and their gradients.
-
-Let α_t be the decay factor of token t, exp(log_decay_t), a number per head or one per channel. The factor from token j
-to a later token i of its chunk is D_ij, the product of α_t over j < t ≤ i; that from the start of the chunk to token i
-is r_i, the product over t ≤ i; that from token j to the end is w_j, over t > j; that of the whole chunk is a. A chunked
-form needs
+"""Products of rows (B g C d) and keys (B C d) inside B chunks of C tokens, with decays (B C 1) per head or (B C d) per
+channel. Rows are the tokens that read: queries, and under the delta rule keys too. With the factors α_t =
+exp(log_decay_t) of tokens, D_ij is the product of α_t over j < t ≤ i, r_i that over t ≤ i, w_j that over t > j and a
+that over all t of the chunk. A chunked form needs, with their gradients,
 
     P_ij = Σ_e rows_ie D_ij,e keys_je  for j ≤ i, else 0        r ∘ rows        w ∘ keys        a
 
-where rows are the tokens that read: queries, and under the delta rule keys too. The quotients D_ij = r_i / r_j would
-overflow, so no kind of decay divides by r. Decays per channel: Yang et al., Gated Linear Attention,
-https://arxiv.org/abs/2312.06635.
-
-Shapes: rows are (B g C d), g per key; keys (B C d); decays (B C 1) per head or (B C d) per channel."""
+The quotients D_ij = r_i / r_j would overflow, so no kind of decay divides by r. Decays per channel: Yang et al., Gated
+Linear Attention, https://arxiv.org/abs/2312.06635."""
 
 import math
 from abc import ABC, abstractmethod
@@ -56,13 +51,14 @@ class Decays(ABC):
     def gradient(
         self, products: Tensor, dproducts: Tensor, drows: Tensor, dkeys: Tensor, da: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of log α, (B C 1) or (B C d), None if nothing decays, from P and the gradients of P, r ∘
-        rows, w ∘ keys and a. `dproducts` is overwritten; `drows` and `dkeys` become the gradients of rows and keys."""
+        """Return the gradient of log α, (B C 1) or (B C d), or None if nothing decays. `products` are P; `dproducts` is
+        the gradient of P, and overwritten; `da` is that of a. Turn `drows` and `dkeys` in place from the gradients of
+        r ∘ rows and w ∘ keys into those of rows and keys."""
 
 
 def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Workspace) -> Decays:
-    """Return the decays of rows and keys, the tokens that read and that are read: none without `log_decay`, per head if
-    that is (B C 1), per channel if it is (B C d), where C must be a power of two. `log_decay` is overwritten."""
+    """Return the decays of rows (B g C d) and keys (B C d): none without `log_decay`, per head if it is (B C 1), per
+    channel if it is (B C d), where C must be a power of two. `log_decay` is overwritten."""
     if log_decay is None:
         return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:
@@ -133,8 +129,8 @@ class PerHead(Decays):
 class PerChannel(Decays):
     """A tree over the chunk. Its leaves are blocks of `leaf` tokens; neighbouring blocks are joined two by two until
     one is left. If a row and a key are in different leaves, exactly one joint has the key in its first block and the
-    row in its second. D_ij is then the decay of the key until the border between them, times that of the row since the
-    border. No such factor is above 1. Leaves have their own products."""
+    row in its second. D_ij is then the decay from the key to the border of the blocks, times that from the border to
+    the row, of which none is above 1. Inside leaves, products are those of `_Tokens` or `_Leaves`."""
 
     def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, work: Workspace, leaf: int):
         self.rows, self.keys, self.work = rows, keys, work
@@ -159,8 +155,7 @@ class PerChannel(Decays):
         return self.tree_gradient(dproducts, drows, dkeys, (self.a * da).mT.unsqueeze(1))
 
     def tree_gradient(self, dproducts: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Do the same as `gradient`, but from the gradient of log a, (B 1 1 d): walk from the root of the tree to its
-        leaves."""
+        """Do the same as `gradient`, but from `dlog`, that of log a (B 1 1 d): walk from the root to the leaves."""
         for joint in reversed(self.joints):
             dlog = joint.gradient(off_diagonal(dproducts, joint.size).movedim(1, 2), drows, dkeys, dlog)
         # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
@@ -175,9 +170,10 @@ class PerChannel(Decays):
 
 @final
 class _Joint:
-    """Pairs of neighbouring blocks of s tokens, m in number. `rows` (B m g s d) are those of the second blocks, decayed
-    since the border; `keys` (B m s d) those of the first, decayed until it. `since` and `until`, the rows and keys of
-    all blocks, become those of the joined blocks, in place. `decay` (B m 1 d) is the decay over both."""
+    """The m pairs of 2m neighbouring blocks of s tokens. `since` (B g C d) are all rows, decayed since their block
+    began, and `until` (B C d) all keys, decayed until it ends; in place, they are decayed over the joined blocks.
+    `rows` (B m g s d) are those of second blocks and `keys` (B m s d) those of first ones as they were before. `decays`
+    (B 2m 1 d) are the decays over the blocks, `decay` (B m 1 d) those over the pairs."""
 
     def __init__(self, decays: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size = since.shape[-2] // decays.shape[1]
@@ -189,13 +185,13 @@ class _Joint:
         torch.mul(self.keys, of_second, out=first)
 
     def _sides(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """View the rows of the second blocks, (B m g s d), and the keys of the first, (B m s d)."""
+        """View, of all rows (B g C d) and keys (B C d), the rows of second blocks and the keys of first ones."""
         return halves(as_blocks(rows, self.size))[1].movedim(1, 2), halves(as_blocks(keys, self.size))[0]
 
     def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Turn `drows` and `dkeys`, the gradients of `since` and `until` of the joined blocks, into those of the two
-        blocks, in place, given the gradients G of the products of rows and keys. Return the gradient of both blocks'
-        log decays, (B 2m 1 d), from `dlog`, that of log `decay`, (B m 1 d)."""
+        """Turn `drows` and `dkeys` in place from the gradients of `since` and `until` after the joint into those before
+        it. G (B m g s s) is the gradient of the products of `rows` and `keys`, and `dlog` that of log `decay`. Return
+        that of log `decays`."""
         dsecond, dfirst = self._sides(drows, dkeys)
         dlog_first = self.of_first * (self.rows * dsecond).sum((2, 3)).unsqueeze(-2)
         dlog_second = self.of_second * (self.keys * dfirst).sum(2, keepdim=True)
@@ -207,7 +203,7 @@ class _Joint:
 
 @final
 class _Tokens:
-    """Leaves of one token (B C 1 d), inside of which nothing decays."""
+    """Leaves of one token, with decays alpha (B C 1 d). Write decayed rows to `since`, and keys to `until`."""
 
     size = 1
 
@@ -233,8 +229,9 @@ LEAF, FIRST, LEAST, STRONGEST = 16, 2.0**25, 2.0**-25, 2.0**-8
 
 @final
 class _Leaves:
-    """Leaves of s = 2 to 16 tokens with products by division. Let f_i be the product of α_t from the leaf's second
-    token to token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ).
+    """Leaves of s = 2 to 16 tokens, with decays alpha (B m s d). Let f_i be the product of α_t from the leaf's second
+    token to token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ). Write the rows, decayed
+    since their leaf began, to `since`, and keys, decayed until it ends, to `until`.
 
     From the first token on whose decay would take f out of its range, the rows of a leaf are computed by `exact`, a
     tree whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""

@@ -1,16 +1,15 @@
-"""The chunked form of the delta rule: matrix products inside chunks of tokens, a running state between them. It serves
-training and prefill. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2, the WY representation.
-
-Token t writes β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
-its key. So keys read the state as queries do, and the predictions that they read are subtracted from the values. Let D,
-r, w and a be the decays of decays.py. For a chunk of queries, keys, values, and the state S that enters it,
+"""The chunked form of the delta rule: matrix products inside chunks of C tokens, a running state S between them. A
+block has c chunks of b states, B = c b; g queries share a state, and rows are these queries, then the key. With the
+decays D, r, w and a of decays.py, a chunk of queries q, keys k and values V has
 
     P = tril(q (β k)ᵀ ∘ D)        A = tril(k (β k)ᵀ ∘ D, −1)                intra-chunk
     E = (1 + A)⁻¹ (V − (r k) S)                                             errors of the predictions
     y = P E + (r q) S                                                       outputs
     S ← a S + (w β k)ᵀ E                                                    inter-chunk
 
-Shapes: a block has c chunks of b states, B = c b, and g queries share a state. Rows are g queries, then the key."""
+Token t adds β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
+the key k_t. So keys read the state as queries do, and the predictions that they read are subtracted from the values.
+The form serves training and prefill. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2 (WY)."""
 
 import math
 
@@ -28,8 +27,8 @@ LONGEST, SEGMENT = 32, 64
 
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state and, if `save`, the states that enter each of the i blocks, (i b d dv), and of all
-    chunks the errors E, (c b C dv), and the matrices [P, A, (1 + A)⁻¹], (c b g+2 C C)."""
+    """Return outputs, the last state and, empty unless `save`, the states that enter each of the i blocks (i b d dv),
+    and of all chunks the errors E (c b C dv) and the matrices [P, A, (1 + A)⁻¹] (c b g+2 C C)."""
     results, work = empty(call, save), Workspace(call.S)
     y, S, S_saved, E_saved, matrices = results
     views, (y_view,) = arrange(call, y)
@@ -38,7 +37,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
         rows, block = place.states, Block(views, place, work)
         if save:
             S_saved[place.position, rows] = S[rows]
-            block.save(saved_view(matrices, place))
+            block.copy_matrices(saved_view(matrices, place))
             E = saved_view(E_saved, place)
         else:
             E = work("E", (len(S[rows]), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
@@ -51,7 +50,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
-    """Return uninitialized results. Works with a symbolic length."""
+    """Return uninitialized tensors for the results of `forward`. Works with a symbolic length."""
     *lead, d, dv = call.S.shape
     y, n = empty_like(call.v, (*call.q.shape[:-1], dv)), call.q.shape[-2] if save else 0
     states = call.S.new_empty(sizes(call).count(n), math.prod(lead), d, dv)
@@ -62,7 +61,7 @@ def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def saved_view(saved: Tensor, place: Place) -> Tensor:
-    """View a block's part of what is saved for all chunks, (c b … C e). A last chunk may have fewer rows."""
+    """View the chunks of the block at `place` in `saved`, of all chunks (c b … C e). The last one may be shorter."""
     first = place.start // saved.shape[-2]
     return saved[first : first + place.number, place.states, ..., : place.chunk, :]
 
@@ -72,8 +71,8 @@ def sizes(call: DeltaCall) -> Sizes:
 
 
 def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]:
-    """View q and outputs as (*b *g n d), k, v, β and decays as (*b n d), and the states as (b d dv), with one leading
-    dimension at least."""
+    """Return the call with views of q as (*b *g n d), of k, v, β and decays as (*b n d), and of the state as (b d dv),
+    and views of `outputs`, or gradients of them, as of q. Each view has one leading dimension at least."""
     lead, per_query = call.S.shape[:-2] or (1,), [call.q, *outputs]
     if call.S.ndim == 2:
         per_query = [x.unsqueeze(0) for x in per_query]
@@ -87,9 +86,9 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
 
 
 class Block:
-    """The chunks of one block in the accumulation dtype: `rows` (B g+1 C d), which are scaled queries and keys, `keys`
-    β k (B C d), β (B C 1), their `decays`, the intra-chunk `products` [P, A] and M = (1 + A)⁻¹. The matrices are
-    computed unless the forward has saved them."""
+    """The chunks of the block at `place`, in the accumulation dtype: `rows` (B g+1 C d), which are scaled queries and
+    keys, `keys` β k (B C d), β (B C 1), the `decays` of rows and keys, the intra-chunk `products` [P, A] (B g+1 C C)
+    and M = (1 + A)⁻¹. `matrices` are [P, A, M] (c b g+2 C C) as the forward saved them; None: they are computed."""
 
     def __init__(self, call: DeltaCall, place: Place, work: Workspace, matrices: Tensor | None = None):
         q, k, self.place, self.work, self.scale = place.chunks(call.q), place.chunks(call.k), place, work, call.scale
@@ -114,15 +113,15 @@ class Block:
             self.products, self.M = matrices[:, :-1], matrices[:, -1]
         self.P = self.products[:, :-1].flatten(1, 2)
 
-    def save(self, matrices: Tensor) -> None:
-        """Copy [P, A, M] for the gradient."""
-        matrices = matrices[..., : self.place.chunk]
-        for x, part in ((self.products, matrices[:, :, :-1]), (self.M, matrices[:, :, -1])):
+    def copy_matrices(self, target: Tensor) -> None:
+        """Copy [P, A, M] to `target` (c b g+2 C C)."""
+        target = target[..., : self.place.chunk]
+        for x, part in ((self.products, target[:, :, :-1]), (self.M, target[:, :, -1])):
             part.copy_(self.place.per_chunk(x))
 
     def outputs(self, v: Tensor, S: Tensor, E: Tensor) -> Tensor:
-        """Return the outputs (B gC dv) for values V (c *b C dv). Write the errors E (c b C dv), and turn S, the first
-        chunk's state, into the one after the last, in place, chunk by chunk: errors depend on the state."""
+        """Return the outputs (B gC dv) for values v (c *b C dv), chunk by chunk, as errors depend on the state: write
+        them to E (c b C dv), and overwrite S (b d dv), the state before the block, with the state after it."""
         (B, _, C, _), dv = self.rows.shape, v.shape[-1]
         y = self.work("y", (B, self.P.shape[1], dv))
         reads = self.work("reads", (len(S), self.rows_since_start.shape[1], dv))
@@ -140,7 +139,7 @@ class Block:
         return y
 
     def states(self, E: Tensor, S: Tensor) -> Tensor:
-        """Recompute the states that enter the chunks, (B d dv), from the first and the errors E (B C dv)."""
+        """Recompute the states that enter the chunks (B d dv) from the errors E (B C dv) and S (b d dv), the first."""
         b = len(S)
         S_ends = self.work("S", (len(E) + b, *S.shape[1:]))
         S_ends[:b] = S

@@ -1,5 +1,5 @@
-"""The gradient of the chunked delta rule, from the last block to the first. With P, A and E as in delta.py, the
-gradients dY of the outputs, dS' of the state that leaves a chunk, and X = dE,
+"""The gradient of the chunked delta rule, from the last block to the first. With shapes, P, A and errors E as in
+delta.py, the gradients dY of the outputs, dS' of the state that leaves a chunk, and X = dE,
 
     X = (1 + Aᵀ)⁻¹ (Pᵀ dY + (w β k) dS')                 errors, in reverse
     dS = a dS' + (r q)ᵀ dY − (r k)ᵀ X                    inter-chunk, in reverse
@@ -21,7 +21,7 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of q, k, v, β, S and the decays."""
+    """Return gradients of q, k, v, β, S and the decays, from what `forward` saved and `grads`, those of y and S."""
     (S_saved, E_saved, matrices), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
     if S_saved is None or E_saved is None or matrices is None or S_saved.shape[0] == 0:
@@ -43,8 +43,9 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _block_gradient(
     block: Block, E: Tensor, S_start: Tensor, dy: Tensor, dS_end: Tensor, totals: tuple[Any, ...]
 ) -> Tensor:
-    """Write the gradients of the block's queries, keys, values, β and decays to `totals`, and return that of the state
-    before the block. `dy` is the gradient of all tokens' outputs, `dS_end` that of the state after the block."""
+    """Write the gradients of the block's queries, keys, values, β and decays to `totals`, the gradients of all tokens
+    in this order. Return that of `S_start`, the state before the block. E (B C dv) are the block's errors, `dy` is the
+    gradient of all tokens' outputs, `dS_end` that of the state after the block."""
     work, place, S, dy = block.work, block.place, block.states(E, S_start), block.place.chunks(dy)
     upstream = work("upstream", (*block.rows.shape[:-1], E.shape[-1]))
     upstream[:, :-1].view(dy.shape).copy_(dy)
@@ -59,9 +60,9 @@ def _block_gradient(
     dlog_decay = block.decays.gradient(block.products, dproducts, drows, dkeys, da)
     dbeta = torch.mul(block.rows[:, -1], dkeys, out=work("scratch")).sum(-1, keepdim=True)
     dq_total, dk_total, dv_total, dbeta_total, dlog_total = totals
-    place.write(dq_total, drows[:, :-1], by=partial(torch.mul, other=block.scale))
-    place.write(dk_total, drows[:, -1], block.beta, dkeys, by=torch.addcmul)
-    place.write(dv_total, upstream[:, -1], by=partial(torch.mul, other=-1))
+    place.write(dq_total, drows[:, :-1], combine=partial(torch.mul, other=block.scale))
+    place.write(dk_total, drows[:, -1], block.beta, dkeys, combine=torch.addcmul)
+    place.write(dv_total, upstream[:, -1], combine=partial(torch.mul, other=-1))
     place.write(dbeta_total, dbeta)
     if dlog_decay is not None:
         place.write(dlog_total, dlog_decay)
@@ -69,8 +70,8 @@ def _block_gradient(
 
 
 def _state_gradients(block: Block, upstream: Tensor, dS_end: Tensor) -> Tensor:
-    """Return the gradients of the states at the ends of all chunks, (c+1 b d dv), from the gradients dY of
-    the outputs in `upstream` (B g+1 C dv), and write −X, see above, to the rows of keys there."""
+    """Return the gradients of the states at all ends of chunks (c+1 b d dv), from `dS_end`, that of the last state, and
+    `upstream` (B g+1 C dv). Its rows of queries hold dY; write −X to its rows of keys."""
     work, place, rows = block.work, block.place, upstream.flatten(1, 2)
     dS_ends = work("dS", (place.number + 1, *dS_end.shape))
     dS_ends[-1] = dS_end

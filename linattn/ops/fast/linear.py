@@ -1,16 +1,14 @@
-"""The chunked form of causal linear attention: matrix products inside chunks of tokens, a running state between them.
-It serves training and prefill on any device.
-
-A chunk of C tokens has queries q, keys k (C f) and values v (C dv), and S (f dv) and z (f) enter it. Let D_ij be the
-decay factor from key j to query i, 0 for j > i; r_i that from the start of the chunk to i; w_j that from j to its end;
-and a that of the whole chunk, each a number per head or per channel. Then
+"""The chunked form of causal linear attention: matrix products inside chunks of C tokens, a running state (S, z)
+between them. A block has c chunks of b sequences, B = c b; g queries share a key. With the decay factors D_ij from key
+j to query i, 0 for j > i, r_i from the chunk's start to i, w_j from j to the chunk's end, and a over the chunk,
 
     A = φ(q) φ(k)ᵀ ∘ D                                               intra-chunk
     y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)                          outputs
     S ← a S + (w φ(k))ᵀ v        z ← a z + (w φ(k))ᵀ 1               inter-chunk, a scan
 
-Shapes: a block has c chunks of b sequences, B = c b, one chunk after another in memory, so that every product is one of
-three-dimensional batches; g queries share a key."""
+for queries q, keys k (C f), values v (C dv), and the S (f dv) and z (f) that enter the chunk. Decays are numbers per
+head or per channel. In memory one chunk follows another, so that every product is one of three-dimensional batches.
+This form serves training and prefill on any device."""
 
 import math
 from itertools import pairwise
@@ -31,8 +29,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return outputs, the last state, and the states that enter each of the i blocks, (i b f dv) and (i b 1 f), if
-    `save`."""
+    """Return y, the last S and z and, empty unless `save`, the S (i b f dv) and z (i b 1 f) that enter the i blocks."""
     results = empty(call, save)
     y, S, z, S_saved, z_saved = results
     S, z = S.flatten(0, -3), z.unsqueeze(-2).flatten(0, -3)
@@ -53,7 +50,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
-    """Return uninitialized results. Works with a symbolic length."""
+    """Return uninitialized tensors for the results of `forward`. Works with a symbolic length."""
     (*lead, f, dv), blocks = call.S.shape, sizes(call).count(call.q.shape[-2]) if save else 0
     y = empty_like(call.v, (*call.q.shape[:-1], dv))
     saved = ((blocks, math.prod(lead), *shape) for shape in ((f, dv), (1, f)))
@@ -66,8 +63,8 @@ def sizes(call: CausalCall) -> Sizes:
 
 
 def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor]]:
-    """View q and outputs as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per channel as
-    (*b n f), the state as (b f dv) and (b 1 f)."""
+    """Return the call with views of q as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per
+    channel as (*b n f), S as (b f dv) and z as (b 1 f), and views of `outputs`, or gradients of them, as of q."""
     lead = call.z.shape[:-1]
     q, *others = (group_view(x, lead, call.q.shape) for x in (call.q, *outputs))
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
@@ -77,9 +74,10 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
 
 
 class Block:
-    """The chunks of one block in the accumulation dtype. `features` (B gC f) are φ(q) and `q` (B g C f) the same, but
-    divided by the running sums of keys if `normalize` is "keys"; `k` (B C f) are φ(k), `v` (B C dv) values. From their
-    `decays` come r q as `q_since_start` (B gC f), w k as `k_until_end`, and a for S and for z as `chunk_decays`."""
+    """The chunks of the block at `place`, in the accumulation dtype. `features` (B gC f) are φ(q) and `q` (B g C f) the
+    same, but divided by the running sums of keys, which start from z (b 1 f), if `normalize` is "keys"; `k` (B C f) are
+    φ(k), `v` (B C dv) values. The `decays` of q and k give r q as `q_since_start` (B gC f), w k as `k_until_end`, and a
+    for S and for z as `chunk_decays`."""
 
     def __init__(self, call: CausalCall, place: Place, z: Tensor, work: Workspace):
         phi, self.normalize, self.place, self.work = ELEMENTWISE[call.feature_map], call.normalize, place, work
@@ -105,7 +103,7 @@ class Block:
         self.chunk_decays = (None, None) if a is None else (place.per_chunk(a), place.per_chunk(a).mT)
 
     def states(self, S: Tensor, z: Tensor) -> Pair:
-        """Return the states at the c + 1 ends of all chunks, S (cb+b f dv) and z (cb+b 1 f), from those that enter."""
+        """Return the states at the c + 1 ends of chunks (cb+b f dv) and (cb+b 1 f), from S and z, those before them."""
         k, b = self.k_until_end, len(S)
         S_ends, z_ends = (self.work(name, (len(k) + b, *x.shape[1:])) for name, x in (("S", S), ("z", z)))
         S_ends[:b], z_ends[:b] = S, z
@@ -116,13 +114,13 @@ class Block:
         return S_ends, z_ends
 
     def outputs(self, S: Tensor, z: Tensor) -> Tensor:
-        """Return the outputs (B gC dv), from the states that enter the chunks."""
+        """Return the outputs (B gC dv), from the states that enter the chunks, S (B f dv) and z (B 1 f)."""
         A, d = self.similarities(z)
         y = torch.bmm(A, self.v, out=self.work("y")).baddbmm_(self.q_since_start, S)
         return y if d is None else y.div_(d)
 
     def similarities(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return A (B gC C), and the denominators (B gC 1) if outputs are divided by them."""
+        """Return A (B gC C), and the denominators (B gC 1) or None, from the z (B 1 f) that enter the chunks."""
         A = self.products = self.decays.products().flatten(1, 2)
         if self.normalize != "output":
             return A, None
@@ -132,7 +130,7 @@ class Block:
 
 
 class KeySums:
-    """The sums of keys (B C f) that each token sees, z_t = α_t z_{t−1} + k_t, from the one before the block (b 1 f)."""
+    """The running sums z_t = α_t z_{t−1} + k_t of a block's keys (B C f), from z (b 1 f), the sum before the block."""
 
     def __init__(self, k: Tensor, log_decay: Tensor | None, z: Tensor, place: Place):
         self.alpha = k.new_ones(*k.shape[:2], 1) if log_decay is None else log_decay.exp()
@@ -149,8 +147,8 @@ class KeySums:
         return sums
 
     def gradient(self, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of keys, of logarithms of decays per channel, and of the first sums, by the same scan in
-        reverse: g_t = dz_t + α_{t+1} g_{t+1}."""
+        """Return the gradients of keys, of log decays per channel, and of the sum before the block, from `dz`, that of
+        the running sums, by the same scan in reverse: g_t = dz_t + α_{t+1} g_{t+1}."""
         alpha, b = self._reversed(self.alpha), len(self.start)
         g = self._scan(self._reversed(dz), self._earlier(alpha, alpha.new_ones(b, 1, 1)), torch.zeros_like(self.start))
         first, g = g[-b:, -1:] * alpha[-b:, -1:], self._reversed(g)

@@ -1,8 +1,9 @@
 """The gradient of the chunked form of causal linear attention, a chunked form in reverse. Katharopoulos et al.,
 https://arxiv.org/abs/2006.16236, eq. 13–15.
 
-With N = A v + r φ(q) S and the denominators d, outputs are y = N / d, so that dN = dy / d and dd = −dN·N / d. In a
-chunk with the gradients dS' and dz' of the states that leave it, for G = D ∘ (dN vᵀ + dd 1ᵀ),
+With shapes and letters as in linear.py, N = A v + r φ(q) S and the denominators d, outputs are y = N / d, so that dN =
+dy / d and dd = −dN·N / d. In a chunk with the gradients dS' and dz' of the states that leave it, for G = D ∘ (dN vᵀ +
+dd 1ᵀ),
 
     dφ(q) = G φ(k) + r (dN Sᵀ + dd zᵀ)        dφ(k) = Gᵀ φ(q) + w (v dS'ᵀ + 1 dz'ᵀ)        dv = Aᵀ dN + w φ(k) dS'
     dS = a dS' + (r φ(q))ᵀ dN                 dz = a dz' + (r φ(q))ᵀ dd                    a scan in reverse
@@ -23,8 +24,7 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of q, k, v, S, z, the decays and the mask (None), in one pass over the blocks from the last to
-    the first."""
+    """Return gradients of q, k, v, S, z, the decays and the mask (None), from those of y, S and z in `grads`."""
     (S_saved, z_saved), (dy, dS, dz) = saved, grads
     assert dy is not None and dS is not None and dz is not None
     if S_saved is None or z_saved is None or S_saved.shape[0] == 0:
@@ -53,8 +53,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 def _block_gradient(
     block: Block, start: Pair, dN: Tensor, dend: Pair
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Pair]:
-    """Return the gradients of queries, keys, values and decays, and that of the state before the block. `start` is this
-    state, `dN` the gradient of the outputs, which is overwritten, `dend` that of the state after the block."""
+    """Return the gradients of queries, keys, values and decays, and that of `start`, the state (S, z) before the block.
+    `dN` (B gC dv) is the gradient of the outputs, and overwritten; `dend` is that of the state after the block."""
     work, b, (S_ends, z_ends) = block.work, len(dend[0]), block.states(*start)
     S, z = S_ends[:-b], z_ends[:-b]
     A, d = block.similarities(z)
@@ -84,8 +84,8 @@ def _block_gradient(
 
 
 def _denominator_gradient(block: Block, A: Tensor, z: Tensor, d: Tensor, dq: Tensor, G: Tensor) -> Tensor:
-    """Add the gradients through the denominators d to `dq`, that of r φ(q), and to G, that of A. Return the gradient of
-    each chunk's z through them, (r φ(q))ᵀ dd."""
+    """Add the gradients through the denominators d to `dq`, that of r φ(q), and to G, that of A. Return that of z, the
+    sums that enter the chunks (B 1 f), through d: (r φ(q))ᵀ dd."""
     work = block.work
     # dN·N from the products in memory: y itself was rounded
     dd = torch.mul(block.q_since_start, dq, out=work("scratch")).sum(-1, keepdim=True)
@@ -96,8 +96,8 @@ def _denominator_gradient(block: Block, A: Tensor, z: Tensor, d: Tensor, dq: Ten
 
 
 def _state_gradients(block: Block, dN: Tensor, dz_reads: Tensor | None, dend: Pair) -> Pair:
-    """Return the gradients of the states at the ends of all chunks, (cb+b f dv) and (cb+b 1 f), from those of the
-    states after the block."""
+    """Return the gradients of the states at the c + 1 ends of chunks, S (cb+b f dv) and z (cb+b 1 f), from `dend`, that
+    of the last state. `dz_reads` (B 1 f) is that of each chunk's z through denominators, if there are any."""
     b, names = len(dend[0]), zip(("dS", "dz"), dend, strict=True)
     dS_ends, dz_ends = (block.work(name, (len(block.k) + b, *x.shape[1:])) for name, x in names)
     dS_ends[-b:], dz_ends[-b:] = dend

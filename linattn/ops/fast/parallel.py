@@ -50,7 +50,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Map(Function):
-    """φ, with its derivative as a function of φ(x): two operations instead of the five that torch would take."""
+    """φ, whose derivative is computed from φ(x): two operations instead of the five that torch would take."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,5 @@
-"""One token: add it to the state, then read the state. The form for generation, a handful of small operations."""
+"""One token: add it to the state, then read the state. The form for generation, a handful of small operations, which
+torch differentiates: it saves nothing, so `save` changes nothing."""
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from linattn.ops.operator import Backend
 
 
 def linear(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """S = a S + φ(k) vᵀ, z = a z + φ(k), y = φ(q) S / φ(q)·z"""
+    """Return y, S and z: S = a S + φ(k) vᵀ and z = a z + φ(k) with the decay a, then y = φ(q) S / φ(q)·z."""
     dtype, phi = accumulator(call.q.dtype), ELEMENTWISE[call.feature_map]
     q, k, v, S, z = call.q, call.k, call.v, call.S, call.z
     if q.dtype != dtype:

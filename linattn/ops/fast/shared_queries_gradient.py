@@ -1,5 +1,5 @@
-"""The gradient for heads that share queries and keys, from the last block to the first. With V = [v, 1], dN the
-gradients of [numerator, denominator] and dS' that of the state that leaves a chunk,
+"""The gradient for heads that share queries and keys, from the last block to the first. With shapes and letters as in
+shared_queries.py, V = [v, 1], the gradients dN of [numerator, denominator] and dS' of the state that leaves a chunk,
 
     G_h = D_h ∘ (dN_h V_hᵀ)        dq = Σ_h G_h k + r_h dN_h S_hᵀ        dk = Σ_h G_hᵀ q + w_h V_h dS'_hᵀ
     dV_h = A_hᵀ dN_h + w_h k dS'_h                                       dS_h = a_h dS'_h + qᵀ (r_h dN_h)
@@ -19,7 +19,7 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of q, k, v, S, z, the decays and the mask (None)."""
+    """Return gradients of q, k, v, S, z, the decays and the mask (None), from those of y, S and z in `grads`."""
     (S_saved,), (dy, dS, dz) = saved, grads
     assert dy is not None and dS is not None and dz is not None and call.log_decay is not None
     if S_saved is None or S_saved.shape[0] == 0:
@@ -47,8 +47,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys, values, decays and the state before the block. `S_start` is this state,
-    `dN` the gradient of the outputs, which is overwritten, `dS_end` that of the state after the block."""
+    """Return the gradients of queries, keys, values, decays and `S_start`, the state before the block (b f He). `dN`
+    (B H C e) is the gradient of the outputs, and overwritten; `dS_end` is that of the state after the block."""
     b, work = len(S_start), block.work
     S = block.states(S_start)[:-b]
     reads = block.reads(S)
@@ -79,7 +79,8 @@ def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -
 
 
 def _quotient_gradient(dN: Tensor, N: Tensor, d: Tensor | None) -> None:
-    """Turn the gradients dy of outputs N / d into those of [N, d], in place: dN = dy / d and dd = −dN·N / d."""
+    """Turn `dN` (B H C e) in place from dy, the gradient of outputs N / d, into that of [N, d], [dy / d, −dy·N /
+    d²]."""
     assert d is not None
     dN.div_(d)
     dN[..., -1:] = (dN[..., :-1] * N).sum(-1, keepdim=True).div_(d).neg_()

@@ -1,9 +1,9 @@
 """The delta rule in torch's own operators, without a loop over the length. Exported graphs hold this form, because
 whoever loads them may have no other operators. It serves every length, and torch differentiates it.
 
-A chunk's tokens map the state that enters it to the one that leaves, T S + U. The definition's steps give [T, U] of
-all chunks at once, when they start from [1, 0]; each is then joined with the one before it, the two before these, and
-so on. Derivatives keep a state per token in memory, which the chunked form does not."""
+A chunk's tokens map the state that enters it to the one that leaves, T S + U. The definition's steps give [T, U] of all
+chunks at once, when they start from [1, 0]; each is then joined with the one before it, the two before these, and so
+on. Derivatives keep a state per token in memory, which the chunked form does not."""
 
 import torch
 from torch import Tensor
@@ -42,10 +42,10 @@ def _steps(count: int) -> int:
     return next((steps for steps in range(STEPS) if statically_known_true(count <= 2**steps)), STEPS)
 
 
-def _states(maps: Tensor, S: Tensor, steps: int) -> Tensor:
-    """Return the states before each chunk and after the last, (… c+1 d dv), from the first and the chunks' maps."""
+def _states(maps: Tensor, S: Tensor, doublings: int) -> Tensor:
+    """Return the states before each chunk and after the last (… c+1 d dv), from S, the first, and c maps [T, U]."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
-    for distance in (2**i for i in range(steps)):
+    for distance in (2**i for i in range(doublings)):
         # not index_select, see `join`
         earlier = maps[..., (index - distance).clamp(min=0), :, :]
         joined = maps[..., :d] @ earlier + F.pad(maps[..., d:], (d, 0))

@@ -18,7 +18,7 @@ _COMPILES = importlib.util.find_spec("triton") is not None
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Return why the kernel cannot, or should not, run."""
+    """Return why the kernel cannot, or should not, run on q and v, or None."""
     if q.device.type != "cuda":
         return f"needs CUDA tensors, but they are on {q.device}"
     if not _COMPILES:
@@ -32,22 +32,22 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, real: KeyMask = None) -> Outputs:
-    """Compute `local_attention` of packed tokens. Padding, which is False in `real`, is seen by its own query only."""
+def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, present: KeyMask = None) -> Outputs:
+    """Compute `local_attention` of packed tokens. Padding, False in `present`, is seen by its own query only."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if real is None else real.shape[1]
+    n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if present is None else present.shape[1]
     # tensors, so that another window needs no compilation
     i = torch.arange(n, dtype=torch.int32, device=q.device)
     first, last = window.first(i), window.last(i)
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         visible = (j >= first[i]) & (j <= last[i])
-        return visible if real is None else visible & (real[b, h // group if heads > 1 else 0, j] | (i == j))
+        return visible if present is None else visible & (present[b, h // group if heads > 1 else 0, j] | (i == j))
 
     some, whole = visible_blocks(n, window, q.device)
-    if real is not None:
-        # unreal tokens may be anywhere
+    if present is not None:
+        # missing tokens may be anywhere
         some, whole = some | whole, torch.zeros_like(whole)
     mask = BlockMask.from_kv_blocks(
         *_listed(some), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n)
@@ -56,7 +56,7 @@ def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, real: KeyM
 
 
 def visible_blocks(n: int, window: Window, device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
-    """Return the blocks of keys that each block of queries sees in part, and those that it sees whole."""
+    """Return two tables of n tokens: which block of queries (row) sees which block of keys in part, and which whole."""
     first = torch.arange(0, n, BLOCK, device=device)
     last = (first + BLOCK).clamp(max=n) - 1
     (i0, i1), (j0, j1) = (first[:, None], last[:, None]), (first, last)
@@ -67,7 +67,7 @@ def visible_blocks(n: int, window: Window, device: torch.device) -> tuple[Bool[T
 
 
 def _listed(blocks: Bool[Tensor, "c c"]) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns per row, and the columns with those first: (1 1 c) and (1 1 c c)."""
+    """Return the number of True columns per row (1 1 c), and the columns' indices, of True ones first (1 1 c c)."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 

@@ -28,7 +28,7 @@ def softmax_attention(q: Queries, k: Keys, v: Values, /, *, causal: bool = False
 def fused_softmax(
     q: Queries, k: Keys, v: Values, /, *, visible: Bool[Tensor, "*#b #n m"] | None = None, causal: bool = False
 ) -> Outputs:
-    """Run torch's kernel. Memory is linear in n and m (except `visible` itself), and sums are float32 or better."""
+    """Run torch's kernel on the `visible` keys (None: all). Memory is linear in n and m, sums are float32 or better."""
     d, dv = q.shape[-1], v.shape[-1]
     # the kernels with linear memory want one width; zeros change neither q·k nor the first dv outputs
     q, k, v = (F.pad(x, (0, max(d, dv) - x.shape[-1])) if d != dv else x for x in (q, k, v))
@@ -44,5 +44,5 @@ def fused_softmax(
 
 
 def among_present(visible: Tensor, present: Tensor, itself: Tensor, num_heads: int) -> Bool[Tensor, "*b n m"]:
-    """Hide missing keys from queries other than their own: some kernels' softmax over no key has NaN gradients."""
+    """Hide missing keys from queries but their own (`itself`): some kernels' softmax over no key has NaN gradients."""
     return per_query_head(visible & (present.unsqueeze(-2) | itself), num_heads)

@@ -1,4 +1,5 @@
-"""Softmax attention in a window: cost and memory are linear in the length times the window.
+"""Softmax attention in a window: cost and memory are linear in the length times the window. Tokens are packed, missing
+ones behind the present ones of their row: `present` is their mask (b hk n), None if all are present.
 
 The sequence is cut into blocks of queries. Every block away from the borders sees keys at the same distances, so all of
 them are one batched call with one small mask, on overlapping views of the keys; nothing is copied or padded. On a GPU
@@ -22,7 +23,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class LocalState(NamedTuple):
-    """The last keys and values of each row, right-aligned, and the number of tokens seen. Its size is constant."""
+    """The last keys and values of each row, right-aligned, and the number of tokens before the next one."""
 
     k: Keys
     v: Values
@@ -36,7 +37,7 @@ def local_attention(q: Queries, k: Keys, v: Values, /, *, window: Window, key_ma
     _check(q, k, v, window)
     packed = pack_heads(q, k, v, key_mask)
     # zeros from packing stand behind every present token, where no causal query sees them
-    return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.real))
+    return packed.unpack(_attend(packed.q, packed.k, packed.v, window, None if window.causal else packed.present))
 
 
 def extend_local(
@@ -61,44 +62,44 @@ def _check(q: Tensor, k: Tensor, v: Tensor, window: Window) -> None:
         )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None) -> Tensor:
     if is_exporting():
-        return in_equal_blocks(q, k, v, window, real)
+        return in_equal_blocks(q, k, v, window, present)
     if flex.unsupported(q, v) is None:
-        return flex.flex_window(q, k, v, window=window, real=real)
-    return in_blocks(q, k, v, window, real)
+        return flex.flex_window(q, k, v, window=window, present=present)
+    return in_blocks(q, k, v, window, present)
 
 
 def in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, past: LocalState | None = None
+    q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
-    """Compute blocks that see as far as the window reaches, and the queries left at the two borders."""
+    """Return outputs: blocks that see as far as the window reaches, and the two borders. `past` precedes k and v."""
     n, block, after = q.shape[-2], window.block, 0 if window.causal else window.reach
     first, last = -(-window.reach // block), (n - after) // block
     start, stop = (first * block, last * block) if last > first else (n, n)
     if past is None:
-        parts = [_border(q, k, v, window, real, 0, start)]
+        parts = [_border(q, k, v, window, present, 0, start)]
     else:
         keys, values = torch.cat([past.k, k[..., :start, :]], -2), torch.cat([past.v, v[..., :start, :]], -2)
         parts = [_after(past.seen, q[..., :start, :], keys, values, window)]
     if stop > start:
-        parts.append(_blocks(q, k, v, window, real, start, stop))
+        parts.append(_blocks(q, k, v, window, present, start, stop))
     if n > stop:
-        parts.append(_border(q, k, v, window, real, stop, n))
+        parts.append(_border(q, k, v, window, present, stop, n))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None) -> Tensor:
-    """Compute every block with all blocks of keys that it reaches, so that an exported graph serves every length."""
+def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None) -> Tensor:
+    """Return the outputs of blocks with all blocks of keys that they reach, so that one graph serves every length."""
     b, h, n, _ = q.shape
     block, before = window.block, -(-window.reach // window.block)
     after = 0 if window.causal else before
-    real = q.new_ones(b, 1, n, dtype=torch.bool) if real is None else real
-    queries, k, v, present = (cutting.cut(x, block).transpose(1, 2) for x in (q, k, v, real.unsqueeze(-1)))
+    present = q.new_ones(b, 1, n, dtype=torch.bool) if present is None else present
+    queries, k, v, present = (cutting.cut(x, block).transpose(1, 2) for x in (q, k, v, present.unsqueeze(-1)))
     count = queries.shape[1]
 
     def near(x: Tensor) -> Tensor:
-        """Reshape (b c hk block d) to (b·c hk length d)."""
+        """Join the tokens of each block (b c hk block d) with those of the blocks in reach: (b·c hk length d)."""
         x = F.pad(x, (0, 0, 0, 0, 0, 0, before, after))
         return torch.cat([x.narrow(1, i, count) for i in range(before + 1 + after)], -2).flatten(0, 1)
 
@@ -109,23 +110,23 @@ def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tenso
     return cutting.join(y.unflatten(0, (b, count)).transpose(1, 2), n)
 
 
-def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
-    """Compute the queries from start to stop in one block of their own."""
+def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return the outputs of the queries from start to stop, as one block."""
     n = k.shape[-2]
     left, right = max(start - window.reach, 0), stop if window.causal else min(stop + window.reach, n)
     q, k, v = q[..., start:stop, :], k[..., left:right, :], v[..., left:right, :]
     # all tokens of a short sequence see each other, and then the kernel needs no mask
-    if real is None and start == 0 and right <= window.size:
+    if present is None and start == 0 and right <= window.size:
         return fused_softmax(q, k, v, causal=window.causal)
     i, j = (torch.arange(*ends, device=q.device) for ends in ((start, stop), (left, right)))
     visible = window.sees(i[:, None], j[None])
-    if real is not None:
-        visible = among_present(visible, real[..., left:right], i[:, None] == j, q.shape[1])
+    if present is not None:
+        visible = among_present(visible, present[..., left:right], i[:, None] == j, q.shape[1])
     return fused_softmax(q, k, v, visible=visible)
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None, start: int, stop: int) -> Tensor:
-    """Compute the queries from start to stop, whole blocks whose windows all lie inside the sequence."""
+def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return the outputs of the queries from start to stop, whole blocks whose windows end inside the sequence."""
     b, h, hk, block = q.shape[0], q.shape[1], k.shape[1], window.block
     count, group = (stop - start) // block, h // hk
     left, right = start - window.reach, stop if window.causal else stop + window.reach
@@ -136,15 +137,15 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, real: Tensor | None
     i = torch.arange(block, device=q.device)[:, None]
     j = torch.arange(length, device=q.device)[None] - window.reach
     visible = window.sees(i, j)
-    if real is not None:
-        near = real[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)
+    if present is not None:
+        near = present[..., left:right].expand(b, hk, -1).flatten(0, 1).unfold(-1, length, block)
         visible = among_present(visible, near, i == j, count * group)
     y = fused_softmax(q.flatten(0, 1).flatten(1, 2), k, v, visible=visible)
     return y.unflatten(1, (count, group)).transpose(1, 2).flatten(2, 3).unflatten(0, (b, hk)).flatten(1, 2)
 
 
 def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
-    """Compute the queries of the last n tokens of the keys. The first one has the position `seen`."""
+    """Return the outputs of n queries, whose tokens are the last n of the keys; the first has the position `seen`."""
     n = q.shape[-2]
     i = seen.unsqueeze(-1) + torch.arange(n, device=q.device)
     j = seen.unsqueeze(-1) + torch.arange(n - k.shape[-2], n, device=q.device)

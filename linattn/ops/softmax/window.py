@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The number of tokens before a block, and unless causal after it, that its queries may see."""
+        """The number of tokens before a block of queries, and unless causal after it, that they may see."""
         return self.size if self.bucketed else self.size - 1
 
     @property
@@ -39,5 +39,5 @@ class Window(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The number of queries per block: whole buckets, near the size that measured fastest on a CPU."""
+        """The number of queries per block: a multiple of a bucket, near the size that was the fastest on a CPU."""
         return -(-64 // self.size) * self.size if self.bucketed else 64 if self.size <= 128 else 128

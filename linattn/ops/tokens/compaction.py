@@ -24,8 +24,7 @@ class Compaction(NamedTuple):
 
 
 def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
-    """Return the places, computed without reading a value on the host, which would wait for the device and break
-    graphs."""
+    """Return the places of tokens whose `key_mask` is True, without a read on the host, which would break graphs."""
     seen, total = key_mask.cumsum(-1), key_mask.sum(-1)
     place = torch.arange(key_mask.shape[-1], device=key_mask.device).expand_as(seen)
     # a scatter of the target places; a sort would take longer, and ONNX has no stable one
@@ -34,7 +33,7 @@ def compact(key_mask: Bool[Tensor, "*b n"], /) -> Compaction:
 
 
 def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*b n d"]:
-    """Move present tokens to the left, and put zeros behind them instead of the masked tokens."""
+    """Move the present tokens of x to the left, and put zeros behind them instead of the masked tokens."""
     # not take_along_dim, which exports for one length only
     x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
     return x.masked_fill(~real(where).unsqueeze(-1), 0)
@@ -43,13 +42,13 @@ def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*
 def unpack(
     y: Shaped[Tensor, "*b n d"], where: Compaction, key_mask: Bool[Tensor, "*#b n"], /
 ) -> Shaped[Tensor, "*b n d"]:
-    """Move packed tokens back to their places, with zeros at masked tokens."""
+    """Move tokens that `pack` packed back to where they were, with zeros where `key_mask` is False."""
     y = y.gather(-2, where.rank.clamp(min=0).unsqueeze(-1).expand_as(y))
     return y.masked_fill(~key_mask.unsqueeze(-1), 0)
 
 
 def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
-    """Return the mask of the packed tokens, True for the first `total`."""
+    """Return the mask of present tokens after `pack`: True for the first `total`."""
     return torch.arange(where.order.shape[-1], device=where.order.device) < where.total.unsqueeze(-1)
 
 
@@ -79,19 +78,18 @@ def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple
 
 
 class PackedHeads(NamedTuple):
-    """Packed queries, keys and values of split heads, the mask of the present keys, and the present tokens per row.
-
-    Where all tokens are present they stay as they are, and the other fields are None."""
+    """Packed queries, keys and values of split heads: `present` is the mask of the keys, `total` the number of present
+    ones, and `queries` hold the queries' places and mask. If all tokens are present, these three are None."""
 
     q: Queries
     k: Keys
     v: Values
-    real: Bool[Tensor, " b #hk n"] | None = None
+    present: Bool[Tensor, " b #hk n"] | None = None
     total: Int[Tensor, " b #hk"] | None = None
     queries: tuple[Compaction, Bool[Tensor, " b #h n"]] | None = None
 
     def unpack(self, y: Outputs) -> Outputs:
-        """Move outputs back to the places of their queries."""
+        """Move the outputs y of packed queries back to where these queries were, with zeros at masked ones."""
         return y if self.queries is None else unpack(y, *self.queries)
 
 
@@ -107,7 +105,7 @@ def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHe
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
-    """Repeat each key head's entry for the query heads that share it. A single entry for all heads stays single."""
+    """Repeat each key head's entry for the query heads that share it, `num_heads` in all. A single entry stays so."""
     return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
 
 

@@ -14,7 +14,7 @@ def earlier(n: int, device: torch.device) -> Tensor:
 
 
 def cut(x: Tensor, length: int) -> Tensor:
-    """(… n d) as chunks (… c length d), filled up with zeros."""
+    """Cut x (… n d) into chunks (… c length d), of which the last is filled up with zeros."""
     n = x.shape[-2]
     # two at least: torch would export another graph for one
     count = (n + 2 * length - 1) // length
@@ -22,7 +22,7 @@ def cut(x: Tensor, length: int) -> Tensor:
 
 
 def join(chunks: Tensor, n: int) -> Tensor:
-    """The first n tokens of (… c length d), as (… n d)."""
+    """Return the first n tokens of chunks (… c length d), as (… n d)."""
     # a slice would be contiguous for some lengths only, which are then another graph; and not index_select, whose
     # gradient inductor computes wrongly under vmap (torch 2.13)
     return chunks.flatten(-3, -2)[..., torch.arange(n, device=chunks.device), :]

@@ -22,7 +22,7 @@ _AGAIN = tl.constexpr(False)
 
 @jit
 def _nearest_bfloat16(x):
-    """Float32 numbers that bfloat16 holds, ties to even."""
+    """Return the float32 numbers nearest to x that bfloat16 holds, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -66,7 +66,7 @@ def early(x):
 
 @jit
 def wide(x):
-    """Float32 numbers of x, by two instructions for two numbers."""
+    """Return x in float32, by two instructions for two bfloat16 numbers."""
     if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2
@@ -78,7 +78,7 @@ def wide(x):
 @jit
 def beside(x, y):
     """Return x in float32, in the register layout of y, so that combining both needs no shared memory. It uses other
-    instructions than `wide`, so that the compiler does not keep one's result for the other."""
+    instructions than `wide`, so that the compiler does not keep one result for both."""
     if not _INTERPRETED and x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
         # both halves of a register; y is not read
         return tl.inline_asm_elementwise(
@@ -95,13 +95,13 @@ def beside(x, y):
 
 @jit
 def cast(x, TYPE: tl.constexpr):
-    """Convert float32 to what a tensor holds."""
+    """Convert float32 numbers x to TYPE, the dtype of a tensor."""
     return _bfloat16(x, False) if tl.bfloat16 == TYPE else x.to(TYPE)
 
 
 @jit
 def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _AGAIN):
-    """Round x to what tensor cores multiply: they would cut the last bits off, and sums would be a little small."""
+    """Round x to what tensor cores multiply at PRECISION: they would cut the last bits off, which biases sums."""
     if PRECISION == "bf16":
         return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)
     elif PRECISION == "tf32":
@@ -135,7 +135,7 @@ def product_or_transpose(a, b, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr
 
 @jit
 def _rest(x, high, middle):
-    """Round what two parts leave of float32 numbers: x − high − middle, where high is the leading bits of x."""
+    """Return x − high − middle in bfloat16, where high is the leading bits of x in float32, and middle is bfloat16."""
     if not _INTERPRETED and tl.target_info.is_cuda():
         return tl.inline_asm_elementwise(
             """{.reg .f32 a, b, c, d;
@@ -177,7 +177,7 @@ COLUMNS: tl.constexpr = tl.constexpr(16)
 
 @jit
 def in_columns(z, PRECISION: tl.constexpr):
-    """Return z (B, COLUMNS), equal in all columns, as three rounded parts whose sum is z, in columns 0 to 2."""
+    """Split z (B, COLUMNS), equal in all columns, into three rounded parts whose sum is z, in columns 0 to 2."""
     high = rounded(z, PRECISION)
     rest = z - high.to(tl.float32)
     middle = rounded(rest, PRECISION)
@@ -202,6 +202,6 @@ def one_over(denominator):
 
 @jit
 def mean_value(S, z):
-    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only their differences."""
+    """Return a mean m of the values in a state, weighted by z, so that S − z mᵀ holds only differences from m."""
     weight = z * one_over(tl.max(tl.abs(z), 0))
     return tl.sum(weight[:, None] * S, 0) * one_over(tl.sum(weight * z, 0))

@@ -1,4 +1,4 @@
-"""The kernels of attention to all keys, which read a state that is complete; `split_kernels.py` sums the keys.
+"""The kernels of attention to all keys, which `split_kernels.py` has summed to a state (arguments: device.py).
 
     y = φ(q) S / (φ(q)·z)    dq = (dy Sᵀ − δ z) / (φ(q)·z)    dk = v dSᵀ + dz    dv = φ(k) dS
 
@@ -35,8 +35,8 @@ def read(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Write dq, and two numbers per token for the gradient of the sums: 1/d with the denominator d, and δ = φ(q)·(dy
-    Sᵀ) / d. BV covers all values. SUMS and GRADIENT mean the same as in the causal `query_gradient`."""
+    """Write dq with GRADIENT, and with SUMS, per token, 1/d of the denominator d and δ = φ(q)·(dy Sᵀ) / d, or a
+    program's shares of d and of δ d, as the causal `query_gradient`. BV covers all values."""
     row, _, begin, stop = dev.span(walk)
     features, values = dev.channels(dev.part(walk), K.F, K.BF), dev.channels(0, K.DV, K.BV)
     q, dy, dq = dev.in_row(tokens, walk.tokens, row, K.UNIT)

@@ -51,7 +51,7 @@ def empty_sums_gradient(call: SumCall) -> Tensors:
 
 
 def _queries(call: ReadCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of the queries, and the sums that they read. Queries are expanded to all rows."""
+    """Return the kernels' view of the queries, expanded to all rows, and the sums S and z that they read."""
     q, S, z, normalize, feature_map, _ = call
     lead, sums = call.lead, torch.broadcast_shapes(S.shape[:-2], z.shape[:-1])
     S, z = S.expand(*sums, *S.shape[-2:]), z.expand(*sums, z.shape[-1])
@@ -79,7 +79,7 @@ def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """With "keys", y = φ(q) T and T = S / z, so dS = dT / z and dz = −(dT ∘ T) 1 / z."""
+    """Return dq, dS, dz. With "keys", y = φ(q) T and T = S / z, so dS = dT / z and dz = −(dT ∘ T) 1 / z."""
     if call.normalize != "keys":
         return _read_gradient(call, grads)
     T, z = _means(call), call.z.unsqueeze(-1)

@@ -1,5 +1,5 @@
-"""The kernels of the causal gradients, whose programs walk as those of `causal_kernels.py` do: queries' gradients from
-the first chunk to the last, with the state, and keys' and values' from the last to the first, with its gradient.
+"""The kernels of the causal gradients (arguments: device.py). Programs walk as in `causal_kernels.py`: for queries from
+the first chunk to the last, with the state, for keys and values from the last to the first, with the state's gradient.
 
 The fewer rows a product has, the more of it a warp computes on tensor cores: each of two groups of warps would compute
 all of 64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels,

@@ -1,5 +1,5 @@
-"""The causal forward kernel. A program has one row, one of the row's splits of `length` tokens, and some channels; it
-walks from chunk to chunk with the state in registers. With D, r, w and a as in `fast/linear.py`:
+"""The causal forward kernel (arguments: device.py). A program has one row, one of the row's splits of `length` tokens,
+and some channels; it walks from chunk to chunk with the state in registers. With D, r, w and a as in `fast/linear.py`:
 
     A = φ(q) φ(k)ᵀ ∘ D        y = (A v + r φ(q) S) / (A 1 + r φ(q)·z)        S ← a S + (w φ(k))ᵀ v"""
 

@@ -24,7 +24,7 @@ from linattn.ops.triton.tiling import Split, over_both, over_queries, over_value
 
 
 def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
-    """Return the states before each split."""
+    """Return the states before each split, from S and z, those before the call."""
     inputs, state = rows.inputs, rows.shared(S, z)
     if splits.number == 1:
         return state
@@ -33,7 +33,7 @@ def _initial_states(rows: Rows, S: Tensor, z: Tensor, splits: Split) -> States:
 
 
 def _with_weights(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of a call, with the weights from `weigh` in the place of its decay, and its state."""
+    """Return the kernels' view of a call, with weights from `weigh` in place of the decay, and the call's S and z."""
     inputs, S, z = readable_call(call._replace(key_mask=in_words(call.key_mask)))
     if inputs.log_decay is not None:
         inputs.log_decay = weigh(inputs.log_decay, over_values(*inputs.shape).C)
@@ -65,8 +65,8 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS_end is not None and dz_end is not None
     dy = readable(dy, inputs.lead)
     dq, denominators, earlier = _query_gradient(inputs, S, z, dy)
-    end = dS_end.contiguous(), dz_end.contiguous()
-    *gradients, later = _key_gradients(inputs, dy, end, denominators)
+    dend = dS_end.contiguous(), dz_end.contiguous()
+    *gradients, later = _key_gradients(inputs, dy, dend, denominators)
     dlog_decay = None
     if log_decay is not None:
         dS, dz = gradients[2:]
@@ -77,11 +77,11 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
-    """Return the gradient of decays: that at t multiplies every pair of a query from t on and a key before t, and has
-    the sum of their gradients. `start` is this sum for the first token, of pairs with the given state. `change` of a
-    token adds its pairs with later queries and removes those with earlier keys. The pair of a token with itself is in
-    neither: among strong decays it is the largest by far, and would leave its rounding errors in all sums that
-    follow."""
+    """Return the gradient of `log_decay` (…, n). The decay of token t multiplies the pairs of a query from t on and a
+    key before t, whose terms its gradient sums. `start` (…) is this sum at the first token, where keys are those of the
+    state before the call. `change` (…, n) is the difference of the sums at the next token and this one: plus pairs with
+    later queries, minus pairs with earlier keys. The pair of a token with itself is in neither: among strong decays it
+    is the largest by far, and its rounding errors would stay in all later sums."""
     shape = log_decay.shape
     change, start = change.sum_to_size(*shape), start.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
     total = start + change.cumsum(-1) - change
@@ -89,13 +89,13 @@ def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
 
 
 def _pair_sums(rows: Rows, programs: int) -> Tensor:
-    """Return a buffer for the sums over pairs that a decay weighs, one number per program of a row and token."""
+    """Return memory for a sum per token over the pairs that decays multiply, in each program: (rows, programs, n)."""
     inputs = rows.inputs
     return inputs.empty(0) if inputs.log_decay is None else inputs.empty(rows.number, programs, inputs.n)
 
 
 def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Return dq, the denominators, and the sums over pairs with earlier keys."""
+    """Return dq, the results of `launch_query_gradient`, and each query's sums over pairs with earlier keys."""
     dq, tiles = inputs.empty_gradient("q"), over_queries(*inputs.shape)
     rows = Rows(inputs, [*inputs.tokens.values(), dy, dq], z)
     splits, pair_sums = rows.split(tiles), _pair_sums(rows, tiles.parts)
@@ -105,14 +105,15 @@ def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[T
 
 
 def _key_gradients(
-    inputs: Inputs, dy: Tensor, end: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
+    inputs: Inputs, dy: Tensor, dend: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return dk, dv, dS and dz in every row, and the sums over pairs with later queries."""
+    """Return dk, dv, dS and dz in every row, and each key's sums over pairs with later queries. `dend` are the
+    gradients of the last S and z, `denominators` the results of `launch_query_gradient`."""
     dk, dv = inputs.empty_gradient("k"), inputs.empty_gradient("v")
     dS, dz = inputs.empty(*inputs.lead, inputs.f, inputs.dv), inputs.empty(*inputs.lead, inputs.f)
-    rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], end[1]), over_both(*inputs.shape)
+    rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], dend[1]), over_both(*inputs.shape)
     tiles, *_ = launches[0]
-    splits, dstate, pair_sums = rows.split(tiles), rows.shared(*end), _pair_sums(rows, tiles.parts)
+    splits, dstate, pair_sums = rows.split(tiles), rows.shared(*dend), _pair_sums(rows, tiles.parts)
     if splits.number > 1:
         sums = sum_splits(inputs, query_sums, [inputs.tokens["q"], dy], splits, denominators)
         dstate = rows.enter(dstate, sums, splits, REVERSE=True, SHARED=False)

@@ -1,11 +1,9 @@
-"""Parts of all kernels: where a row begins, tiles of tokens, the weights of a decay.
+"""Parts of all kernels. A program walks along the tokens of one row (a batch element and head), a chunk of C at a time.
+In arguments, `chunk` is (the first token, which of the C are inside the row, the last token); columns, such as
+`features` and `values`, are (channels, which of them are inside); a tensor in its row is (pointer, step per token).
 
-A program walks along the tokens of one row (a batch element and head), a chunk of C of them at a time. Every kernel is
-given tuples of pointers: to tensors of tokens and channels, to the mask and the decay, to states (S, z), and to other
-numbers; then the `Walk` and the `Constants` K of `layout.py`, and the `Map` φ of `maps.py`.
-
-Inside its row a tensor is (pointer, step from token to token), a chunk of tokens is (the first, which of them are
-inside, the last), and columns are (channels, which of them are inside)."""
+Every kernel is given tuples of pointers: `tokens` to tensors of tokens and channels, `scalars` to the mask and the
+decay, `states` to states (S, z), `numbers` to others; then the `Walk`, φ, and the `Constants` K of `layout.py`."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -28,13 +26,13 @@ FIELDS: Any = tl.constexpr(5)
 
 @jit
 def plain(x):
-    """Read an integer that `layout.opaque` made."""
+    """Return the integer from which `layout.opaque` made x."""
     return x >> 4
 
 
 @jit
 def row_of(number, walk):
-    """Return the indices of a row in the three leading dimensions."""
+    """Return the indices of row `number` in the three leading dimensions."""
     size1, size2 = plain(walk.size1), plain(walk.size2)
     return number // (size1 * size2), number // size2 % size1, number % size2
 
@@ -47,13 +45,13 @@ def part(walk):
 
 @jit
 def place(walk):
-    """Count the splits of all rows up to this program's."""
+    """Return the number of this program's split among the splits of all rows."""
     return tl.program_id(0) // plain(walk.parts)
 
 
 @jit
 def span(walk):
-    """Return the row and the split of this program, and the tokens from which and up to which it walks."""
+    """Return the indices of this program's row, the split, its first token and the one before which it ends."""
     splits, length = plain(walk.splits), plain(walk.length)
     number, split = place(walk) // splits, place(walk) % splits
     begin = split * length
@@ -62,7 +60,7 @@ def span(walk):
 
 @jit
 def offset(strides, row, UNIT: tl.constexpr):
-    """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides`."""
+    """Return where a row begins in a tensor with these strides, `TokenStrides` or `StateStrides` in units of UNIT."""
     outer, middle, inner = row
     address = outer.to(tl.int64) * plain(strides.outer) + middle.to(tl.int64) * plain(strides.middle)
     # in units, so that the compiler sees what divides it
@@ -71,7 +69,7 @@ def offset(strides, row, UNIT: tl.constexpr):
 
 @jit
 def owns(strides, row):
-    """Return whether the row is the first of those that share a place in a tensor with these strides."""
+    """Return whether the row is the first of those that share an entry of a tensor with these strides."""
     outer, middle, inner = row
     first = ((strides.outer != 0) | (outer == 0)) & ((strides.middle != 0) | (middle == 0))
     return first & ((strides.inner != 0) | (inner == 0))
@@ -88,7 +86,7 @@ def in_row(pointers, strides, row, UNIT: tl.constexpr):
 
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
-    """Return (pointer, step) of one number per token: (rows, n), or (rows, programs, n) for each program's share."""
+    """Return (pointer, step) of this row in x, one number per token: (rows, n), or with SHARES (rows, programs, n)."""
     number = place(walk) // plain(walk.splits)
     if SHARES:
         number = number * plain(walk.parts) + part(walk)
@@ -103,7 +101,7 @@ def chunk(start, stop, C: tl.constexpr):
 
 @jit
 def channels(block, WIDTH: tl.constexpr, B: tl.constexpr):
-    """Return the indices of B columns, the tile number `block` of WIDTH columns, and which of them are inside."""
+    """Return B columns: the indices of tile number `block` of a tensor's WIDTH columns, and which are inside."""
     columns = tl.arange(0, B) + (block * B if WIDTH > B else 0)
     if WIDTH % B == 0:
         return columns, tl.full((B,), True, tl.int1)
@@ -124,35 +122,35 @@ def where(flag, inside):
 
 
 @jit
-def _numbers(x, tokens):
-    """Return pointers to one number per token."""
+def _numbers(x, chunk):
+    """Return pointers to one number per token of a chunk, (C,)."""
     pointer, step = x
-    start, inside, _ = tokens
+    start, inside, _ = chunk
     return pointer + tl.cast(start, tl.int64) * step + tl.arange(0, inside.shape[0]) * step
 
 
 @jit
-def load_numbers(x, tokens):
+def load_numbers(x, chunk):
     """(C,): zeros for tokens that are not inside."""
-    return tl.load(_numbers(x, tokens), mask=tokens[1], other=0)
+    return tl.load(_numbers(x, chunk), mask=chunk[1], other=0)
 
 
 @jit
-def store_numbers(x, tokens, numbers):
-    tl.store(_numbers(x, tokens), numbers, mask=tokens[1])
+def store_numbers(x, chunk, numbers):
+    tl.store(_numbers(x, chunk), numbers, mask=chunk[1])
 
 
 @jit
-def load_present(key_mask, tokens, K: tl.constexpr):
+def load_present(key_mask, chunk, K: tl.constexpr):
     """(C,): which tokens are keys."""
-    return load_numbers(key_mask, tokens) != 0 if K.MASKED else tokens[1]
+    return load_numbers(key_mask, chunk) != 0 if K.MASKED else chunk[1]
 
 
 @jit
-def _tile(x, tokens, columns):
-    """Return pointers to a chunk's tokens, and which of them are inside."""
+def _tile(x, chunk, columns):
+    """Return pointers to columns of a chunk's tokens, (C, B), and which of these numbers are inside."""
     pointer, step = x
-    start, inside, last = tokens
+    start, inside, last = chunk
     rows = tl.arange(0, inside.shape[0]) * step
     if step > 0:
         # compared in the numbers that addresses are made of, which then differ by constants, as the compiler sees
@@ -161,15 +159,15 @@ def _tile(x, tokens, columns):
 
 
 @jit
-def load(x, tokens, columns):
+def load(x, chunk, columns):
     """(C, B): zeros for tokens and columns that are not inside."""
-    places, inside = _tile(x, tokens, columns)
+    places, inside = _tile(x, chunk, columns)
     return early(tl.load(places, mask=inside, other=0))
 
 
 @jit
-def store(x, tokens, columns, tile, TRANSPOSED: tl.constexpr = _STRAIGHT):
-    places, inside = _tile(x, tokens, columns)
+def store(x, chunk, columns, tile, TRANSPOSED: tl.constexpr = _STRAIGHT):
+    places, inside = _tile(x, chunk, columns)
     tl.store(places, transposed(cast(tile, x[0].dtype.element_ty), TRANSPOSED), mask=inside)
 
 
@@ -185,17 +183,17 @@ def states_in(states, strides, row, split, K: tl.constexpr):
 
 @jit
 def _tile_of(state, features, values, K: tl.constexpr):
-    """Return pointers to (BF, BV) of S and to (BF,) of z."""
+    """Return pointers to the columns in S, (BF, BV), and z, (BF,), of a state (pointer to S, pointer to z)."""
     S, z = state
     return S + (features[0][:, None] * K.DV + values[0][None, :]), z + features[0]
 
 
 @jit
-def load_state(state, features, values, valid, K: tl.constexpr):
-    """Return (BF, BV) of S and (BF,) of z: zeros unless valid."""
+def load_state(state, features, values, enabled, K: tl.constexpr):
+    """Return the columns of S, (BF, BV), and z, (BF,), or zeros unless the flag `enabled` is set."""
     S, z = _tile_of(state, features, values, K)
     mask = both(features[1], values[1])
-    return tl.load(S, mask=where(valid, mask), other=0), tl.load(z, mask=where(valid, features[1]), other=0)
+    return tl.load(S, mask=where(enabled, mask), other=0), tl.load(z, mask=where(enabled, features[1]), other=0)
 
 
 @jit
@@ -212,10 +210,10 @@ def mapped(x, inside, phi):
 
 
 @jit
-def load_queries(q, tokens, features, present, phi, K: tl.constexpr):
-    """Return φ of a chunk. Finite features of masked tokens stay: their queries are in other tokens' gradients. Tokens
-    that are not inside give finite features: their outputs are not stored, and their weights are zero."""
-    return map_queries(load(q, tokens, features), features, present, _STRAIGHT, phi, K)
+def load_queries(q, chunk, features, present, phi, K: tl.constexpr):
+    """Return φ(q) of a chunk, (C, BF). Finite features of masked tokens stay, as they are in other tokens' gradients.
+    Tokens that are not inside have finite features; their outputs are not stored, their weights are zero."""
+    return map_queries(load(q, chunk, features), features, present, _STRAIGHT, phi, K)
 
 
 @jit
@@ -238,18 +236,18 @@ def along_features(x, TRANSPOSED: tl.constexpr):
 
 
 @jit
-def load_keys(k, tokens, features, present, phi, K: tl.constexpr):
-    """φ(k) of a chunk, rounded; zeros for masked tokens, but not for those that are not inside."""
+def load_keys(k, chunk, features, present, phi, K: tl.constexpr):
+    """φ(k) of a chunk, (C, BF), rounded; zeros for masked tokens, but not for those that are not inside."""
     inside = features[1][None, :]
     if K.MASKED:
         inside = both(present, features[1])
-    return rounded(mapped(load(k, tokens, features), inside, phi), K.PRECISION, ONCE=True)
+    return rounded(mapped(load(k, chunk, features), inside, phi), K.PRECISION, ONCE=True)
 
 
 @jit
-def load_values(v, tokens, values, present, K: tl.constexpr):
+def load_values(v, chunk, values, present, K: tl.constexpr):
     """(C, BV), rounded; zeros for tokens that are masked or not inside."""
-    v_j = load(v, tokens, values)
+    v_j = load(v, chunk, values)
     if K.MASKED:
         v_j = tl.where(present[:, None], v_j, 0.0)
     return rounded(v_j, K.PRECISION)
@@ -257,35 +255,35 @@ def load_values(v, tokens, values, present, K: tl.constexpr):
 
 @jit
 def later(rows, columns):
-    """Return whether row > column for each pair of places. A thread has the same columns in each group of eight. So the
-    group numbers, which are compared, are constants for it and take no registers."""
+    """Return whether row > column for all pairs of indices. A thread has the same columns in each group of eight. So
+    the group numbers, which are compared, are constants for it and take no registers."""
     return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
 
 
 @jit
-def _field(decay, tokens, FIELD: tl.constexpr):
-    """Return pointers to a field of a chunk, (C,). Their distances from those of the other fields are constants."""
-    start, inside, _ = tokens
+def _field(decay, chunk, FIELD: tl.constexpr):
+    """Return pointers to one of the FIELDS of a chunk, (C,), at constant distances from those to other fields."""
+    start, inside, _ = chunk
     return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
 
 
 @jit
-def load_decay(decay, tokens):
+def load_decay(decay, chunk):
     """Return weights of a chunk: (C,) from its start to each token and from there to its end; (1,) over the chunk."""
     # a tensor, as loads of tensors start early
-    whole = decay[0] + tl.cast(tokens[0], tl.int64) * FIELDS + (tokens[2] - tokens[0] + tl.arange(0, 1))
-    return tl.load(_field(decay, tokens, SINCE)), tl.load(_field(decay, tokens, UNTIL)), tl.load(whole)
+    whole = decay[0] + tl.cast(chunk[0], tl.int64) * FIELDS + (chunk[2] - chunk[0] + tl.arange(0, 1))
+    return tl.load(_field(decay, chunk, SINCE)), tl.load(_field(decay, chunk, UNTIL)), tl.load(whole)
 
 
 @jit
-def between(decay, tokens, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
+def between(decay, chunk, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
     """(C, C): whether a query sees a key, and the key's decay until then; rows are keys if KEYS_FIRST, else queries."""
-    high, first = tl.load(_field(decay, tokens, HIGH)), tl.load(_field(decay, tokens, FIRST))
-    exponent, places = high[:, None] - high[None, :], tl.arange(0, tokens[1].shape[0])
+    high, first = tl.load(_field(decay, chunk, HIGH)), tl.load(_field(decay, chunk, FIRST))
+    exponent, places = high[:, None] - high[None, :], tl.arange(0, chunk[1].shape[0])
     if K.PRECISION == "tf32x3":
-        low = tl.load(_field(decay, tokens, LOW))
+        low = tl.load(_field(decay, chunk, LOW))
         exponent += low[:, None] - low[None, :]
-    first = first.to(tl.int32) + tokens[1].shape[0]
+    first = first.to(tl.int32) + chunk[1].shape[0]
     if KEYS_FIRST:
         exponent = -exponent
         seen = ~later(places, places) & (places[:, None] >= first[None, :])

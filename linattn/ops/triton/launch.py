@@ -58,16 +58,16 @@ class Inputs:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def empty_gradient(self, name: str) -> Tensor:
-        """Return a tensor for a gradient per row, in float32 if an input serves several rows: theirs are summed."""
+        """Return memory for the gradient of input `name` per row, in float32 if it is to be summed over rows."""
         x = self.originals[name]
         if x.shape[:-2] == self.lead:
             return empty_like_tokens(self.tokens[name], x.shape[-1])
         return self.empty(*self.lead, *x.shape[-2:])
 
 
-def _token_strides(x: Tensor, strides: Strides, tokens: int, unit: int = 1) -> TokenStrides:
-    """Return a tensor's strides: over the rows in multiples of `unit`, and from token to token, dimension `tokens`."""
-    step = x.stride(tokens) if x.shape[tokens] > 1 else 0
+def _token_strides(x: Tensor, strides: Strides, dim: int, unit: int = 1) -> TokenStrides:
+    """Return `strides`, those of x over the rows, in multiples of `unit`, and that of `dim`, from token to token."""
+    step = x.stride(dim) if x.shape[dim] > 1 else 0
     outer, middle, inner = opaque(*(s // unit for s in strides))
     return TokenStrides(outer, middle, inner, tl.constexpr(step))
 
@@ -97,8 +97,8 @@ class States(NamedTuple):
 
 
 class Rows:
-    """A kernel's tensors of tokens, in its order, with their strides over the rows, and launches on them. z (…, f) is
-    contiguous."""
+    """A kernel's tensors of tokens, in the kernel's order, with their strides over the rows, and launches on them. z
+    (…, f) is a contiguous part of a state, whose strides over the rows are needed too."""
 
     def __init__(self, inputs: Inputs, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
         scalars = inputs.key_mask, inputs.log_decay
@@ -122,15 +122,15 @@ class Rows:
         return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
 
     def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
-        """Return states of which each row and split has its own, one after another."""
+        """Return S and z, in which each row and split has a state of its own, one after another, with strides."""
         strides = self.size1 * self.size2 * splits, self.size2 * splits, splits, int(splits > 1)
         return States(S, z, StateStrides(*opaque(*strides)))
 
     def arguments(
         self, tiles: Tiles, splits: Split, strides: Sequence[StateStrides], programs: int, **flags: bool
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """Return the grid, with `programs` per row and part, and a kernel's arguments that are no tensors. `flags` are
-        fields of `Constants`. The parts of a row have neighbouring programs, as they read the same tokens."""
+        """Return the grid, with `programs` per row and part of its channels, and a kernel's arguments but tensors.
+        `flags` are fields of `Constants`. Parts of a row are neighbouring programs, as they read the same tokens."""
         integers = opaque(self.inputs.n, *splits, tiles.parts, self.size1, self.size2)
         return (self.number * programs * tiles.parts,), {
             "walk": Walk._make((*integers, *self.strides, tuple(strides))),
@@ -157,7 +157,7 @@ class Rows:
                 kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
 
     def enter(self, state: States, sums: "Sums", splits: Split, **flags: bool) -> States:
-        """Scan over the splits, in place: their sums become the states before them."""
+        """Scan over the splits in place, from `state`: turn their `sums` into the states before them."""
         states, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
         tiles = enter_tiles(f, dv)
         self.launch(enter, tiles, splits, state, states, numbers=[sums.decay], programs=1, **flags)
@@ -175,7 +175,7 @@ class Sums(NamedTuple):
 def sum_splits(
     inputs: Inputs, kernel: Any, tokens: Sequence[Tensor], splits: Split | None = None, numbers: Sequence[Tensor] = ()
 ) -> Sums:
-    """Sum the keys or the queries of each split. None: the splits follow from the shapes."""
+    """Run `key_sums` or `query_sums` as `kernel` on all splits of `tokens`. None: the splits follow from the shapes."""
     rows, tiles = Rows(inputs, tokens), over_values(*inputs.shape)
     splits = rows.split(tiles) if splits is None else splits
     shapes = (inputs.f, inputs.dv), (inputs.f,), ()
@@ -188,9 +188,9 @@ def sum_splits(
 def launch_query_gradient(
     rows: Rows, kernel: Any, tiles: Tiles, splits: Split, state: States, numbers: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of the queries' gradient. Return 1/d and δ of the denominators d, which the kernels of the other
-    gradients read. Where each of several programs has a part of a row's features, the kernel runs twice: first for the
-    sums over all parts."""
+    """Run the kernel of the queries' gradient. Return 1/d, with the denominators d, and δ = dy·y per token, which the
+    kernels of the other gradients read. Where each of several programs has a part of a row's features, the kernel runs
+    twice: first for the sums over all parts."""
     inputs, shape = rows.inputs, (rows.number, tiles.parts, rows.inputs.n) if rows.inputs.normalized else (0,)
     inverse, delta, whole = inputs.empty(*shape), inputs.empty(*shape), tiles.parts == 1
     if inputs.normalized and not whole:

@@ -53,9 +53,9 @@ class StateStrides(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The integers that locate a program's tokens: n per row, `length` per split, and `parts`, the number of programs
-    that share the channels of a row (all `opaque`). Then the strides of the tensors, in the order of a kernel's
-    arguments."""
+    """The integers that locate a program's tokens, all `opaque`: n tokens per row, `length` per split, `splits` per
+    row, `parts`, the number of programs that share the channels of a row, and the sizes of `Rows`. Then the strides of
+    the tensors, in the order of a kernel's arguments."""
 
     n: int
     length: int
@@ -99,12 +99,12 @@ def opaque(*integers: int) -> tuple[int, ...]:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Launch kernels on the GPU that holds x."""
+    """Return a region in which kernels are launched on the GPU that holds x."""
     return torch.accelerator.device_index(None if x.is_cpu else x.get_device())
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
-    """Merge leading dimensions wherever the strides of all tensors allow it."""
+    """Merge the dimensions `lead`, to which all tensors broadcast, wherever the strides of all of them allow it."""
     table = [[0 if x is None or x.shape[i] == 1 else x.stride(i) for x in tensors] for i in range(len(lead))]
     sizes: list[int] = []
     columns: list[list[int]] = []
@@ -124,18 +124,18 @@ def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:
 
 
 def too_many_dimensions(lead: Sequence[int]) -> bool:
-    """Return whether kernels take fewer leading dimensions, so that inputs must be copied into contiguous ones."""
+    """Return whether `lead` has more dimensions than kernels take, so that inputs must be copied to contiguous ones."""
     return sum(size != 1 for size in lead) > _DIMENSIONS
 
 
-def shared_groups(lead: Sequence[int], sums: Sequence[int]) -> int:
-    """Return the number of groups of neighbouring dimensions, in which all dimensions share the sums or none does."""
-    sharing = [here != size for size, here in zip(lead, sums, strict=True) if size != 1]
+def shared_groups(lead: Sequence[int], states: Sequence[int]) -> int:
+    """Count groups of neighbouring dimensions of rows (`lead`) that share states (size 1 in `states`), or do not."""
+    sharing = [count != size for size, count in zip(lead, states, strict=True) if size != 1]
     return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
 
 
 def readable(x: Tensor, lead: Sequence[int]) -> Tensor:
-    """Return x, or a contiguous copy if its last stride is not 1 or its token stride exceeds `_LARGEST_STEP`."""
+    """Return x, or a contiguous copy if its last stride is not 1, its token stride too large or `lead` too long."""
     if too_many_dimensions(lead):
         return x.expand(*lead, *x.shape[-2:]).contiguous()
     near = x.shape[-2] == 1 or x.stride(-2) < _LARGEST_STEP
@@ -143,7 +143,7 @@ def readable(x: Tensor, lead: Sequence[int]) -> Tensor:
 
 
 def readable_scalars(x: Tensor | None, lead: Sequence[int]) -> Tensor | None:
-    """Return a mask or a decay (…, n), or a contiguous copy if it has too many leading dimensions."""
+    """Return x, a mask or a decay (…, n), or a contiguous copy if `lead` has too many dimensions."""
     return x if x is None or not too_many_dimensions(lead) else x.expand(*lead, x.shape[-1]).contiguous()
 
 
@@ -161,8 +161,8 @@ def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
     return q.new_empty(*lead, q.shape[-2], channels)
 
 
-def unit(wide: Sequence[Tensor], rows: Rows) -> int:
-    """Return the largest power of two, up to 16, that divides every stride: kernels read so many numbers at a time. It
-    follows from the channels and hardly ever from the length, so a new length needs no new kernel."""
-    steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in wide)
-    return math.gcd(16, *(s for strides in rows.strides[: len(wide)] for s in strides), *steps)
+def unit(tokens: Sequence[Tensor], rows: Rows) -> int:
+    """Return the largest power of two, up to 16, that divides every stride of `tokens`, the first tensors of `rows`:
+    kernels read so many numbers at a time. It hardly ever depends on the length, and a new one needs no new kernel."""
+    steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in tokens)
+    return math.gcd(16, *(s for strides in rows.strides[: len(tokens)] for s in strides), *steps)

@@ -50,7 +50,7 @@ def forward(call: CausalCall) -> tuple[Tensor, ...]:
 
 
 def readable_call(call: CausalCall) -> tuple[Inputs, Tensor, Tensor]:
-    """Return the kernels' view of a call, with a row per leading index of the queries, and its state."""
+    """Return the kernels' view of a call, with a row per leading index of the queries, and the call's S and z."""
     q, k, v, S, z, log_decay, key_mask, normalize, feature_map, *_ = call
     tokens, normalized = {"q": q, "k": k, "v": v}, normalize == "output"
     inputs = Inputs(call.lead, tokens, v.shape[-1], feature_map, normalized, key_mask, log_decay)
@@ -67,8 +67,8 @@ def _plan(inputs: Inputs, z: Tensor) -> Plan:
 def _cached_plan(
     layouts: tuple[Layout | None, ...], dtype: torch.dtype, normalize: str | None, feature_map: str
 ) -> Plan | None:
-    """Return the plan for tensors of these layouts, or None if some of them must be copied first. The dtype is that of
-    the tokens; a plan depends on no other."""
+    """Return the plan for tensors of these shapes and strides, or None if some of them must be copied first. The dtype
+    is that of the tokens; a plan depends on no other."""
     tensors = [x if x is None else torch.empty_strided(*x, dtype=dtype, device="meta") for x in layouts]
     inputs, S, z = readable_call(CausalCall(*tensors, normalize, feature_map, False))  # type: ignore[arg-type]
     views = *inputs.tokens.values(), S, z, inputs.log_decay, inputs.key_mask

@@ -1,4 +1,4 @@
-"""The small passes around splits of a sequence: the sums of each split by itself, and the states that enter it."""
+"""The passes around splits of a row: the sums of each split, and the states that enter it. Arguments: device.py."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -43,7 +43,7 @@ def key_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Sum what a split's queries give to the gradient of the state before it: Σ φ(q) dyᵀ and −Σ φ(q) δ."""
+    """Write the split's part of the gradient of the state before it: Σ φ(q) dyᵀ / d and −Σ φ(q) δ / d."""
     row, split, begin, stop = dev.span(walk)
     features, values = dev.channels(0, K.F, K.BF), dev.channels(dev.part(walk), K.DV, K.BV)
     q, dy = dev.in_row(tokens, walk.tokens, row, K.UNIT)
@@ -84,23 +84,23 @@ def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Write the state that enters each split in the place of the split's own sums: K.C numbers of S in each program,
     and z in the last one.
 
-    If SHARED, all rows that share a state begin with it; otherwise, for a gradient, only the first of them does."""
+    If SHARED, all rows that share a state begin with it; otherwise, for a gradient, only the first of these rows."""
     row, decays = dev.row_of(dev.place(walk), walk), numbers[0]
     (state,) = dev.states_in(states[:1], walk.states, row, 0, K)
-    valid = dev.owns(walk.states[0], row)
+    enabled = dev.owns(walk.states[0], row)
     if K.SHARED:
-        valid = valid | True
+        enabled = enabled | True
     if dev.part(walk) < dev.plain(walk.parts) - 1:
-        _enter(state[0], states[1][0], decays, walk, valid, K.F * K.DV, K)
+        _enter(state[0], states[1][0], decays, walk, enabled, K.F * K.DV, K)
     else:
-        _enter(state[1], states[1][1], decays, walk, valid, K.F, K)
+        _enter(state[1], states[1][1], decays, walk, enabled, K.F, K)
 
 
 @dev.jit
-def _enter(state, sums, decays, walk, valid, WIDTH: tl.constexpr, K: tl.constexpr):
+def _enter(state, sums, decays, walk, enabled, WIDTH: tl.constexpr, K: tl.constexpr):
     splits = dev.plain(walk.splits)
     numbers, inside = dev.channels(dev.part(walk) % tl.cdiv(WIDTH, K.C), WIDTH, K.C)
-    x = tl.load(state + numbers, mask=dev.where(valid, inside), other=0)
+    x = tl.load(state + numbers, mask=dev.where(enabled, inside), other=0)
     # loads of later splits do not wait for stores of earlier ones: the stages of this loop are known to be apart
     for i in tl.range(0, splits, num_stages=4):
         split = i

@@ -1,4 +1,4 @@
-"""One token in one launch: the state is read once, and written once into memory of its own."""
+"""One token in one launch: the state is read once, and written once into memory of its own. Arguments: device.py."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false

@@ -46,7 +46,7 @@ def read_unsupported(call: ReadCall) -> str | None:
 
 
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
-    """Return why no kernel takes these tensors, or None."""
+    """Return why no kernel takes tensors like x with f features and dv values, or None."""
     if torch.compiler.is_compiling() and in_transform():
         return "has no tangents inside a compiled graph"
     if not _INSTALLED:
@@ -59,7 +59,7 @@ def cannot(x: Tensor, f: int, dv: int) -> str | None:
 
 
 def experimental(call: CausalCall | SumCall | ReadCall) -> str | None:
-    """Return a reason for AMD's and Intel's GPUs: Triton compiles for them, but nobody has run these kernels there."""
+    """Return a reason on AMD's and Intel's GPUs: Triton compiles for them, but nobody has run these kernels there."""
     x = call[0]
     if x.is_xpu or (x.is_cuda and torch.version.hip is not None):
         return "has not been tried on this kind of GPU, and runs there when named"

@@ -17,7 +17,7 @@ PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32
 
 
 class Tiles(NamedTuple):
-    """BF features times BV values, C tokens at a time; `parts` programs share the channels of a row."""
+    """A program's tiles: BF features, BV values and C tokens; `parts` programs share the channels of a row."""
 
     BF: int
     BV: int
@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The length and the number of the parts of a sequence."""
+    """The length, in tokens, and the number of the parts into which a row is cut."""
 
     length: int
     number: int
@@ -67,8 +67,8 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others of
-    NVIDIA's; 64 on those that do not say."""
+    """Return the bytes of shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others
+    of NVIDIA's; 64 on those that do not say."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024)
     return (64 if device.type == "xpu" else 227) * 1024
@@ -108,7 +108,7 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, deca
 def over_both(
     f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
 ) -> list[tuple[Tiles, bool, bool]]:
-    """Return the launches for the gradients of keys and values: one for both if the whole state fits, or one each."""
+    """Return (tiles, for keys, for values) per launch of the gradients of both: one launch if the whole state fits."""
     choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * choice.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
@@ -120,7 +120,7 @@ def over_both(
 
 
 def step_tiles(f: int, dv: int) -> Tiles:
-    """For one token: small tiles, as there is nothing to do but to move the state."""
+    """Return tiles for one token: small ones, as there is nothing to do but to move the state."""
     BF, BV = _power(f), _power(dv)
     BV = min(BV, max(16, 4096 // BF))
     return Tiles(BF, BV, 1, -(-dv // BV), 4, 1)
@@ -138,10 +138,10 @@ def processors(device: torch.device) -> int:
 
 
 def split(n: int, programs: int, chunk: int, device: torch.device) -> Split:
-    """Cut sequences into equal splits so that the last of the processors is done soonest.
+    """Cut n tokens into equal splits, multiples of `chunk`, so that the last of the processors is done soonest.
 
-    `programs` walk along the sequences, one per processor at a time: p of them take ⌈programs · splits / p⌉ rounds of n
-    / splits tokens. With more than one split, a token takes `SPLITTING` times as long, as the sums of its keys are
+    `programs` walk along each split, one per processor at a time: p of them take ⌈programs · splits / p⌉ rounds of n /
+    splits tokens. With more than one split, a token takes `SPLITTING` times as long, as the sums of its keys are
     computed first, and each further split takes the time of `ENTERING` tokens for the state that enters it."""
     return _cut(n, programs, chunk, processors(device), SHORTEST_SPLIT)
 
