@@ -92,7 +92,7 @@ class ContinuousBatch:
         self._reading.pop(number, None)
         self._leave([number])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[NewToken]:
         """Read a piece of the prompts that there are rows for, and return one more token of each row whose prompt is
         read. There is none if all requests have ended, or if only prompts were read.

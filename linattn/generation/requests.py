@@ -12,6 +12,7 @@ from linattn.checks import check_fields, check_sizes
 from linattn.generation.sampling import GREEDY, Sampling
 from linattn.generation.streams import Sampler
 from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, select
 
 
@@ -83,12 +84,11 @@ class Row:
 
     def advance(self, count: int, state: TokenModelState) -> None:
         self.num_tokens, self.state = self.num_tokens + count, state
-        if self.cache is not None:
-            if not self.unread or not self.num_tokens % self.cache.every:
-                self.states[self.num_tokens] = state
-            if not self.unread:
-                self.cache.put(self.prompt, self.states)
-                self.states.clear()
+        if self.cache is not None and (not self.unread or not self.num_tokens % self.cache.every):
+            self.states[self.num_tokens] = _ordinary(state)
+        if self.cache is not None and not self.unread:
+            self.cache.put(self.prompt, self.states)
+            self.states.clear()
 
     def first(self, model: TokenModel) -> BatchState:
         """Return this row alone, ready to join the batch."""
@@ -101,4 +101,10 @@ class Row:
         """Let the cache keep the state after all tokens but the last, which no call has read."""
         if self.cache is not None:
             text = self.prompt + self.new[:-1]
-            self.cache.put(text, {len(text): select(state, [place])})
+            self.cache.put(text, {len(text): _ordinary(select(state, [place]))})
+
+
+def _ordinary(state: TokenModelState) -> TokenModelState:
+    """Return a copy of tensors of inference mode that takes part in training, as all states in a cache do."""
+    with torch.inference_mode(False):
+        return map_state(torch.clone, state)
