@@ -16,7 +16,7 @@ from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, select
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """A prompt, and how to go on: what `generate` takes for a single row.
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from linattn.generation import ContinuousBatch, NewToken, Request, Sampling, batches, generate, generate_each
+from linattn.generation import ContinuousBatch, Request, Sampling, batches, generate, generate_each
 from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, num_bytes
 from tests.models.causal import MODELS, VOCABULARY, every_model, small_model, some_tokens
@@ -30,10 +30,10 @@ def short_pieces(monkeypatch):
 def some_requests(seed, count, **more):
     choose = random.Random(seed)
     for i in range(count):
-        prompt = [choose.randrange(VOCABULARY) for _ in range(choose.choice([1, 2, 9, 14]))]
+        prompt = [choose.randrange(VOCABULARY) for _ in range(choose.choice([1, 2, 9]))]
         stops = [choose.randrange(VOCABULARY)] if i % 2 else []
         options = {"sampling": SAMPLINGS[i % len(SAMPLINGS)], "stop_tokens": stops, "seed": i} | more
-        yield Request(prompt, max_new_tokens=choose.randrange(1, 9), **options)
+        yield Request(prompt, max_new_tokens=choose.randrange(1, 8), **options)
 
 
 def alone(model, request):
@@ -58,19 +58,37 @@ def unended(batch):
 @every_model
 def test_each_gets_what_it_would_get_alone(options):
     """They join when a row is free, and one that is cancelled leaves the others as they are."""
-    model, requests = small_model(options), list(some_requests(0, 7))
-    requests.insert(4, Request([3, 1], max_new_tokens=6, state=model.extend(some_tokens(1, 5))[1]))
-    expected = [alone(model, request) for request in requests]
-    batch, texts, choose = ContinuousBatch(model, size=3), {}, random.Random(1)
+    model = small_model(options)
+    requests = [Request([3, 1], max_new_tokens=4, state=model.extend(some_tokens(1, 5))[1]), *some_requests(0, 3)]
+    batch, texts = ContinuousBatch(model, size=3), {}
     leaver = batch.add(Request([1, 2, 3], max_new_tokens=50))
     for request in requests:
         batch.add(request)
-        for _ in range(choose.randrange(4)):
-            for number, token, _ in batch.step():
-                texts.setdefault(number, []).append(token)
+        for number, token, _ in batch.step():
+            texts.setdefault(number, []).append(token)
     batch.cancel(leaver)
     finish(batch, texts)
-    assert [texts[i + 1] for i in range(len(requests))] == expected
+    assert [texts[i + 1] for i in range(len(requests))] == [alone(model, request) for request in requests]
+
+
+@pytest.mark.parametrize("name", ["mixture", "softmax"])
+def test_requests_join_and_leave_at_random(name):
+    model, choose = small_model(MODELS[name]), random.Random(1)
+    batch, texts, left = ContinuousBatch(model, size=4), {}, set()
+    requests = list(some_requests(6, 12))
+    for request in requests:
+        number = batch.add(request)
+        for _ in range(choose.randrange(5)):
+            for each, token, _ in batch.step():
+                texts.setdefault(each, []).append(token)
+        if choose.random() < 0.3:
+            left.add(number)
+            batch.cancel(number)
+    finish(batch, texts)
+    expected, came = [alone(model, request) for request in requests], [texts.get(i, []) for i in range(len(requests))]
+    assert all(text == whole[: len(text)] for text, whole in zip(came, expected, strict=True))
+    short = {i for i, text in enumerate(came) if len(text) < len(expected[i])}
+    assert short and short <= left
 
 
 def test_one_call_per_token_serves_all_rows():
@@ -219,11 +237,10 @@ def test_a_step_that_fails_changes_nothing_that_is_generated():
     assert [texts[number] for number in numbers] == expected
 
 
-def test_a_request_is_a_value():
-    assert Request([1], max_new_tokens=2) == Request([1], max_new_tokens=2)
-    assert NewToken(0, 1, True) == (0, 1, True)
-    ((_, tokens),) = generate_each(small_model(ELU), [Request(torch.tensor([1, 2]), max_new_tokens=2)])
-    assert len(tokens) == 2
+def test_a_tensor_is_a_prompt():
+    model = small_model(ELU)
+    ((_, tokens),) = generate_each(model, [Request(torch.tensor([1, 2]), max_new_tokens=2)])
+    assert tokens == generate(model, [[1, 2]], max_new_tokens=2)[0]
 
 
 @pytest.mark.parametrize(
