@@ -215,9 +215,8 @@ class _Progress:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.bar.close()
         if kind is KeyboardInterrupt:
-            raise CommandError(
-                f"interrupted after {self.texts:,} texts: the same command goes on", status=130
-            ) from None
+            ended = f"interrupted after {self.texts:,} of {self.total:,} texts"
+            raise CommandError(f"{ended}: the same command goes on", status=130) from None
 
     def update(self, tokens: int) -> None:
         self.tokens += tokens
