@@ -1,10 +1,12 @@
-"""What the state as a value saves, on one thread: reading a text again, and the memory of training on a long sequence.
+"""What the state as a value saves, on one thread: reading a text again, the memory of training on a long sequence, and
+the time of generating many texts in one batch.
 
-    python benchmarks/states.py [--tokens 100000] [--repeats 5]
+    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,training,batches,conversations]
 
 The models have random weights, which take the same time as trained ones. Times are medians of turns."""
 
 import argparse
+import random
 import resource
 import statistics
 import subprocess
@@ -16,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from linattn import LanguageModel, LanguageModelConfig, states
+from linattn import ContinuousBatch, LanguageModel, LanguageModelConfig, Request, generate, generate_each, states
 from linattn.models.loss import next_token_loss
 from linattn.nn.modes import evaluating
+from linattn.ops.nested import map_state
 
 MODELS = {
     "4 × 128, local:2+elu:2": {"dim": 128, "depth": 4, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
@@ -26,6 +29,8 @@ MODELS = {
     "8 × 256, local:2+elu:2": {"dim": 256, "depth": 8, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
 }
 SEGMENT = 2048
+PARTS = ("reading", "training", "batches", "conversations")
+ROWS, CONVERSATIONS = 16, 1000
 
 
 def model(name: str) -> LanguageModel:
@@ -33,10 +38,10 @@ def model(name: str) -> LanguageModel:
     return LanguageModel(LanguageModelConfig(vocab_size=257, **MODELS[name]))
 
 
-def seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
     call()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def reading(name: str, tokens: int, repeats: int, folder: Path) -> None:
@@ -77,6 +82,57 @@ def train(name: str, tokens: int, segment: int) -> None:
     print(f"{1e6 * (time.process_time() - started) / tokens:.1f} µs per token, {(peak() - start) / 2**20:,.0f} MiB")
 
 
+def batches(name: str, repeats: int) -> None:
+    """Compare the tokens per second of a continuous batch with those of one text after another, and of batches that are
+    padded to their longest prompt and end with their longest text. Seconds are the process's own."""
+    writer, choose = model(name).eval(), random.Random(0)
+
+    def request() -> Request:
+        prompt = [choose.randrange(256) for _ in range(choose.randint(35, 953))]
+        return Request(prompt, max_new_tokens=choose.randint(20, 400))
+
+    def padded(requests: list[Request]) -> None:
+        for start in range(0, len(requests), ROWS):
+            rows = requests[start : start + ROWS]
+            generate(writer, [row.prompt for row in rows], max_new_tokens=max(row.max_new_tokens for row in rows))
+
+    def alone(requests: list[Request]) -> None:
+        for each in requests:
+            generate(writer, [each.prompt], max_new_tokens=each.max_new_tokens)
+
+    def continuous(requests: list[Request]) -> None:
+        list(generate_each(writer, requests, size=ROWS))
+
+    for count, others in ((ROWS, (alone, padded)), (4 * ROWS, (padded,))):
+        requests = [request() for _ in range(count)]
+        times = {way: list[float]() for way in (*others, continuous)}
+        for _ in range(repeats):
+            for way, measured in times.items():
+                measured.append(seconds(lambda way=way, requests=requests: way(requests), time.process_time))
+        total = sum(each.max_new_tokens for each in requests)
+        for way, measured in times.items():
+            ratio = statistics.median(other / this for other, this in zip(measured, times[continuous], strict=True))
+            speed = f"{total / statistics.median(measured):6.0f} tokens/s"
+            compared = "" if measured is times[continuous] else f", continuous {ratio:.1f} × of that"
+            print(f"{name:24} {count} texts, {way.__name__:10} {speed}{compared}", flush=True)
+
+
+def conversations(name: str) -> None:
+    """Compare the bytes of the states of many open texts with those of one."""
+    writer, text = model(name).eval(), torch.randint(256, (1, 65))
+    batch, held = ContinuousBatch(writer, size=CONVERSATIONS), dict[int, int]()
+    for _ in range(CONVERSATIONS):
+        batch.add(Request(text[0].tolist(), max_new_tokens=1000))
+    while len(batch.step()) < CONVERSATIONS:
+        pass
+    assert batch._batch is not None
+    map_state(lambda x: held.update({x.data_ptr(): x.untyped_storage().nbytes()}), batch._batch.state)
+    with torch.inference_mode():
+        one = states.num_bytes(writer.extend_hidden(text)[1])
+    size, ratio = sum(held.values()), sum(held.values()) / (CONVERSATIONS * one)
+    print(f"{name:24} {CONVERSATIONS:,} open texts: {size / 2**20:,.0f} MiB, {ratio:.3f} × as many times one state")
+
+
 def peak() -> float:
     """Return the most bytes that this process had in memory."""
     if (status := Path("/proc/self/status")).exists():
@@ -89,6 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--train", nargs=3, metavar=("MODEL", "TOKENS", "SEGMENT"), help="one step, in this process")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,14 +154,21 @@ def main() -> None:
         name, tokens, segment = arguments.train
         train(name, int(tokens), int(segment))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for name in MODELS:
-            reading(name, arguments.tokens, arguments.repeats, Path(folder))
-    first = next(iter(MODELS))
-    # a process each, as memory is the most that a process ever had
-    for tokens, segment in ((16_384, 0), (16_384, SEGMENT), (131_072, SEGMENT), (1_048_576, SEGMENT)):
-        print(f"training on {tokens:,} tokens, segments of {segment or tokens:,}: ", end="", flush=True)
-        subprocess.run([sys.executable, __file__, "--train", first, str(tokens), str(segment)], check=True)
+    if "reading" in arguments.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in arguments.models:
+                reading(name, arguments.tokens, arguments.repeats, Path(folder))
+    if "training" in arguments.parts:
+        first = next(iter(MODELS))
+        # a process each, as memory is the most that a process ever had
+        for tokens, segment in ((16_384, 0), (16_384, SEGMENT), (131_072, SEGMENT), (1_048_576, SEGMENT)):
+            print(f"training on {tokens:,} tokens, segments of {segment or tokens:,}: ", end="", flush=True)
+            subprocess.run([sys.executable, __file__, "--train", first, str(tokens), str(segment)], check=True)
+    for name in arguments.models:
+        if "batches" in arguments.parts:
+            batches(name, arguments.repeats)
+        if "conversations" in arguments.parts:
+            conversations(name)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,15 @@ MODULES += ["linattn.compat.performer_pytorch", "linattn.compat.linear_multihead
 # records of results, states, and records that are checked where they are used
 RECORDS = {"AttentionState", "Choice", "Conversion", "Features", "LayerPlan", "LinattnCache", "LinattnConfig", "Plan"}
 RECORDS |= {"Preset", "Progress", "Report", "Scores", "SoftmaxComparison", "SpeedUp", "Training", "Traits"}
-RECORDS |= {"Compressed", "GateNeeds", "Prefix", "StateFile", "LinformerContextSettings", "LinformerSettings"}
+RECORDS |= {
+    "Compressed",
+    "GateNeeds",
+    "NewToken",
+    "Prefix",
+    "StateFile",
+    "LinformerContextSettings",
+    "LinformerSettings",
+}
 
 WRONG = {int: (1.5, "1", True), float: ("1", True, math.nan), bool: ("no", 2), str: (3, []), NoneType: ()}
 RIGHT = {int: 4, float: 0.5, bool: False, str: "elu"}
@@ -97,6 +105,8 @@ PARTS = {
     "module": nn.Identity(),
     "model": models.LanguageModel(linattn.LanguageModelConfig(vocab_size=9, dim=8, depth=1, num_heads=2)),
     "prompts": [[1, 2]],
+    "prompt": [1, 2],
+    "requests": [],
     "shape": (2, 2),
 }
 

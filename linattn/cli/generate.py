@@ -1,4 +1,4 @@
-"""`linattn generate`: write text with a trained model, token by token."""
+"""`linattn generate`: write text with a trained model, token by token, for one prompt or for many at a time."""
 
 import argparse
 import io
@@ -6,14 +6,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
-from linattn.cli.run_folder import open_run
+from linattn.cli.run_folder import Run, open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
 from linattn.generation import Sampling, stream
+from linattn.models import LanguageModel
 from linattn.states import load_state
 
 SMALLER = "a shorter prompt"
@@ -24,7 +26,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
-    add("--prompt", default="", metavar="TEXT", help="beginning of the text, or - to read it from stdin")
+    add("--prompt", metavar="TEXT", help="beginning of the text, or - to read it from stdin")
     add("--state", type=Path, metavar="FILE", help="go on from what linattn read has read")
     add("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
     add("--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)")
@@ -35,27 +37,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", **SEED, help="seed; it gives the same text every time")
     add("--stop", metavar="TEXT", help="end before this text")
     add("--cpu", **FLAG, help="do not use a GPU")
+    several = parser.add_argument_group("many prompts")
+    add = several.add_argument
+    add("--prompts", type=Path, metavar="FILE", help='lines of JSON, each with a "prompt" and, if wanted, options')
+    add("--out", type=Path, metavar="FILE", help="the file of the texts, a line of JSON each")
+    add("--batch", **COUNT, help="generate N texts at a time (default: 16)")
+    add("--replace", **FLAG, help="replace the file of the texts, and do not go on with it")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _check_file_options(arguments)
     described = open_run(arguments.folder)
     vocabulary = described.vocabulary()
-    prompt = sys.stdin.buffer.read() if arguments.prompt == "-" else arguments.prompt.encode("utf-8", "surrogateescape")
-    tokens = list(vocabulary.encode(prompt))
+    if arguments.prompts is not None:
+        # imported here, because `linattn --help` works without the extra
+        from linattn.cli.prompts import answer_file
+
+        model, state = _load(described, arguments)
+        answer_file(model, vocabulary, state, arguments)
+        return 0
+    prompt = arguments.prompt or ""
+    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    tokens = list(vocabulary.encode(text))
     if arguments.state is None:
         # this token marks the beginning of a text, where every text that the model has seen starts
         tokens.insert(0, vocabulary.separator)
     elif not tokens:
         raise CommandError("a state needs a --prompt, with which the text that was read goes on")
+    model, state = _load(described, arguments)
+    _generate(model, vocabulary, tokens, state, arguments)
+    return 0
+
+
+def _check_file_options(arguments: argparse.Namespace) -> None:
+    """Raise CommandError for options that have no effect beside the others. --batch has its default from here."""
+    if arguments.prompts is None:
+        for name in ("out", "batch", "replace"):
+            if getattr(arguments, name):
+                raise CommandError(f"--{name} is for the texts of --prompts, which is missing")
+    elif arguments.prompt is not None:
+        raise CommandError("--prompt is one and --prompts are many: give one of them")
+    elif arguments.out is None:
+        raise CommandError("--prompts needs --out, the file of the texts")
+    elif not arguments.prompts.is_file():
+        raise CommandError(f"there is no file {arguments.prompts}")
+    elif arguments.out.exists() and arguments.out.samefile(arguments.prompts):
+        raise CommandError(f"--out must be another file than --prompts, but both are {arguments.out}")
+    arguments.batch = arguments.batch or 16
+
+
+def _load(described: Run, arguments: argparse.Namespace) -> tuple[LanguageModel, Any]:
+    """Return the model, and the state of --state, None without one."""
     model = described.model()
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
-    state = None
-    if arguments.state is not None:
-        with explained("the state cannot be used", ValueError, FileNotFoundError):
-            state = load_state(arguments.state, model=model)
+    if arguments.state is None:
+        return model, None
+    with explained("the state cannot be used", ValueError, FileNotFoundError):
+        return model, load_state(arguments.state, model=model)
+
+
+def _generate(
+    model: LanguageModel, vocabulary: Vocabulary, tokens: list[int], state: Any, arguments: argparse.Namespace
+) -> None:
     times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
@@ -71,7 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
         new = _timed((token for (token,) in steps if token is not None), times)
         _write(text(vocabulary, tokens[state is None :], new, arguments.stop))
     print(_speed(times), file=sys.stderr)
-    return 0
 
 
 def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:

@@ -54,11 +54,18 @@ GREEDY = Sampling()
 
 def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Generator | None = None) -> Int[Tensor, " b"]:
     """Draw the next token of each row; `seen` is True for the tokens that are penalised."""
-    logits = logits.float()
-    logits = penalised(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / sampling.temperature
+        return most_likely(logits, sampling, seen)
+    return torch.multinomial(probabilities(logits, sampling, seen), 1, generator=generator).squeeze(1)
+
+
+def most_likely(logits: Logits, sampling: Sampling, seen: Seen) -> Int[Tensor, " b"]:
+    return penalised(logits.float(), seen, sampling.repetition_penalty).argmax(-1)
+
+
+def probabilities(logits: Logits, sampling: Sampling, seen: Seen) -> Logits:
+    """Return the distributions that tokens are drawn from; the temperature must not be 0."""
+    logits = penalised(logits.float(), seen, sampling.repetition_penalty) / sampling.temperature
     if sampling.top_k is not None:
         least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -72,11 +79,11 @@ def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Genera
         if not isinstance(logits, Tensor) or logits.shape != shape:
             came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
-    probabilities = logits.softmax(-1)
-    if not probabilities.isfinite().all():
+    shares = logits.softmax(-1)
+    if not shares.isfinite().all():
         origin = "model" if sampling.filter is None else "model, or the filter,"
         raise ValueError(f"the logits of the {origin} hold NaN or +∞, or −∞ for every token: nothing can be drawn")
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    return shares
 
 
 def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:

@@ -37,7 +37,7 @@ def generate(
     """Return the new tokens of each row, including a stop token, as lists. See `stream`.
 
     With `return_state`, return them and the state after all of them, for the next call: a conversation goes on."""
-    sampler = _Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, return_state)
+    sampler = Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, return_state)
     rows, steps = [list[int]() for _ in sampler.rows], sampler.steps(state)
     while True:
         try:
@@ -72,11 +72,11 @@ def stream(
     tokens that come are the same, but for rounding.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    sampler = _Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, False)
+    sampler = Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, False)
     return sampler.steps(state)
 
 
-class _Sampler(NamedTuple):
+class Sampler(NamedTuple):
     """The arguments of `stream`, checked."""
 
     model: TokenModel
@@ -84,7 +84,7 @@ class _Sampler(NamedTuple):
     max_new_tokens: int
     sampling: Sampling
     stops: frozenset[int]
-    generator: torch.Generator | None
+    seed: int | None
     draft: Draft | None
     complete: bool
     """True if the state after the last tokens is wanted, for which one more token is read."""
@@ -100,7 +100,7 @@ class _Sampler(NamedTuple):
         seed: int | None,
         draft: Draft | None,
         complete: bool,
-    ) -> "_Sampler":
+    ) -> "Sampler":
         # a stack without attention does not say whether it is causal
         if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
             raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
@@ -115,8 +115,10 @@ class _Sampler(NamedTuple):
             raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
         if draft is not None and len(rows) > 1:
             raise ValueError(f"a draft guesses the tokens of one prompt, but there are {len(rows)}")
-        generator = None if seed is None else torch.Generator(model.device).manual_seed(seed)
-        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), generator, draft, complete)
+        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), seed, draft, complete)
+
+    def generator(self) -> torch.Generator | None:
+        return None if self.seed is None else torch.Generator(self.model.device).manual_seed(self.seed)
 
     # what it yields are Python's numbers, so that no tensor of this mode, which takes no part in a gradient, gets out
     @torch.inference_mode()
@@ -124,10 +126,10 @@ class _Sampler(NamedTuple):
         """Yield as `stream` does. Return the state after the last tokens if it is wanted."""
         if self.draft is not None:
             return (yield from self._drafted(self.draft, state))
-        logits, state, seen = _prefill(self.model, self.rows, state)
+        generator, (logits, state, seen) = self.generator(), _prefill(self.model, self.rows, state)
         stopped = [False] * len(self.rows)
         for remaining in reversed(range(self.max_new_tokens)):
-            tokens = draw(logits, self.sampling, seen, self.generator).unsqueeze(1)
+            tokens = draw(logits, self.sampling, seen, generator).unsqueeze(1)
             seen.scatter_(1, tokens, True)
             new, before = tokens.squeeze(1).tolist(), stopped
             yield [None if stop else token for stop, token in zip(before, new, strict=True)]
@@ -146,7 +148,7 @@ class _Sampler(NamedTuple):
         return state
 
     def _drafted(self, draft: Draft, state: Any) -> Generator[list[int | None], None, Any]:
-        (row,) = self.rows
+        (row,), generator = self.rows, self.generator()
         seen = torch.zeros(1, self.model.vocab_size, dtype=torch.bool, device=self.model.device)
         seen[0, row] = True
         if row[:-1]:
@@ -155,7 +157,7 @@ class _Sampler(NamedTuple):
         while not ends:
             logits, new = text.read(self.max_new_tokens - count), list[int]()
             for each, guess in zip(logits.split(1), [*text.guesses, None], strict=True):
-                token = int(draw(each, self.sampling, seen, self.generator))
+                token = int(draw(each, self.sampling, seen, generator))
                 seen[0, token] = True
                 new.append(token)
                 yield [token]

@@ -8,11 +8,11 @@ from typing import Any
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Switch all modules of a model to evaluation inside the block; afterwards each has its own mode again."""
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module in training:
+            module.training = True

@@ -4,7 +4,7 @@ beginning."""
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,19 +72,29 @@ class PrefixCache:
             raise ValueError("a text of no tokens has no state: give extend the state None")
         start, state = self.find(row)
         ends = {*range(self.every * (start // self.every + 1), len(row), self.every), len(row)}
-        keys = list(self._keys(row, ends))
-        new = list[tuple[tuple[int, bytes], TokenModelState]]()
-        for key in keys:
-            if key[0] > start:
-                with evaluating(self.model):
-                    piece = row[start : key[0]].unsqueeze(0).to(self.model.device)
-                    _, state = self.model.extend_hidden(piece, state)
-                start = key[0]
-                new.append((key, state))
-        for key, each in reversed(new):
-            self._put(key, each)
+        new = dict[int, TokenModelState]()
+        for end in sorted(end for end in ends if end > start):
+            with evaluating(self.model):
+                piece = row[start:end].unsqueeze(0).to(self.model.device)
+                _, state = self.model.extend_hidden(piece, state)
+            start, new[end] = end, state
+        self.put(row, new)
         assert state is not None
         return state
+
+    def put(self, tokens: Text, new: Mapping[int, TokenModelState]) -> None:
+        """Take states that were made elsewhere: `new` has them by the number of `tokens`, (n) or (1, n), that they are
+        after.
+
+        Raises ValueError if there are not so many tokens."""
+        row = self._row(tokens)
+        if wrong := [length for length in new if not 0 < length <= len(row)]:
+            raise ValueError(
+                f"states must be after 1 to {len(row)} tokens, as many as there are, but one is of {wrong[0]}"
+            )
+        keys = self._keys(row, set(new))
+        for key in reversed([key for key in keys if key not in self._states]):
+            self._put(key, new[key[0]])
 
     def _put(self, key: tuple[int, bytes], state: TokenModelState) -> None:
         state = state if self.dtype is None else compress(state, self.dtype)

@@ -33,6 +33,7 @@ def num_bytes(state: Any) -> int:
 
 def select(state: State, rows: Rows) -> State:
     """Return the state of some of the rows, in the order that is given: numbers from 0, as often as wanted, or a slice.
+    Keys of softmax attention that a mask hides in all of these rows are left out.
 
     Raises ValueError if there is no such row."""
     count = count_rows(state)
@@ -43,7 +44,17 @@ def select(state: State, rows: Rows) -> State:
         raise ValueError(f"rows must be whole numbers in one dimension or a slice, but are {rows}")
     if len(index) and (int(index.min()) < 0 or int(index.max()) >= count):
         raise ValueError(f"the state has the rows 0 to {count - 1}, but {index.tolist()} were asked for")
-    return map_state(lambda x: x.index_select(0, index.to(x.device)), state)
+    selected = map_state(lambda x: x.index_select(0, index.to(x.device)), state)
+    return map_state(_without_hidden, selected, leaf=KeysAndValues)
+
+
+def _without_hidden(part: KeysAndValues) -> KeysAndValues:
+    if part.key_mask is None:
+        return part
+    present = part.key_mask.any(0).any(0).nonzero().squeeze(1)
+    # a compressed tensor is a tuple of two
+    k, v, mask = map_state(lambda x: x.index_select(2, present), tuple(part))
+    return KeysAndValues(k, v, None if bool(mask.all()) else mask)
 
 
 def repeat(state: State, times: int) -> State:

@@ -95,3 +95,20 @@ def test_generation_goes_on_from_the_cache():
 def test_wrong_tokens(tokens, message):
     with pytest.raises(ValueError, match=message):
         PrefixCache(small_model(ELU)).read(tokens)
+
+
+def test_states_that_were_made_elsewhere():
+    model, tokens = small_model(ELU), some_tokens(1, 20)
+    cache, read = PrefixCache(model, every=8), PrefixCache(model, every=8)
+    with torch.no_grad():
+        made = {n: model.extend(tokens[:, :n])[1] for n in (8, 16, 20)}
+    cache.put(tokens, made)
+    assert_same(cache.find(tokens).state, made[20], rtol=0, atol=0)
+    read.read(tokens)
+    assert (len(cache), cache.num_bytes, list(cache._states)) == (3, read.num_bytes, list(read._states))
+    # what is there stays
+    cache.put(tokens, {8: made[20]})
+    assert_same(cache.find(tokens[:, :8]).state, made[8], rtol=0, atol=0)
+    for length in (0, 21):
+        with pytest.raises(ValueError, match=f"1 to 20 tokens, as many as there are, but one is of {length}"):
+            cache.put(tokens, {length: made[8]})

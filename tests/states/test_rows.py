@@ -176,3 +176,13 @@ def test_what_cannot_be_done_says_why(call, message):
 
 def test_no_rows_are_a_state_too():
     assert batch_size(states.select(linear(2), [])) == 0
+
+
+def test_hidden_keys_of_rows_that_are_left_out_are_left_out():
+    model = small_model({"attention": "softmax"})
+    made = alone(model, [some_tokens(1, n) for n in LENGTHS])
+    joined = states.concatenate(made)
+    for i, state in enumerate(made):
+        assert_same(states.select(joined, [i]), state, rtol=0, atol=0)
+    small = states.select(states.compress(joined, torch.int8), [1])
+    assert_same(small, states.compress(made[1], torch.int8), rtol=0, atol=0)

@@ -1,0 +1,227 @@
+"""Texts for the prompts of a file, many at a time: `linattn generate --prompts`."""
+
+import argparse
+import glob
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from linattn.cli.generate import SAMPLING
+from linattn.cli.typed_json import read_json
+from linattn.cli.vocabulary import Vocabulary
+from linattn.console.atomic import write_atomically
+from linattn.console.errors import CommandError, explained
+from linattn.console.lock import locked
+from linattn.generation import ContinuousBatch, Request, Sampling
+from linattn.models import LanguageModel
+from linattn.states import fingerprint
+
+BAR = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {postfix} [{elapsed}<{remaining}]"
+OPTIONS = (*SAMPLING, "max_new_tokens", "seed", "stop")
+"""The options that a line may set, each in place of the command's own."""
+
+
+@with_config(extra="forbid")
+class Line(TypedDict):
+    """A line of the file of prompts."""
+
+    prompt: str
+    id: NotRequired[str | int]
+    temperature: NotRequired[float]
+    top_k: NotRequired[int | None]
+    top_p: NotRequired[float | None]
+    min_p: NotRequired[float | None]
+    repetition_penalty: NotRequired[float]
+    max_new_tokens: NotRequired[int]
+    seed: NotRequired[int | None]
+    stop: NotRequired[str | None]
+
+
+class Result(TypedDict):
+    """A line of the output: the text that follows the prompt in the `line` with this number, and its tokens' count.
+    `request` is the digest of the prompt with all that decides which text follows it."""
+
+    line: int
+    id: NotRequired[str | int]
+    text: str
+    tokens: int
+    request: str
+
+
+class Job(NamedTuple):
+    """A line that is not yet answered."""
+
+    line: int
+    content: Line
+    digest: str
+    tokens: list[int]
+    options: dict[str, Any]
+
+
+class Reader:
+    """Turns lines into jobs and jobs into requests, all with one model, one state and the options of one command."""
+
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
+        self.path, self.vocabulary, self.state = arguments.prompts, vocabulary, state
+        self.defaults = {name: getattr(arguments, name) for name in OPTIONS}
+        self.origin = [fingerprint(model)]
+        if arguments.state is not None:
+            self.origin.append(hashlib.sha256(arguments.state.read_bytes()).hexdigest())
+
+    def jobs(self) -> Iterator[Job]:
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+            if line.strip():
+                with self.explained(number):
+                    yield self._job(number, read_json(Line, line))
+
+    def _job(self, number: int, content: Line) -> Job:
+        options = {name: content.get(name, default) for name, default in self.defaults.items()}
+        facts = json.dumps([content["prompt"], content.get("id"), options, self.origin], sort_keys=True)
+        tokens = list(self.vocabulary.encode(content["prompt"].encode()))
+        if self.state is None:
+            tokens.insert(0, self.vocabulary.separator)
+        return Job(number, content, hashlib.sha256(facts.encode()).hexdigest()[:16], tokens, options)
+
+    def request(self, job: Job) -> Request:
+        return Request(
+            job.tokens,
+            max_new_tokens=job.options["max_new_tokens"],
+            sampling=Sampling(**{name: job.options[name] for name in SAMPLING}),
+            stop_tokens=(self.vocabulary.separator,),
+            seed=job.options["seed"],
+            state=self.state,
+        )
+
+    def explained(self, number: int) -> Any:
+        return explained(f"line {number} of {self.path}", ValueError)
+
+
+class Answer:
+    """The text that follows a prompt. It ends before the text `stop`."""
+
+    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+        self.job, self.separator, self.decode = job, vocabulary.separator, vocabulary.decoder()
+        # what a token means may depend on those before it
+        for token in job.tokens:
+            self.decode(token)
+        self.stop, self.text, self.num_tokens, self.stopped = job.options["stop"], "", 0, False
+
+    def extend(self, token: int) -> None:
+        before, self.num_tokens = len(self.text), self.num_tokens + 1
+        self.text += self.decode(token)
+        if self.stop and (place := self.text.find(self.stop, max(0, before - len(self.stop) + 1))) >= 0:
+            self.text, self.stopped = self.text[:place], True
+
+    def result(self) -> str:
+        text = self.text if self.stopped else self.text + self.decode(self.separator)
+        line = {"line": self.job.line} | ({"id": self.job.content["id"]} if "id" in self.job.content else {})
+        line |= {"text": text, "tokens": self.num_tokens, "request": self.job.digest}
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def answer_file(model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
+    """Write a line for each prompt that has none yet, when its text ends; at the end, in the order of the prompts."""
+    out, reader = arguments.out, Reader(model, vocabulary, state, arguments)
+    batch, jobs = ContinuousBatch(model, size=arguments.batch), list(reader.jobs())
+    if not jobs:
+        raise CommandError(f"there are no prompts in {arguments.prompts}")
+    with locked(out):
+        results = {} if arguments.replace else _results(out, jobs, arguments.prompts)
+        done, missing = len(results), dict[int, Job]()
+        for job in jobs:
+            with reader.explained(job.line):
+                number = batch.add(reader.request(job))
+            if job.line in results:
+                batch.cancel(number)
+            else:
+                missing[number] = job
+        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+            leftover.unlink()
+        mode = "w" if arguments.replace else "a"
+        with out.open(mode, encoding="utf-8", newline="\n") as file, _Progress(done, len(jobs)) as progress:
+            for answer in _answers(batch, missing, vocabulary, progress):
+                results[answer.job.line] = line = answer.result()
+                file.write(line)
+                file.flush()
+        # a list, as texts end in another order
+        content = "".join(results[job.line] for job in jobs)
+        if content.encode() != out.read_bytes():
+            write_atomically(out, content)
+    print(f"{out}: {len(jobs):,} texts", flush=True)
+    print(f"[{progress.speed()}]", file=sys.stderr)
+
+
+def _answers(
+    batch: ContinuousBatch, jobs: dict[int, Job], vocabulary: Vocabulary, progress: "_Progress"
+) -> Iterator[Answer]:
+    """Yield each answer when it ends. The jobs have the numbers of their requests."""
+    answers = dict[int, Answer]()
+    while batch:
+        with explained("this cannot be generated", ValueError, RuntimeError):
+            new = batch.step()
+        for number, token, last in new:
+            if number not in answers:
+                answers[number] = Answer(jobs[number], vocabulary)
+            answer = answers[number]
+            answer.extend(token)
+            if answer.stopped:
+                batch.cancel(number)
+            if answer.stopped or last:
+                yield answers.pop(number)
+                progress.texts += 1
+        progress.update(len(new))
+
+
+def _results(out: Path, jobs: Sequence[Job], prompts: Path) -> dict[int, str]:
+    """Return the lines that a command wrote before it was interrupted, and drop a last one that is cut."""
+    digests, results = {job.line: job.digest for job in jobs}, dict[int, str]()
+    content = out.read_bytes() if out.exists() else b""
+    complete = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(complete.split(b"\n")[:-1], 1):
+        other = f"line {number} of {out} is no answer to {prompts} by this model with these options"
+        again = "choose another --out, or --replace starts over"
+        with explained(f"{other}; {again}", ValueError):
+            result: Result = read_json(Result, line)
+        if digests.get(result["line"]) != result["request"]:
+            raise CommandError(f"{other}: {again}")
+        results[result["line"]] = line.decode() + "\n"
+    if complete != content:
+        with out.open("r+b") as file:
+            file.truncate(len(complete))
+    return results
+
+
+class _Progress:
+    """A bar with the texts that are complete and the tokens per second. An interruption says how to go on."""
+
+    def __init__(self, done: int, total: int) -> None:
+        from tqdm.auto import tqdm
+
+        self.texts, self.total, self.tokens, self.started = done, total, 0, time.monotonic()
+        self.bar = tqdm(
+            total=total, initial=done, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False, unit="text"
+        )
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.bar.close()
+        if kind is KeyboardInterrupt:
+            ended = f"interrupted after {self.texts:,} of {self.total:,} texts"
+            raise CommandError(f"{ended}: the same command goes on", status=130) from None
+
+    def update(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.bar.set_postfix_str(self.speed(), refresh=False)
+        self.bar.update(self.texts - self.bar.n)
+
+    def speed(self) -> str:
+        return f"{self.tokens:,} tokens, {self.tokens / max(time.monotonic() - self.started, 1e-9):,.0f} tokens/s"

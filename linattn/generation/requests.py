@@ -1,0 +1,110 @@
+"""Requests for generated text, and their rows in a continuous batch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from linattn.checks import check_fields, check_sizes
+from linattn.generation.sampling import GREEDY, Sampling
+from linattn.generation.streams import Sampler
+from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.ops.nested import map_state
+from linattn.states import PrefixCache, select
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt, and how to go on: what `generate` takes for a single row.
+
+    `prompt` is a row of at least one token; `max_new_tokens` is at least 1; `sampling`, `stop_tokens` and `seed` are
+    those of `generate`; `state` is the state after the tokens before the prompt, with one row."""
+
+    prompt: Sequence[int] | Int[Tensor, " n"]
+    _: KW_ONLY
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop_tokens: Collection[int] = ()
+    seed: int | None = None
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_sizes(max_new_tokens=self.max_new_tokens)
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, but is a {type(self.sampling).__name__}")
+
+
+class BatchState(NamedTuple):
+    """The rows that run. The state is that before `tokens`, which are read next. As rows of a state, the three parts
+    are selected and joined alike."""
+
+    state: TokenModelState
+    seen: Bool[Tensor, "b v"]
+    tokens: Int[Tensor, "b 1"]
+
+
+class Row:
+    """A request in a batch. `state` is that after `num_tokens` tokens of the prompt, whose last token is left to the
+    batch; None once the row is part of the batch's state."""
+
+    def __init__(self, sampler: Sampler, state: TokenModelState, cache: PrefixCache | None) -> None:
+        self.sampler, self.cache = sampler, cache
+        self.state: TokenModelState | None = state
+        (self.prompt,) = sampler.rows
+        self.num_tokens, self.new = 0, list[int]()
+        self.generator: torch.Generator | None = None
+        self.states = dict[int, TokenModelState]()
+        """The states for the cache, by numbers of tokens."""
+
+    @property
+    def unread(self) -> int:
+        return len(self.prompt) - 1 - self.num_tokens
+
+    @property
+    def ended(self) -> bool:
+        return len(self.new) == self.sampler.max_new_tokens or not self.sampler.stops.isdisjoint(self.new[-1:])
+
+    def find(self) -> None:
+        """Begin: after what the cache knows of the prompt, with a generator of its own."""
+        self.generator = self.sampler.generator()
+        if self.cache is not None:
+            self.num_tokens, state = self.cache.find(self.prompt[:-1])
+            self.state = self.state if state is None else state
+
+    def piece(self, longest: int) -> list[int]:
+        """Return the next tokens, which end where the cache keeps a state."""
+        stop = min(self.num_tokens + longest, len(self.prompt) - 1)
+        if self.cache is not None:
+            stop = min(stop, self.num_tokens + self.cache.every - self.num_tokens % self.cache.every)
+        return self.prompt[self.num_tokens : stop]
+
+    def advance(self, count: int, state: TokenModelState) -> None:
+        self.num_tokens, self.state = self.num_tokens + count, state
+        if self.cache is not None and (not self.unread or not self.num_tokens % self.cache.every):
+            self.states[self.num_tokens] = _ordinary(state)
+        if self.cache is not None and not self.unread:
+            self.cache.put(self.prompt, self.states)
+            self.states.clear()
+
+    def first(self, model: TokenModel) -> BatchState:
+        """Return this row alone, ready to join the batch."""
+        assert self.state is not None and not self.unread
+        tokens = torch.tensor([self.prompt], device=model.device)
+        seen = torch.zeros(1, model.vocab_size, dtype=torch.bool, device=model.device)
+        return BatchState(self.state, seen.scatter(1, tokens, True), tokens[:, -1:])
+
+    def keep(self, state: TokenModelState, place: int) -> None:
+        """Let the cache keep the state after all tokens but the last, which no call has read."""
+        if self.cache is not None:
+            text = self.prompt + self.new[:-1]
+            self.cache.put(text, {len(text): _ordinary(select(state, [place]))})
+
+
+def _ordinary(state: TokenModelState) -> TokenModelState:
+    """Return a copy of tensors of inference mode that takes part in training, as all states in a cache do."""
+    with torch.inference_mode(False):
+        return map_state(torch.clone, state)
