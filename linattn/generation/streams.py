@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
 from linattn.checks import check_sizes, check_types
 from linattn.generation.drafts import Draft, Verification
 from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw
-from linattn.models.token_model import TokenModel
+from linattn.models.token_model import TokenModel, require_causal
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
 from linattn.types import TokenIds
@@ -101,9 +100,7 @@ class _Sampler(NamedTuple):
         draft: Draft | None,
         complete: bool,
     ) -> "_Sampler":
-        # a stack without attention does not say whether it is causal
-        if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
-            raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
+        require_causal(model, "generation")
         rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
         check_sizes(max_new_tokens=max_new_tokens, least=0)
         length, limit = max(map(len, rows)) + max(max_new_tokens - (not complete), 0), model.max_length

@@ -183,6 +183,12 @@ class SequenceModel(TokenModel):
         return self.logits(x) if self.gives_logits else x, state
 
 
+def require_causal(model: TokenModel, purpose: str) -> None:
+    """Raise ValueError if a model is not causal. A stack without attention does not say whether it is."""
+    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
+        raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
+
+
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:
     """Apply the stack to x with the arguments in `call`. If it is causal, first move the present tokens to the left: no
     present token sees the missing ones behind it, so that no layer needs a mask."""

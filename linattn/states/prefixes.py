@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from linattn.checks import check_sizes
-from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
 from linattn.states.compression import compress, restore
 from linattn.states.rows import num_bytes
@@ -36,6 +36,7 @@ class PrefixCache:
     `compress`. A change of the model's weights makes the states wrong: `clear` drops them."""
 
     def __init__(self, model: TokenModel, *, budget: int = 2**28, every: int = 1024, dtype: torch.dtype | None = None):
+        require_causal(model, "a cache of prefixes")
         check_sizes(budget=budget, every=every)
         self.model, self.budget, self.every, self.dtype = model, budget, every, dtype
         self._states = OrderedDict[tuple[int, bytes], TokenModelState]()
