@@ -61,15 +61,13 @@ def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: 
 
 @torch.no_grad()
 def _state_bytes(model: LinattnForCausalLM, length: int) -> int:
-    """Return the bytes of the state of one sequence after a segment; after at most `PROBE` tokens, as no state shrinks."""
+    """Return the bytes of the state of one sequence after a segment, or after `PROBE` tokens, as no state shrinks."""
     with evaluating(model.model):
         _, state = model.model.extend_hidden(torch.zeros(1, min(length, PROBE), dtype=torch.long))
     return num_bytes(state)
 
 
-def _bytes_per_token(
-    model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments, length: int
-) -> float:
+def _bytes_per_token(model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments, length: int) -> float:
     """Measure the bytes per token saved for the gradient; with checkpointing, count layers' inputs and the logits."""
     if options.checkpointing:
         return 4 * (options.depth * options.dim + model.config.vocab_size)

@@ -95,6 +95,12 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def digest_state(state: Any) -> str:
+    """Return the SHA-256 of a state's tensors, with their names, shapes and dtypes."""
+    tensors: dict[str, Tensor] = {}
+    return _digest({"tree": _described(state, "state", tensors)}, tensors)
+
+
 def _update(digest: Any, name: str, tensor: Shaped[Tensor, "..."]) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
     data = tensor.detach().cpu().contiguous()

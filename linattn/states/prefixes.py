@@ -3,6 +3,7 @@ for the turns of a conversation, and for going back in a text, where the state s
 beginning."""
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from linattn.checks import check_sizes
 from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
 from linattn.states.compression import compress, restore
-from linattn.states.rows import num_bytes
+from linattn.states.file import digest_state
+from linattn.states.folder import Key, StateFolder
+from linattn.states.rows import num_bytes, to
 
 Text = Int[Tensor, "..."] | Sequence[int]
 
@@ -33,48 +36,70 @@ class PrefixCache:
 
     Together they have at most `budget` bytes. When there are more, those that were not used for the longest time go
     first, and of one text the longer beginnings before the shorter. With a `dtype` states are kept compressed, see
-    `compress`. A change of the model's weights makes the states wrong: `clear` drops them."""
+    `compress`. With a `folder` they are also in files there, of at most `folder_budget` bytes together, where other
+    processes with the same model find them, and this one after a restart.
 
-    def __init__(self, model: TokenModel, *, budget: int = 2**28, every: int = 1024, dtype: torch.dtype | None = None):
+    A change of the model's weights makes the states wrong: `clear` drops them."""
+
+    def __init__(
+        self,
+        model: TokenModel,
+        *,
+        budget: int = 2**28,
+        every: int = 1024,
+        dtype: torch.dtype | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        folder_budget: int = 2**32,
+    ):
         require_causal(model, "a cache of prefixes")
-        check_sizes(budget=budget, every=every)
+        check_sizes(budget=budget, every=every, folder_budget=folder_budget)
         self.model, self.budget, self.every, self.dtype = model, budget, every, dtype
-        self._states = OrderedDict[tuple[int, bytes], TokenModelState]()
-        self.num_bytes = 0
-        """The bytes of all states in the cache."""
+        self.folder, self.folder_budget = folder, folder_budget
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._states)
 
     def clear(self) -> None:
-        self._states.clear()
+        """Drop all states in memory. Files in the folder stay, but only a model with the weights that made them finds
+        them."""
+        self._states = OrderedDict[Key, TokenModelState]()
         self.num_bytes = 0
+        """The bytes of all states in memory."""
+        self._files = None
+        if self.folder is not None:
+            self._files = StateFolder(self.folder, self.model, str(self.dtype), budget=self.folder_budget)
 
-    def find(self, tokens: Text) -> Prefix:
-        """Return the longest beginning of the `tokens`, (n) or (1, n), whose state is in the cache."""
+    def find(self, tokens: Text, state: TokenModelState | None = None) -> Prefix:
+        """Return the longest beginning of the `tokens`, (n) or (1, n), whose state is in the cache. `state` is as in
+        `read`."""
         row = self._row(tokens)
-        lengths = {length for length, _ in self._states if length <= len(row)}
-        found = [key for key in self._keys(row, lengths) if key in self._states]
+        files = set[Key]() if self._files is None else self._files.keys()
+        lengths = {length for length, _ in (*self._states, *files) if length <= len(row)}
+        found = [key for key in _keys(row, lengths, state) if key in self._states or key in files]
         for key in reversed(found):
             # the shortest last, so that it is the last to go
-            self._states.move_to_end(key)
-        if not found:
-            return Prefix(0, None)
-        return Prefix(found[-1][0], restore(self._states[found[-1]]))
+            self._touch(key)
+        for key in reversed(found):
+            if (known := self._load(key)) is not None:
+                return Prefix(key[0], restore(known))
+        return Prefix(0, None)
 
     @torch.no_grad()
-    def read(self, tokens: Text) -> TokenModelState:
+    def read(self, tokens: Text, state: TokenModelState | None = None) -> TokenModelState:
         """Return the state after the `tokens`, (n) or (1, n), of which only those are read whose states are not in the
-        cache; the new states enter it.
+        cache; the new states enter it. `state` is the one before the tokens, such as that of a decoder's context; texts
+        with different ones have nothing in common.
 
         Raises ValueError if there is no token, or if one is not of the vocabulary."""
         row = self._row(tokens)
         if not len(row):
             raise ValueError("a text of no tokens has no state: give extend the state None")
-        start, state = self.find(row)
+        start, known = self.find(row, state)
         ends = {*range(self.every * (start // self.every + 1), len(row), self.every), len(row)}
-        keys = list(self._keys(row, ends))
-        new = list[tuple[tuple[int, bytes], TokenModelState]]()
+        keys = _keys(row, ends, state)
+        new = list[tuple[Key, TokenModelState]]()
+        state = known if start else state
         for key in keys:
             if key[0] > start:
                 with evaluating(self.model):
@@ -83,26 +108,36 @@ class PrefixCache:
                 start = key[0]
                 new.append((key, state))
         for key, each in reversed(new):
+            each = each if self.dtype is None else compress(each, self.dtype)
             self._put(key, each)
+            if self._files is not None:
+                self._files.save(key, each)
+        if self._files is not None and new:
+            self._files.trim()
         assert state is not None
         return state
 
-    def _put(self, key: tuple[int, bytes], state: TokenModelState) -> None:
-        state = state if self.dtype is None else compress(state, self.dtype)
+    def _touch(self, key: Key) -> None:
+        if key in self._states:
+            self._states.move_to_end(key)
+        if self._files is not None:
+            self._files.touch(key)
+
+    def _load(self, key: Key) -> TokenModelState | None:
+        """Return a state from memory, or from its file, after which it is in memory."""
+        state = self._states.get(key)
+        if state is None and self._files is not None:
+            state = self._files.load(key)
+            if state is not None:
+                state = to(state, device=self.model.device)
+                self._put(key, state)
+        return state
+
+    def _put(self, key: Key, state: TokenModelState) -> None:
         self._states[key] = state
         self.num_bytes += num_bytes(state)
         while self.num_bytes > self.budget:
             self.num_bytes -= num_bytes(self._states.popitem(last=False)[1])
-
-    def _keys(self, row: Tensor, lengths: set[int]) -> list[tuple[int, bytes]]:
-        """Return the keys of the beginnings of these lengths, in ascending order: the length and the SHA-256 of the
-        tokens."""
-        digest, start, keys = hashlib.sha256(), 0, []
-        for length in sorted(lengths):
-            digest.update(row[start:length].numpy().tobytes())
-            keys.append((length, digest.digest()))
-            start = length
-        return keys
 
     @staticmethod
     def _row(tokens: Text) -> Tensor:
@@ -110,3 +145,14 @@ class PrefixCache:
         if row.is_floating_point() or row.ndim not in (1, 2) or (row.ndim == 2 and len(row) != 1):
             raise ValueError(f"the tokens of one text are (n) or (1, n) whole numbers, but are {tuple(row.shape)}")
         return row.reshape(-1).to("cpu", torch.int64).contiguous()
+
+
+def _keys(row: Int[Tensor, " n"], lengths: set[int], state: TokenModelState | None) -> list[Key]:
+    """Return the keys of the beginnings of these lengths after `state`, in ascending order: the length, and the SHA-256
+    of the state and the tokens."""
+    digest, start, keys = hashlib.sha256(b"" if state is None else digest_state(state).encode()), 0, list[Key]()
+    for length in sorted(lengths):
+        digest.update(row[start:length].numpy().tobytes())
+        keys.append((length, digest.hexdigest()))
+        start = length
+    return keys

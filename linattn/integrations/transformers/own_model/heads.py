@@ -27,8 +27,8 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
     # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
     accepts_loss_kwargs = True
     segment_length: int | None = None
-    """Number of tokens per segment, for training on long sequences: a call with labels reads the tokens in segments, see
-    `linattn.states.segmented_loss`, and returns the loss, and no logits. None: all tokens at once."""
+    """Number of tokens per segment, for training on long sequences: a call with labels reads the tokens in segments
+    (`linattn.states.segmented_loss`) and returns the loss without logits. None: all tokens at once."""
 
     def __init__(self, config: LinattnConfig):
         super().__init__(config)
