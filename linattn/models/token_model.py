@@ -2,6 +2,7 @@
 class; `SequenceModel` is composed of modules that the caller passes."""
 
 from abc import ABC
+from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -43,6 +44,8 @@ class TokenModel(nn.Module, ABC):
     head: nn.Module | None
     tied: bool
     causal: bool
+    tokenizer_file: Path | None = None
+    """A file of the tokenizers package, for generation from text."""
 
     def get_stack(self) -> Any:
         """Return the layers, which have the `forward` and `extend` of a `ResidualSequence`."""
