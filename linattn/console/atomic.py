@@ -33,7 +33,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_partial_files(path: Path) -> None:
-    """Delete what killed processes left of the file `path`. No process may be writing it."""
+    """Delete the half-written copies of the file `path` that killed processes left. No process may be writing it."""
     for leftover in path.parent.glob(f".{escape(path.name)}.*.tmp"):
         leftover.unlink()
 

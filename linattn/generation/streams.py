@@ -62,11 +62,12 @@ def generate(
     draft: Draft | None = None,
     return_state: bool = False,
 ) -> Any:
-    """Return the new tokens of each row, including a stop token, as lists; those of a single prompt, [1, 2], as one
+    """Return the new tokens of each row, including a stop token, as lists; for a single prompt, [1, 2], return one
     list. See `stream`.
 
-    If the model has a tokenizer, as `LanguageModel.load` finds it, `prompts` may be text: return the new text, that of
-    each prompt in a list. A text begins a document, unless there is a `state`, and ends with it at the latest.
+    `prompts` may be a string, or strings, if the model has a tokenizer, which `LanguageModel.load` finds in the folder.
+    The results are then strings. A prompt is the beginning of a document unless a `state` comes before it, and
+    generation stops at the end of the document.
 
     With `return_state`, return them and the state after all of them, for the next call: a conversation goes on."""
     coder, rows = None, _rows(prompts)
@@ -103,8 +104,8 @@ def stream(
     """Yield in each step one token per row, None for a row that has stopped (its stop token is given).
 
     The `model` is a causal one with logits. `prompts` are rows of tokens, of any lengths but zero, or the tokens of a
-    single one; each gets `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first. ValueError if a token is
-    not in the vocabulary, or if the model's positions do not suffice.
+    single one; each gets `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first.
+    ValueError if a token is not in the vocabulary, or if the model's positions do not suffice.
 
     `state` is the state after the tokens before the prompts, from `extend`; or, for a decoder, that of its context,
     from `begin`. A `draft`, for a single prompt, guesses tokens, which cost less than others where they are right; the

@@ -16,13 +16,13 @@ def is_text(prompts: object) -> bool:
 
 
 class TextCoder:
-    """The tokenizer of a model. Its `stop_tokens` are the token that begins every document, if there is one."""
+    """The tokenizer of a model. The token that begins the next document, if there is one, is in `stop_tokens`."""
 
     def __init__(self, model: TokenModel):
         if model.tokenizer_file is None:
             raise ValueError(
-                "the prompts are text, but the model has no tokenizer: LanguageModel.load finds the tokenizer.json of a "
-                "folder, or set model.tokenizer_file, or give tokens, such as list(b'To be') for a model of bytes"
+                "the prompts are text, but the model has no tokenizer: LanguageModel.load finds the tokenizer.json of "
+                "a folder, or set model.tokenizer_file, or give tokens, such as list(b'To be') for a model of bytes"
             )
         with extra("cli"):
             from tokenizers import Tokenizer
@@ -31,7 +31,7 @@ class TextCoder:
         self.stop_tokens = () if separator is None else (separator,)
 
     def encode(self, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
-        """Return the tokens of each text, with those that begin a document only if it `begins` there."""
+        """Return the tokens of each text; with `begins`, after the token that begins a document."""
         return [self.tokenizer.encode(text, add_special_tokens=begins).ids for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:

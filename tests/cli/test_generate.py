@@ -54,7 +54,7 @@ def test_the_library_generates_from_text(finished, text, tokenizer, tmp_path, ca
         assert output(capsys, run, *SEEDED) == f"the cat{new}\n"
         assert generate(model, ["the cat"], seed=1, **options) == [new]
         assert [type(each) for each in generate(model, ["the cat", "a"], **options)] == [str, str]
-        (first,), state = generate(model, ["the cat"], max_new_tokens=5, return_state=True)
+        _, state = generate(model, ["the cat"], max_new_tokens=5, return_state=True)
         tokens = Tokenizer(run / "tokenizer.json").encode(b"a") if run == words else b"a"
         expected = generate(model, list(tokens), max_new_tokens=5, state=state)
         assert generate(model, "a", max_new_tokens=5, state=state) == TextCoder(model).decode(expected)
