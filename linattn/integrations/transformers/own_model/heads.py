@@ -93,7 +93,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
 
     def _check_segments(self, others: list[str]) -> None:
-        """Raise ValueError if the call has other arguments, whose names are in `others`, or the model is in a mode, that
+        """Raise ValueError if the call has arguments, whose names are in `others`, or the model is in a mode, that
         training in segments does not support."""
         if self.gradient_checkpointing and self.training:
             others = [*others, "gradient checkpointing"]
