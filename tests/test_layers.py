@@ -29,7 +29,7 @@ GUESTS = {
     "transformers": ("linattn/integrations/", "linattn/linearize/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),
     "peft": ("linattn/integrations/", "linattn/linearize/"),
-    "tokenizers": ("linattn/integrations/", "linattn/cli/"),
+    "tokenizers": ("linattn/integrations/", "linattn/cli/", "linattn/generation/"),
     "matplotlib": ("linattn/console/", "linattn/linearize/command/", "linattn/cli/"),
 }
 # what comes with `pip install linattn`, and so may be imported at the top of a file

@@ -198,11 +198,21 @@ def test_torchs_module_shows_what_it_was_given() -> None:
     refused(lambda: cross.read(x, 3), "must be a FeatureState", "int")
 
 
-@pytest.mark.parametrize("prompts", [[1, 2], 3, None, [[1.5]], "ab", [["a"]], torch.tensor([1, 2]), torch.rand(1, 2)])
+@pytest.mark.parametrize(
+    "prompts", [[1, [2]], [[1], 2], 3, None, [[1.5]], [1.5], [["a"]], torch.rand(1, 2), torch.rand(2)]
+)
 def test_prompts_that_are_not_rows_of_tokens(prompts: Any) -> None:
     for call in (generate, linattn.stream):
-        with pytest.raises(ValueError, match=r"prompts must be rows of tokens, \[\[1, 2\]\] for a single one, but are"):
+        with pytest.raises(ValueError, match=r"prompts must be tokens, \[1, 2\], or rows of them, .*, but are"):
             call(small_model(MODELS["mixture"]), prompts, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("prompts", ["ab", ["ab", "c"]])
+def test_text_for_a_model_without_a_tokenizer(prompts: Any) -> None:
+    with pytest.raises(ValueError, match=r"the model has no tokenizer: LanguageModel.load finds the tokenizer.json"):
+        generate(small_model(MODELS["mixture"]), prompts, max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompts must be tokens"):
+        linattn.stream(small_model(MODELS["mixture"]), prompts, max_new_tokens=2)
 
 
 def draws(logits: Callable[[Tensor], Any]) -> Callable[[], Any]:

@@ -1,11 +1,13 @@
-"""The memory that a training needs at least: the weights with their optimizer, then the activations of a batch."""
+"""The memory that a training needs at least: the weights with their optimizer, then the activations of a batch or
+of its segments."""
 
+import math
 import os
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from linattn.cli.options import TrainOptions
 from linattn.console.memory import (
@@ -16,6 +18,9 @@ from linattn.console.memory import (
     num_parameters,
     require_memory,
 )
+from linattn.integrations.transformers import LinattnForCausalLM
+from linattn.nn.modes import evaluating
+from linattn.states import num_bytes
 
 WEIGHTS = "the weights, their gradients and AdamW ({:,} parameters)"
 
@@ -28,28 +33,44 @@ def require_weights(build: Callable[[], nn.Module], options: TrainOptions) -> No
     require_memory(needs, available_memory(cpu=options.cpu), "a lower --dim or --depth needs less")
 
 
-def require_activations(model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> None:
+def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments) -> None:
     """Raise CommandError if a CPU's memory does not hold the weights with the activations of a batch. On a GPU, torch
     itself raises an error for that."""
     if args.device.type != "cpu":
         return
     count = sum(parameter.numel() for parameter in model.parameters())
-    tokens = options.batch * options.context
+    length = min(options.segment or options.context, options.context)
+    activations = _bytes_per_token(model, options, args, length) * options.batch * length
     needs = {
         WEIGHTS.format(count): TRAINED_BYTES * count,
-        f"the activations of {options.batch:,} × {options.context:,} tokens": _bytes_per_token(model, options, args)
-        * tokens,
+        f"the activations of {options.batch:,} × {length:,} tokens": activations,
     }
+    if length < options.context:
+        segments = math.ceil(options.context / length)
+        size = options.batch * segments * _state_bytes(model, length)
+        needs[f"the states between {segments:,} segments"] = size
     # the weights are there already
     available = available_memory(cpu=True) + 4 * count
     smaller = "a lower --batch (with --accumulate, updates stay the same) or --context needs less"
-    require_memory(needs, available, smaller if options.checkpointing else f"{smaller}, and so does --checkpointing")
+    if options.segment is not None:
+        smaller = f"{smaller}, and so does a lower --segment"
+    elif not options.checkpointing:
+        smaller = f"{smaller}, and so do --checkpointing and --segment"
+    require_memory(needs, available, smaller)
 
 
-def _bytes_per_token(model: PreTrainedModel, options: TrainOptions, args: TrainingArguments) -> float:
+@torch.no_grad()
+def _state_bytes(model: LinattnForCausalLM, length: int) -> int:
+    """Return the bytes of the state of one sequence after a segment, or after `PROBE` tokens, as no state shrinks."""
+    with evaluating(model.model):
+        _, state = model.model.extend_hidden(torch.zeros(1, min(length, PROBE), dtype=torch.long))
+    return num_bytes(state)
+
+
+def _bytes_per_token(model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments, length: int) -> float:
     """Measure the bytes per token saved for the gradient; with checkpointing, count layers' inputs and the logits."""
     if options.checkpointing:
         return 4 * (options.depth * options.dim + model.config.vocab_size)
-    tokens = torch.zeros(1, min(options.context, PROBE), dtype=torch.long)
+    tokens = torch.zeros(1, min(length, PROBE), dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
         return activation_bytes(lambda: model(input_ids=tokens, labels=tokens), model) / tokens.numel()

@@ -79,6 +79,9 @@ class TrainOptions(ModelOptions):
     steps: int | None = training(None, "updates of the weights (default: 2000, or as many as --minutes allows)")
     minutes: float | None = training(None, "end after so much training time; the learning rate follows the time")
     context: int = training(512, "tokens per sequence", least=2)
+    segment: int | None = training(
+        None, "tokens that are in memory at a time, of a sequence of any length; the gradients are those of all of it"
+    )
     batch: int = training(16, "sequences per process and batch")
     accumulate: int = training(1, "batches per update")
     lr: float = training(2e-3, "highest learning rate of AdamW")

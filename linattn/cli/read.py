@@ -14,6 +14,7 @@ import torch
 from linattn.cli.argument_types import FLAG
 from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Bytes, Vocabulary
+from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 from linattn.console.lock import locked
@@ -76,6 +77,8 @@ class Reading:
                 self.before = describe_state(arguments.state).num_tokens or 0
                 self.begun = hashlib.sha256(arguments.state.read_bytes()).hexdigest()
         self.place = Place(state, 0, hashlib.sha256())
+        for path in (self.out, self.unfinished):
+            remove_partial_files(path)
         if arguments.replace:
             self.unfinished.unlink(missing_ok=True)
         elif self.unfinished.exists():

@@ -21,7 +21,7 @@ from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.models import LanguageModel
-from linattn.models.storage import CONFIG
+from linattn.models.storage import CONFIG, TOKENIZER
 
 FORMAT = 1
 
@@ -62,7 +62,6 @@ class Logged(TypedDict, extra_items=float | None):
 
 
 DESCRIPTION = "run.json"
-TOKENIZER = "tokenizer.json"
 
 
 class Run:

@@ -50,6 +50,7 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
     with explained("this cannot be run here", ValueError, ImportError):
         args = training_arguments(options, arguments.out)
     require_activations(model, options, args)
+    model.segment_length = options.segment
     with ExitStack() as stack:
 
         def begin() -> None:
@@ -157,6 +158,9 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         ddp_find_unused_parameters=False,
         log_level="error",
     )
+    for other in ("checkpointing", "fsdp"):
+        if options.segment is not None and getattr(options, other):
+            raise ValueError(f"--segment does not work with --{other}")
     if options.fsdp and not can_shard(args):
         raise ValueError(
             f"--fsdp needs several processes with a GPU each, but there are {args.world_size} on {args.device.type}"

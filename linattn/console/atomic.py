@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from linattn.models.storage import atomic_file, flush_to_disk
@@ -29,6 +30,12 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
+
+
+def remove_partial_files(path: Path) -> None:
+    """Delete the half-written copies of the file `path` that killed processes left. No process may be writing it."""
+    for leftover in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+        leftover.unlink()
 
 
 def write_atomically(path: Path, content: str) -> None:

@@ -2,29 +2,57 @@
 
 import operator
 from collections.abc import Collection, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention
 from linattn.checks import check_sizes, check_types
 from linattn.generation.drafts import Draft, Verification
 from linattn.generation.sampling import GREEDY, Logits, Sampling, Seen, draw
-from linattn.models.token_model import TokenModel
+from linattn.generation.texts import TextCoder, is_text
+from linattn.models.token_model import TokenModel, require_causal
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
-from linattn.types import TokenIds
 
-Prompts = Sequence[Sequence[int]] | TokenIds
+Prompts = Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
 
 
+class _Options(TypedDict, total=False):
+    """The keywords of `generate` but for `return_state`, for its types."""
+
+    max_new_tokens: Required[int]
+    sampling: Sampling
+    stop_tokens: Collection[int]
+    seed: int | None
+    state: Any
+    draft: Draft | None
+
+
+@overload
+def generate(
+    model: TokenModel, prompts: Any, *, return_state: Literal[True], **options: Unpack[_Options]
+) -> tuple[Any, Any]: ...
+@overload
+def generate(  # pyright: ignore[reportOverlappingOverload]: a string is a sequence of strings, too
+    model: TokenModel, prompts: str, **options: Unpack[_Options]
+) -> str: ...
+@overload
+def generate(model: TokenModel, prompts: Sequence[str], **options: Unpack[_Options]) -> list[str]: ...
+@overload
+def generate(model: TokenModel, prompts: Sequence[int], **options: Unpack[_Options]) -> list[int]: ...
+@overload
+def generate(
+    model: TokenModel, prompts: Sequence[Sequence[int]] | Tensor, **options: Unpack[_Options]
+) -> list[list[int]]: ...
 @check_types
 def generate(
     model: TokenModel,
-    prompts: Prompts,
+    prompts: Prompts | str | Sequence[str],
     *,
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
@@ -34,18 +62,30 @@ def generate(
     draft: Draft | None = None,
     return_state: bool = False,
 ) -> Any:
-    """Return the new tokens of each row, including a stop token, as lists. See `stream`.
+    """Return the new tokens of each row, including a stop token, as lists; for a single prompt, [1, 2], return one
+    list. See `stream`.
+
+    `prompts` may be a string, or strings, if the model has a tokenizer, which `LanguageModel.load` finds in the folder.
+    The results are then strings. A prompt is the beginning of a document unless a `state` comes before it, and
+    generation stops at the end of the document.
 
     With `return_state`, return them and the state after all of them, for the next call: a conversation goes on."""
-    sampler = Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, return_state)
-    rows, steps = [list[int]() for _ in sampler.rows], sampler.steps(state)
+    coder, rows = None, _rows(prompts)
+    single = rows is not prompts
+    if is_text(rows):
+        coder = TextCoder(model)
+        rows, stop_tokens = coder.encode(rows, begins=state is None), (*stop_tokens, *coder.stop_tokens)
+    sampler = Sampler.checked(model, rows, max_new_tokens, sampling, stop_tokens, seed, draft, return_state)
+    new, steps = [list[int]() for _ in sampler.rows], sampler.steps(state)
     while True:
         try:
             step = next(steps)
         except StopIteration as end:
+            results: list[Any] = new if coder is None else [coder.decode(row) for row in new]
+            result = results[0] if single else results
             # copies, as tensors of inference mode take no part in training
-            return (rows, map_state(torch.clone, end.value)) if return_state else rows
-        for row, token in zip(rows, step, strict=True):
+            return (result, map_state(torch.clone, end.value)) if return_state else result
+        for row, token in zip(new, step, strict=True):
             row.extend([] if token is None else [token])
 
 
@@ -63,16 +103,17 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yield in each step one token per row, None for a row that has stopped (its stop token is given).
 
-    The `model` is a causal one with logits. `prompts` are rows of tokens, of any lengths but zero; each gets
-    `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first. ValueError if a token is
-    not in the vocabulary, or if the model's positions do not suffice.
+    The `model` is a causal one with logits. `prompts` are rows of tokens, of any lengths but zero, or the tokens of a
+    single one; each gets `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first.
+    ValueError if a token is not in the vocabulary, or if the model's positions do not suffice.
 
     `state` is the state after the tokens before the prompts, from `extend`; or, for a decoder, that of its context,
     from `begin`. A `draft`, for a single prompt, guesses tokens, which cost less than others where they are right; the
     tokens that come are the same, but for rounding.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    sampler = Sampler.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, draft, False)
+    rows = _rows(prompts)
+    sampler = Sampler.checked(model, rows, max_new_tokens, sampling, stop_tokens, seed, draft, False)
     return sampler.steps(state)
 
 
@@ -101,9 +142,7 @@ class Sampler(NamedTuple):
         draft: Draft | None,
         complete: bool,
     ) -> "Sampler":
-        # a stack without attention does not say whether it is causal
-        if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
-            raise ValueError(f"generation needs a causal model, but this {type(model).__name__} is not")
+        require_causal(model, "generation")
         rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
         check_sizes(max_new_tokens=max_new_tokens, least=0)
         length, limit = max(map(len, rows)) + max(max_new_tokens - (not complete), 0), model.max_length
@@ -169,13 +208,21 @@ class Sampler(NamedTuple):
         return text.finish() if self.complete else None
 
 
+def _rows(prompts: Any) -> Any:
+    """Return the prompts, in a list if it is a single one: a string, whole numbers or a tensor of one dimension."""
+    if isinstance(prompts, Tensor):
+        return [prompts.tolist()] if prompts.ndim == 1 else prompts
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
+    return [prompts] if isinstance(prompts, str) or isinstance(first, Integral) else prompts
+
+
 def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:
     try:
         given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
         rows = [[operator.index(token) for token in prompt] for prompt in given]
     except TypeError as error:
         raise ValueError(
-            f"prompts must be rows of tokens, [[1, 2]] for a single one, but are {prompts!s:.60}"
+            f"prompts must be tokens, [1, 2], or rows of them, [[1, 2], [3]], but are {prompts!s:.60}"
         ) from error
     try:
         stop_tokens = [operator.index(token) for token in stop_tokens]

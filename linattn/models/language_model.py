@@ -2,6 +2,7 @@
 
 import math
 from os import PathLike
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.models.config import LanguageModelConfig
-from linattn.models.storage import read_config, read_tensors, write_model
+from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
@@ -78,11 +79,14 @@ class LanguageModel(TokenModel):
 
     @staticmethod
     def load(folder: str | PathLike[str]) -> "LanguageModel":
-        """Load what `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes."""
+        """Load what `save`, or our transformers class, wrote: on the CPU, in evaluation mode, in its own dtypes. With a
+        tokenizer.json in the folder, `generate` takes text."""
         # the initial weights are thrown away: drawing them must not show in the caller's randomness
         with torch.random.fork_rng(devices=[]):
             model = LanguageModel(read_config(folder))
         model.load_state_dict(read_tensors(folder, model.state_dict()), assign=True)
+        tokenizer = Path(folder) / TOKENIZER
+        model.tokenizer_file = tokenizer if tokenizer.is_file() else None
         return model.eval()
 
 

@@ -18,6 +18,7 @@ from linattn.version import __version__
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
 MODEL_TYPE = "linattn"
 # the token that begins every document, where a tokenizer has a name for it
 SEPARATOR = "<|document|>"

@@ -2,6 +2,7 @@
 class; `SequenceModel` is composed of modules that the caller passes."""
 
 from abc import ABC
+from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -43,6 +44,8 @@ class TokenModel(nn.Module, ABC):
     head: nn.Module | None
     tied: bool
     causal: bool
+    tokenizer_file: Path | None = None
+    """A file of the tokenizers package, for generation from text."""
 
     def get_stack(self) -> Any:
         """Return the layers, which have the `forward` and `extend` of a `ResidualSequence`."""
@@ -181,6 +184,12 @@ class SequenceModel(TokenModel):
         A context is needed only where there is no state."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
         return self.logits(x) if self.gives_logits else x, state
+
+
+def require_causal(model: TokenModel, purpose: str) -> None:
+    """Raise ValueError if a model is not causal. A stack without attention does not say whether it is."""
+    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
+        raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:

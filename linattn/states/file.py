@@ -95,6 +95,12 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def digest_state(state: Any) -> str:
+    """Return the SHA-256 of a state's tensors, with their names, shapes and dtypes."""
+    tensors: dict[str, Tensor] = {}
+    return _digest({"tree": _described(state, "state", tensors)}, tensors)
+
+
 def _update(digest: Any, name: str, tensor: Shaped[Tensor, "..."]) -> None:
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
     data = tensor.detach().cpu().contiguous()
@@ -176,9 +182,17 @@ def _read(path: Path, *, with_tensors: bool = True) -> tuple[dict[str, Any], dic
     if not path.is_file():
         raise FileNotFoundError(f"there is no state in {path}: no such file")
     try:
-        with library.safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(_DESCRIPTION)
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()} if with_tensors else {}
+        if with_tensors:
+            # read in one piece, as safe_open opens the file again for the tensors: it may have been replaced in between
+            content, size = path.read_bytes(), 8
+            tensors = library.torch.load(content)
+            header = json.loads(content[size : size + int.from_bytes(content[:size], "little")])
+            metadata = header.get("__metadata__")
+        else:
+            tensors = {}
+            with library.safe_open(path, "pt") as file:
+                metadata = file.metadata()
+        text = (metadata or {}).get(_DESCRIPTION)
         described = None if text is None else json.loads(text)
     except (library.SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged, or no state: {error}") from error

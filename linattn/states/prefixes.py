@@ -3,6 +3,7 @@ for the turns of a conversation, and for going back in a text, where the state s
 beginning."""
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,10 +13,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from linattn.checks import check_sizes
-from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
 from linattn.states.compression import compress, restore
-from linattn.states.rows import num_bytes
+from linattn.states.file import digest_state
+from linattn.states.folder import Key, StateFolder
+from linattn.states.rows import num_bytes, to
 
 Text = Int[Tensor, "..."] | Sequence[int]
 
@@ -33,58 +36,81 @@ class PrefixCache:
 
     Together they have at most `budget` bytes. When there are more, those that were not used for the longest time go
     first, and of one text the longer beginnings before the shorter. With a `dtype` states are kept compressed, see
-    `compress`. A change of the model's weights makes the states wrong: `clear` drops them."""
+    `compress`. With a `folder` they are also in files there, of at most `folder_budget` bytes together, where other
+    processes with the same model find them, and this one after a restart.
 
-    def __init__(self, model: TokenModel, *, budget: int = 2**28, every: int = 1024, dtype: torch.dtype | None = None):
-        check_sizes(budget=budget, every=every)
+    A change of the model's weights makes the states wrong: `clear` drops them."""
+
+    def __init__(
+        self,
+        model: TokenModel,
+        *,
+        budget: int = 2**28,
+        every: int = 1024,
+        dtype: torch.dtype | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        folder_budget: int = 2**32,
+    ):
+        require_causal(model, "a cache of prefixes")
+        check_sizes(budget=budget, every=every, folder_budget=folder_budget)
         self.model, self.budget, self.every, self.dtype = model, budget, every, dtype
-        self._states = OrderedDict[tuple[int, bytes], TokenModelState]()
-        self.num_bytes = 0
-        """The bytes of all states in the cache."""
+        self.folder, self.folder_budget = folder, folder_budget
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._states)
 
     def clear(self) -> None:
-        self._states.clear()
+        """Drop all states in memory. Files in the folder stay, but only a model with the weights that made them finds
+        them."""
+        self._states = OrderedDict[Key, TokenModelState]()
         self.num_bytes = 0
+        """The bytes of all states in memory."""
+        self._files = None
+        if self.folder is not None:
+            self._files = StateFolder(self.folder, self.model, str(self.dtype), budget=self.folder_budget)
 
-    def find(self, tokens: Text) -> Prefix:
-        """Return the longest beginning of the `tokens`, (n) or (1, n), whose state is in the cache."""
+    def find(self, tokens: Text, state: TokenModelState | None = None) -> Prefix:
+        """Return the longest beginning of the `tokens`, (n) or (1, n), whose state is in the cache. `state` is as in
+        `read`."""
         row = self._row(tokens)
-        lengths = {length for length, _ in self._states if length <= len(row)}
-        found = [key for key in self._keys(row, lengths) if key in self._states]
+        files = set[Key]() if self._files is None else self._files.keys()
+        lengths = {length for length, _ in (*self._states, *files) if length <= len(row)}
+        found = [key for key in _keys(row, lengths, state) if key in self._states or key in files]
         for key in reversed(found):
             # the shortest last, so that it is the last to go
-            self._states.move_to_end(key)
-        if not found:
-            return Prefix(0, None)
-        return Prefix(found[-1][0], restore(self._states[found[-1]]))
+            self._touch(key)
+        for key in reversed(found):
+            if (known := self._load(key)) is not None:
+                return Prefix(key[0], restore(known))
+        return Prefix(0, None)
 
     @torch.no_grad()
-    def read(self, tokens: Text) -> TokenModelState:
+    def read(self, tokens: Text, state: TokenModelState | None = None) -> TokenModelState:
         """Return the state after the `tokens`, (n) or (1, n), of which only those are read whose states are not in the
-        cache; the new states enter it.
+        cache; the new states enter it. `state` is the one before the tokens, such as that of a decoder's context; texts
+        with different ones have nothing in common.
 
         Raises ValueError if there is no token, or if one is not of the vocabulary."""
         row = self._row(tokens)
         if not len(row):
             raise ValueError("a text of no tokens has no state: give extend the state None")
-        start, state = self.find(row)
+        start, known = self.find(row, state)
         ends = {*range(self.every * (start // self.every + 1), len(row), self.every), len(row)}
+        past, state = state, known if start else state
         new = dict[int, TokenModelState]()
         for end in sorted(end for end in ends if end > start):
             with evaluating(self.model):
                 piece = row[start:end].unsqueeze(0).to(self.model.device)
                 _, state = self.model.extend_hidden(piece, state)
             start, new[end] = end, state
-        self.put(row, new)
+        self.put(row, new, past)
         assert state is not None
         return state
 
-    def put(self, tokens: Text, new: Mapping[int, TokenModelState]) -> None:
+    def put(self, tokens: Text, new: Mapping[int, TokenModelState], state: TokenModelState | None = None) -> None:
         """Take states that were made elsewhere: `new` has them by the number of `tokens`, (n) or (1, n), that they are
-        after.
+        after; `state` is the past before the tokens.
 
         Raises ValueError if there are not so many tokens."""
         row = self._row(tokens)
@@ -92,26 +118,36 @@ class PrefixCache:
             raise ValueError(
                 f"states must be after 1 to {len(row)} tokens, as many as there are, but one is of {wrong[0]}"
             )
-        keys = self._keys(row, set(new))
-        for key in reversed([key for key in keys if key not in self._states]):
-            self._put(key, new[key[0]])
+        unknown = [key for key in _keys(row, set(new), state) if key not in self._states]
+        for key in reversed(unknown):
+            each = new[key[0]] if self.dtype is None else compress(new[key[0]], self.dtype)
+            self._put(key, each)
+            if self._files is not None:
+                self._files.save(key, each)
+        if self._files is not None and unknown:
+            self._files.trim()
 
-    def _put(self, key: tuple[int, bytes], state: TokenModelState) -> None:
-        state = state if self.dtype is None else compress(state, self.dtype)
+    def _touch(self, key: Key) -> None:
+        if key in self._states:
+            self._states.move_to_end(key)
+        if self._files is not None:
+            self._files.touch(key)
+
+    def _load(self, key: Key) -> TokenModelState | None:
+        """Return a state from memory, or from its file, after which it is in memory."""
+        state = self._states.get(key)
+        if state is None and self._files is not None:
+            state = self._files.load(key)
+            if state is not None:
+                state = to(state, device=self.model.device)
+                self._put(key, state)
+        return state
+
+    def _put(self, key: Key, state: TokenModelState) -> None:
         self._states[key] = state
         self.num_bytes += num_bytes(state)
         while self.num_bytes > self.budget:
             self.num_bytes -= num_bytes(self._states.popitem(last=False)[1])
-
-    def _keys(self, row: Tensor, lengths: set[int]) -> list[tuple[int, bytes]]:
-        """Return the keys of the beginnings of these lengths, in ascending order: the length and the SHA-256 of the
-        tokens."""
-        digest, start, keys = hashlib.sha256(), 0, []
-        for length in sorted(lengths):
-            digest.update(row[start:length].numpy().tobytes())
-            keys.append((length, digest.digest()))
-            start = length
-        return keys
 
     @staticmethod
     def _row(tokens: Text) -> Tensor:
@@ -119,3 +155,14 @@ class PrefixCache:
         if row.is_floating_point() or row.ndim not in (1, 2) or (row.ndim == 2 and len(row) != 1):
             raise ValueError(f"the tokens of one text are (n) or (1, n) whole numbers, but are {tuple(row.shape)}")
         return row.reshape(-1).to("cpu", torch.int64).contiguous()
+
+
+def _keys(row: Int[Tensor, " n"], lengths: set[int], state: TokenModelState | None) -> list[Key]:
+    """Return the keys of the beginnings of these lengths after `state`, in ascending order: the length, and the SHA-256
+    of the state and the tokens."""
+    digest, start, keys = hashlib.sha256(b"" if state is None else digest_state(state).encode()), 0, list[Key]()
+    for length in sorted(lengths):
+        digest.update(row[start:length].numpy().tobytes())
+        keys.append((length, digest.hexdigest()))
+        start = length
+    return keys

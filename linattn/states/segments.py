@@ -19,7 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from linattn.checks import check_sizes
 from linattn.models.loss import NO_LABEL
-from linattn.models.token_model import TokenModel, TokenModelState
+from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
 from linattn.ops.tokens.compaction import compact, pack, real
@@ -46,7 +46,8 @@ def segmented_loss(
     tokens as targets; one that is `NO_LABEL`, −100, does not count. A masked token (`key_mask` False) is a missing one.
     The gradient goes back to the parameters of `model` and to `state`; it cannot be differentiated again.
 
-    Raises ValueError unless `segment` is a positive number and the labels are as many as the tokens."""
+    Raises ValueError unless the model is causal, `segment` a positive number and the labels as many as the tokens."""
+    require_causal(model, "training in segments")
     check_sizes(segment=segment)
     labels = tokens if labels is None else labels
     if labels.shape != tokens.shape:

@@ -92,6 +92,13 @@ def test_two_processes_that_share_the_weights_are_one(text, alone, tmp_path):
     assert (run / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.parametrize("other", ["--fsdp", "--checkpointing"])
+def test_segments_are_refused_beside_what_they_do_not_have(text, tmp_path, capsys, other):
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS, "--segment", "8", other]) == 2
+    assert f"--segment does not work with {other}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_sharding_needs_devices_to_share(text, tmp_path, capsys):
     assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS, "--fsdp"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

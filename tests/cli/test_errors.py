@@ -308,6 +308,14 @@ LARGE = {
         ("train", "text", *TINY, *SHORT, "--batch", "1000000000", "--checkpointing"),
         "the activations of 1,000,000,000 × 32 tokens; a lower --batch (",
     ),
+    "segments": (
+        ("train", "text", *TINY, *SHORT, "--batch", "1000000000", "--segment", "12"),
+        "the activations of 1,000,000,000 × 12 tokens, ",
+    ),
+    "states": (
+        ("train", "text", *TINY, *SHORT, "--batch", "1000000000", "--segment", "12"),
+        "for the states between 3 segments; a lower --batch (",
+    ),
     "inputs": (("bench", "--batch", "1000000000"), "1,000,000,000 × 8 × 256 × 64 numbers each; a lower --batch"),
 }
 

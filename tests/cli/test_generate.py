@@ -11,6 +11,7 @@ from linattn.cli.generate import text as written
 from linattn.cli.main import main
 from linattn.cli.vocabulary import Bytes, Tokenizer
 from linattn.generation import Sampling, generate
+from linattn.generation.texts import TextCoder
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 
@@ -37,6 +38,29 @@ def test_it_is_the_models_own_generation(finished, capsys):
     )
     expected = bytes(token for token in new if token != vocabulary.separator).decode("utf-8", "replace")
     assert output(capsys, finished, *SEEDED) == f"the cat{expected}\n"
+
+
+def test_the_library_generates_from_text(finished, text, tokenizer, tmp_path, capsys):
+    """What the command writes, for bytes and words as tokens; the model finds its tokenizer in its folder."""
+    words = tmp_path / "words"
+    assert (
+        main(["train", str(text), "--out", str(words), "--tokenizer", str(tokenizer), *TINY, *SHORT, "--steps", "1"])
+        == 0
+    )
+    options = {"max_new_tokens": 40, "sampling": Sampling(temperature=0.8)}
+    for run in (finished, words):
+        model = LanguageModel.load(run)
+        new = generate(model, "the cat", seed=1, **options)
+        assert output(capsys, run, *SEEDED) == f"the cat{new}\n"
+        assert generate(model, ["the cat"], seed=1, **options) == [new]
+        assert [type(each) for each in generate(model, ["the cat", "a"], **options)] == [str, str]
+        _, state = generate(model, ["the cat"], max_new_tokens=5, return_state=True)
+        tokens = Tokenizer(run / "tokenizer.json").encode(b"a") if run == words else b"a"
+        expected = generate(model, list(tokens), max_new_tokens=5, state=state)
+        assert generate(model, "a", max_new_tokens=5, state=state) == TextCoder(model).decode(expected)
+    model.tokenizer_file = None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generate(model, "the cat", max_new_tokens=5)
 
 
 def test_the_same_seed_writes_the_same(finished, capsys):

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "preset": "test_a_preset_gives_what_is_not_given",
     "tie_embeddings": "test_the_untied_output_has_a_matrix_of_its_own",
     "checkpointing": "test_checkpointing_recomputes",
+    "segment": "test_resume.py",
     "cpu": "test_a_gpu_is_left_alone",
     "fsdp": "test_distributed.py",
     "evaluate_every": "test_reports_come_as_often_as_asked",

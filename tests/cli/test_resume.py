@@ -4,10 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.cli.windows import TrainingWindows
+from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 
 # dropout draws random numbers, and an update takes two batches
@@ -67,6 +70,31 @@ def test_a_crash_is_made_good(text, uninterrupted, tmp_path, monkeypatch):
         log.write('{"step": 7, "trai')
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert outcome(run) == outcome(uninterrupted)
+
+
+def test_a_run_in_segments_is_the_run_without_them(text, finished, tmp_path, monkeypatch, capsys):
+    """Also when it was broken off: the length of the segments belongs to the run. 32 tokens are 12, 12 and 8."""
+    run, arguments, lengths = tmp_path / "run", (str(text), *TINY, *SHORT, "--segment", "12"), set()
+    extend = LanguageModel.extend_hidden
+
+    def counted(self, tokens, *others, **options):
+        lengths.add(tokens.shape[1])
+        return extend(self, tokens, *others, **options)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", "--out", str(run), *arguments])
+    assert main(["train", "--resume", "--out", str(run), "--segment", "8"]) == 2
+    assert "began with --segment 12, so it cannot go on with 8" in capsys.readouterr().err
+    monkeypatch.setattr(LanguageModel, "extend_hidden", counted)
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert lengths >= {12, 8} and max(lengths) == 12
+    weights = [load_file(folder / "model.safetensors") for folder in (run, finished)]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
+    name = "validation_bits_per_byte"
+    bits = [[record[name] for record in open_run(x).records() if name in record] for x in (run, finished)]
+    assert len(bits[0]) == 2 and bits[0] == pytest.approx(bits[1], rel=1e-4)
 
 
 def test_a_crash_before_the_first_checkpoint_is_made_good(text, uninterrupted, tmp_path, monkeypatch):

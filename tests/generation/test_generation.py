@@ -68,6 +68,17 @@ def test_a_tensor_of_prompts_is_a_list_of_equal_ones():
     assert generate(model, prompts, max_new_tokens=5) == generate(model, prompts.tolist(), max_new_tokens=5)
 
 
+def test_a_single_prompt_has_a_single_result():
+    model = small_model(elu)
+    (row,), state = generate(model, [[1, 2]], max_new_tokens=5, return_state=True)
+    for prompt in ([1, 2], (1, 2), torch.tensor([1, 2])):
+        assert generate(model, prompt, max_new_tokens=5) == row
+        assert [step for (step,) in stream(model, prompt, max_new_tokens=5)] == row
+    again = generate(model, [1, 2], max_new_tokens=5, return_state=True)
+    assert again[0] == row
+    assert generate(model, [3], max_new_tokens=5, state=again[1]) == generate(model, [3], max_new_tokens=5, state=state)
+
+
 def test_a_stopped_row_ends_and_the_others_go_on():
     model = small_model(elu)
     free = generate(model, PROMPTS, max_new_tokens=12)

@@ -1,6 +1,6 @@
 """Small encoders and decoders of every kind: what the laws of `SequenceModel` are stated over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ POSITIONS: dict[str, Callable[[], nn.Module] | None] = {
 }
 
 
-def branches(attention: str, causal: bool, cross: bool, depth: int) -> list[tuple[Branch, Branch]]:
+def branches(
+    attention: str, causal: bool, cross: bool, depth: int, contexts: Sequence[str]
+) -> list[tuple[Branch, Branch]]:
     shift = TokenShift((1, 0) if causal else (1, 0, -1))
     made = []
     for layer in range(depth):
         for context in (False, True) if cross else (False,):
-            name = ("efficient", "softmax")[layer % 2] if context else attention
+            name = contexts[layer % len(contexts)] if context else attention
             heads = {"num_heads": HEADS, "head_dim": DIM // HEADS, "window": 7, "max_length": LONGEST}
             inner = named_attention(name, causal=causal and not context, **heads)
             module = MultiheadAttention(DIM, HEADS, inner, context_dim=DIM if context else None)
@@ -59,9 +61,10 @@ def model(
     width: int = DIM,
     head: str | None = "own",
     depth: int = 2,
+    contexts: Sequence[str] = ("efficient", "softmax"),
 ) -> SequenceModel:
-    """In float64."""
-    embedding, pairs = nn.Embedding(VOCABULARY, width), branches(attention, causal, cross, depth)
+    """In float64. `contexts` are the attentions of the layers to the context."""
+    embedding, pairs = nn.Embedding(VOCABULARY, width), branches(attention, causal, cross, depth, contexts)
     stack = ReversibleSequence(pairs) if reversible else ResidualSequence(b for pair in pairs for b in pair)
     places = POSITIONS[positions]
     return SequenceModel(

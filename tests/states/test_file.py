@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch.testing import assert_close
 import linattn
 from linattn import LinearState, states
 from linattn.models import storage
+from linattn.ops.nested import map_state
 from linattn.states import file as state_file
+from tests.cli.test_killed import restore, watched
 from tests.models.causal import every_model, small_model, some_tokens
-from tests.states.test_rows import assert_same
+from tests.processes import needs_processes, run_in_another
+from tests.states.test_rows import assert_same, tensors
 
 ELU = {"attention": "local+elu"}
 
@@ -139,6 +143,50 @@ def test_nothing_is_half_written(saved, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         states.save_state(model.extend(some_tokens(1, 30))[1], path, model=model)
     assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+def test_a_kill_at_any_write_loses_nothing(saved):
+    """At each instant the disk has the old state or the new one; the next to write needs no cleaning before."""
+    model, path = saved
+    old, new = path.read_bytes(), map_state(torch.Tensor.detach, model.extend(some_tokens(1, 30))[1])
+    with watched(path.parent) as disks:
+        states.save_state(new, path, model=model)
+    contents = old, path.read_bytes()
+    assert len(disks) > 3
+    for disk in disks:
+        assert disk[path.name] in contents
+        restore(path.parent, disk)
+        states.load_state(path, model=model)
+        states.save_state(new, path, model=model)
+        assert_same(states.load_state(path, model=model), new, rtol=0, atol=0)
+
+
+def load_often(path, model_path, expected):
+    """Load until a state comes that is none of those expected, or the file `path` + "end" is there."""
+    model, loads = torch.load(model_path, weights_only=False), 0
+    while not path.with_name("end").exists():
+        state = states.load_state(path, model=model)
+        assert any(all(map(torch.equal, tensors(state), tensors(each))) for each in expected), (
+            f"another state after {loads} loads"
+        )
+        loads += 1
+        path.with_name("loaded").touch()
+
+
+@needs_processes
+def test_two_processes_read_one_file_while_it_is_replaced(saved):
+    model, path = saved
+    made = [map_state(torch.Tensor.detach, model.extend(some_tokens(1, n))[1]) for n in (9, 10)]
+    torch.save(model, path.with_name("model"))
+    states.save_state(made[0], path, model=model)
+    with ThreadPoolExecutor() as pool:
+        readers = [pool.submit(run_in_another, load_often, path, path.with_name("model"), made) for _ in range(2)]
+        while not path.with_name("loaded").exists() and not any(reader.done() for reader in readers):
+            states.save_state(made[1], path, model=model)
+        for i in range(20):
+            states.save_state(made[i % 2], path, model=model)
+        path.with_name("end").touch()
+        assert [reader.result() for reader in readers] == [0, 0]
 
 
 def test_kinds_have_names_of_their_own():

@@ -1,5 +1,8 @@
 """A cache of states by prefix answers as reading from the start does, within its budget."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -7,6 +10,7 @@ from torch.testing import assert_close
 from linattn.generation import generate
 from linattn.states import PrefixCache, num_bytes
 from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
+from tests.processes import run_in_another
 from tests.states.test_rows import assert_same
 
 ELU = {"attention": "local+elu"}
@@ -112,3 +116,95 @@ def test_states_that_were_made_elsewhere():
     for length in (0, 21):
         with pytest.raises(ValueError, match=f"1 to 20 tokens, as many as there are, but one is of {length}"):
             cache.put(tokens, {length: made[8]})
+
+
+@every_model
+def test_a_folder_serves_after_a_restart(options, tmp_path):
+    model, text = small_model(options), some_tokens(1, 12)
+    first = PrefixCache(model, every=5, folder=tmp_path).read(text)
+    lengths, again = count_read(model), PrefixCache(model, every=5, folder=tmp_path)
+    assert_same(again.read(text), first, rtol=0, atol=0)
+    assert again.find(text[:, :7]).num_tokens == 5
+    assert not lengths and len(again) == 2
+
+
+def test_states_in_a_folder_are_of_their_model_only(tmp_path):
+    text, model = some_tokens(1, 9), small_model(ELU)
+    cache = PrefixCache(model, folder=tmp_path)
+    cache.read(text)
+    other = small_model(ELU, window=6)
+    other.load_state_dict(model.state_dict())
+    for cannot in (PrefixCache(other, folder=tmp_path), PrefixCache(model, folder=tmp_path, dtype=torch.bfloat16)):
+        assert cannot.find(text).num_tokens == 0
+    with torch.no_grad():
+        model.embedding.weight.mul_(2)
+    cache.clear()
+    assert cache.find(text).num_tokens == 0
+
+
+def test_a_damaged_file_is_read_anew(tmp_path):
+    model, text = small_model(ELU), some_tokens(1, 12)
+    first = PrefixCache(model, every=5, folder=tmp_path).read(text)
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-9]), Path.unlink):
+        damage(next(tmp_path.glob("*/12-*.state")))
+        cache = PrefixCache(model, every=5, folder=tmp_path)
+        assert cache.find(text).num_tokens == 10
+        assert_same(cache.read(text), first, rtol=1e-9, atol=1e-9)
+        assert PrefixCache(model, folder=tmp_path).find(text).num_tokens == 12
+
+
+def test_the_budget_of_a_folder_holds(tmp_path):
+    """Over all models, and with what a killed process left."""
+    models, texts = [small_model(ELU) for _ in range(2)], [some_tokens(1, 4) for _ in range(5)]
+    PrefixCache(models[0], folder=tmp_path).read(texts[0])
+    (file,) = tmp_path.glob("*/*.state")
+    (file.parent / ".4-00.state.7.tmp").write_bytes(bytes(100))
+    size = file.stat().st_size
+    cache = PrefixCache(models[1], budget=1, folder=tmp_path, folder_budget=3 * size + 50)
+    for i, text in enumerate(texts):
+        cache.read(text)
+        assert cache.find(texts[0]).num_tokens == 4, "it is used each time"
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= cache.folder_budget
+        assert len(list(tmp_path.glob("*/*"))) == (2, 3, 3, 3, 3)[i] + (i == 0)
+    assert [cache.find(text).num_tokens for text in texts] == [4, 0, 0, 4, 4]
+
+
+def read_and_exit(folder, path, texts):
+    PrefixCache(torch.load(path, weights_only=False), every=5, folder=folder, budget=1).read(texts)
+
+
+def test_processes_share_a_folder(tmp_path):
+    """And a kill while one writes leaves the others what was there."""
+    model, text = small_model(ELU), some_tokens(1, 12)
+    torch.save(model, tmp_path / "model")
+    assert run_in_another(read_and_exit, tmp_path / "states", tmp_path / "model", text) == 0
+    lengths = count_read(model)
+    PrefixCache(model, every=5, folder=tmp_path / "states").read(text)
+    assert not lengths
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync", "open"])
+def test_a_write_that_is_broken_off_leaves_no_state(tmp_path, monkeypatch, call):
+    model, text = small_model(ELU), some_tokens(1, 12)
+    cache = PrefixCache(model, every=5, folder=tmp_path)
+    cache.read(text[:, :5])
+
+    def fails(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, call, fails)
+        cache.read(text)
+    assert PrefixCache(model, folder=tmp_path).find(text).num_tokens == 5
+    assert_same(cache.read(text), model.extend(text)[1], rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_read_before_is_part_of_the_prefix():
+    model, text, more = small_model(ELU), some_tokens(1, 12), some_tokens(1, 3)
+    cache, pasts = PrefixCache(model, every=5), [None, *(model.extend(some_tokens(1, 4))[1] for _ in range(2))]
+    for past in pasts:
+        with torch.no_grad():
+            expected = model.extend(more, model.extend(text, past)[1])[0]
+            assert_close(model.extend(more, cache.read(text, past))[0], expected)
+            assert_close(model.extend(more, cache.read(text, past))[0], expected)
+    assert len(cache) == 9

@@ -170,3 +170,8 @@ def test_wrong_arguments(options, message):
     # the second is the shape checks of the tests where they come first
     with pytest.raises((ValueError, TypeError), match=message):
         segmented_loss(small_model(ELU), torch.randint(VOCABULARY, (2, 9)), **options)
+
+
+def test_a_model_that_is_not_causal_has_no_segments():
+    with pytest.raises(ValueError, match="training in segments needs a causal model, but this LanguageModel is not"):
+        segmented_loss(small_model(ELU, causal=False), some_tokens(1, 9), segment=3)

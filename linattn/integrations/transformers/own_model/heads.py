@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
@@ -14,9 +15,10 @@ from transformers.utils.generic import can_return_tuple
 
 from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig
-from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel
+from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel, make_key_mask
 from linattn.models import LanguageModel
 from linattn.models.loss import NO_LABEL
+from linattn.states import segmented_loss
 
 
 class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
@@ -24,6 +26,9 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
 
     # Trainer then passes num_items_in_batch, so that accumulated steps weigh every token equally
     accepts_loss_kwargs = True
+    segment_length: int | None = None
+    """Number of tokens per segment, for training on long sequences: a call with labels reads the tokens in segments
+    (`linattn.states.segmented_loss`) and returns the loss without logits. None: all tokens at once."""
 
     def __init__(self, config: LinattnConfig):
         super().__init__(config)
@@ -55,12 +60,26 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
         cache = self._cache(past_key_values, use_cache)
+        if labels is not None and self.segment_length is not None:
+            others = {
+                "inputs_embeds": inputs_embeds is not None,
+                "logits_to_keep": not isinstance(logits_to_keep, int) or logits_to_keep != 0,
+                "output_hidden_states": output_hidden_states,
+                "output_attentions": output_attentions,
+            }
+            self._check_segments([name for name, value in others.items() if value])
+            if input_ids is None:
+                raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+            return self._in_segments(input_ids, attention_mask, labels, cache, num_items_in_batch)
         x, key_mask, states = self.hidden(
             input_ids, attention_mask, inputs_embeds, output_hidden_states, output_attentions, cache
         )
         # 0 means all of them, as in x[:, -0:]
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
-        loss = self._loss(logits, labels, key_mask, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            labels = _present(labels, key_mask)
+            loss = self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -73,15 +92,37 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("continuous batching pages keys and values; a linattn model has a state instead")
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor | None, key_mask: Tensor | None, num_items: Tensor | int | None
-    ) -> Tensor | None:
-        if labels is None:
-            return None
-        if key_mask is not None:
-            # a missing token is neither predicted nor predicts: its logits mean nothing
-            labels = labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
-        return self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+    def _check_segments(self, others: list[str]) -> None:
+        """Raise ValueError if the call has arguments, whose names are in `others`, or the model is in a mode, that
+        training in segments does not support."""
+        if self.gradient_checkpointing and self.training:
+            others = [*others, "gradient checkpointing"]
+        if any(isinstance(module, FSDPModule) for module in self.modules()):
+            others = [*others, "FSDP"]
+        if others:
+            raise ValueError(f"segment_length is {self.segment_length}, which does not work with {', '.join(others)}")
+
+    def _in_segments(
+        self,
+        tokens: Int[Tensor, "b n"],
+        attention_mask: Tensor | None,
+        labels: Int[Tensor, "b n"],
+        cache: LinattnCache | None,
+        num_items: Tensor | int | None,
+    ) -> CausalLMOutputWithPast:
+        assert self.segment_length is not None
+        seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.get_state())
+        key_mask = make_key_mask(attention_mask, tokens, seen)
+        labels = _present(labels, key_mask)
+        loss, state = segmented_loss(
+            self.model, tokens, state, segment=self.segment_length, labels=labels, key_mask=key_mask
+        )
+        if num_items is not None:
+            # the mean becomes a sum over the batch, divided by the labels of all batches of the step
+            loss = loss * (labels[:, 1:] != NO_LABEL).sum() / num_items
+        if cache is not None:
+            cache.put_state(state, tokens.shape[1])
+        return CausalLMOutputWithPast(loss=loss, past_key_values=cache)
 
     def _prepare_cache_for_generation(
         self,
@@ -161,6 +202,11 @@ class LinattnForTokenClassification(_Classifier):
             labels = labels if key_mask is None else labels.masked_fill(~key_mask, NO_LABEL)
             loss = self.loss_function(logits, labels, self.config)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
+
+
+def _present(labels: Int[Tensor, "b n"], key_mask: Bool[Tensor, "b n"] | None) -> Int[Tensor, "b n"]:
+    """Return the labels without those of missing tokens, and of tokens after one: a missing token predicts nothing."""
+    return labels if key_mask is None else labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
 
 
 def _pooled(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None, *, causal: bool) -> Float[Tensor, "b d"]:

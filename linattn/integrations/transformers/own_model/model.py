@@ -69,7 +69,7 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        key_mask = _key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
+        key_mask = make_key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         record = [] if output_hidden_states else None
@@ -206,7 +206,7 @@ def _is_loaded(tensor: Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
-def _key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
+def make_key_mask(attention_mask: Tensor | None, tokens: Tensor, seen: int) -> Bool[Tensor, "b n"] | None:
     """Return the last columns of `attention_mask`, those of the new tokens. The first `seen` columns have been applied
     already: missing tokens are not in the state. None means that every new token is present."""
     b, n = tokens.shape[:2]

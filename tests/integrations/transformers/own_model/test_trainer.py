@@ -150,3 +150,58 @@ def test_a_trained_model_generates_with_a_cache(tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "model")
     output = loaded.generate(prompts(), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert isinstance(output.past_key_values, LinattnCache)
+
+
+@every_model
+@pytest.mark.parametrize("masked", [False, True])
+def test_segments_change_no_gradient(name, masked):
+    """Nor the loss, as a mean and as a share of the labels of all batches, nor what is in the cache."""
+    model, tokens, options = make(name).train(), prompts(2, 12), {}
+    if masked:
+        mask = (torch.rand(2, 12) < 0.7).long()
+        mask[1, :6] = 0
+        options = {"attention_mask": mask, "num_items_in_batch": torch.tensor(50)}
+    results = []
+    for segment in (None, 5):
+        model.segment_length = segment
+        model.zero_grad()
+        output = model(tokens, labels=tokens, use_cache=True, **options)
+        output.loss.backward()
+        later = model(tokens[:, :3], past_key_values=output.past_key_values).logits
+        results.append([output.loss, later, *(weight.grad for weight in model.parameters())])
+    # transformers computes the loss in float32
+    assert_close(results[1], results[0], rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+def test_the_trainer_takes_segments(tmp_path):
+    models = [make("local+elu", torch.float32) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].segment_length = 5
+    runs = [trainer(model, tmp_path, gradient_accumulation_steps=2) for model in models]
+    for run in runs:
+        run.train()
+    assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-4, atol=1e-5)
+    first, second = (run.evaluate(dataset(8))["eval_loss"] for run in runs)
+    assert second == pytest.approx(first, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_hidden_states": True}, "segment_length is 4, which does not work with output_hidden_states"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"inputs_embeds": torch.zeros(1, 9, 32), "input_ids": None}, "inputs_embeds"),
+        ({"input_ids": None}, "exactly one of input_ids"),
+    ],
+)
+def test_what_segments_do_not_have(options, message):
+    model, tokens = make("elu"), prompts(1, 9)
+    model.segment_length = 4
+    with pytest.raises(ValueError, match=message):
+        model(**({"input_ids": tokens, "labels": tokens} | options))
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(tokens, labels=tokens)
+    model.segment_length = 0
+    with pytest.raises(ValueError, match="segment"):
+        model.eval()(tokens, labels=tokens)
