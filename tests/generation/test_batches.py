@@ -8,7 +8,7 @@ import torch
 from linattn.generation import ContinuousBatch, Request, Sampling, batches, generate, generate_each
 from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, num_bytes
-from tests.models.causal import MODELS, VOCABULARY, every_model, small_model, some_tokens
+from tests.models.causal import MODELS, VOCABULARY, every_kind, small_model, some_tokens
 
 ELU = {"attention": "local+elu"}
 SAMPLINGS = (
@@ -55,7 +55,7 @@ def unended(batch):
     return {*batch._waiting, *batch._reading, *batch._running}
 
 
-@every_model
+@every_kind
 def test_each_gets_what_it_would_get_alone(options):
     """They join when a row is free, and one that is cancelled leaves the others as they are."""
     model = small_model(options)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from linattn.generation import Draft, ModelDraft, PromptLookup, Sampling, generate, stream
 from linattn.ops.nested import map_state
-from tests.models.causal import MODELS, VOCABULARY, every_model, small_model
+from tests.models.causal import KINDS, MODELS, VOCABULARY, every_kind, small_model
 
 PROMPT = [7, 1, 2, 3, 7, 1, 2]
 SAMPLING = Sampling(temperature=1.5, top_k=5, repetition_penalty=1.3)
@@ -30,7 +30,7 @@ class Oracle(Draft):
         return [(token + (i % self.wrong == 0)) % VOCABULARY for i, token in guesses]
 
 
-@every_model
+@every_kind
 def test_drafted_is_not_drafted(options):
     """Whatever is guessed, right or wrong, and drawn in any way, and whether or not a state was there before."""
     model = small_model(options)
@@ -68,7 +68,7 @@ def test_right_guesses_save_calls():
     assert len(calls) <= 62 and max(calls) <= 24
 
 
-@pytest.mark.parametrize(("name", "drafted"), [*((name, False) for name in MODELS), ("mixture", True), ("kda", True)])
+@pytest.mark.parametrize(("name", "drafted"), [*((name, False) for name in KINDS), ("mixture", True), ("kda", True)])
 def test_the_state_that_is_returned_goes_on(name, drafted):
     """In rows that stop at different tokens; and a state after no new token is that of the prompt."""
     model, draft = small_model(MODELS[name]), PromptLookup(shortest=1) if drafted else None

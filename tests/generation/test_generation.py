@@ -5,13 +5,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linattn.generation import Sampling, generate, stream, streams
 from linattn.generation.sampling import draw
-from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
+from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0], [5, 5], [7, 1, 7, 1, 7, 1, 7, 1]]
 elu = {"attention": "local+elu"}
 
 
-@every_model
+@every_kind
 def test_each_row_is_what_it_would_be_alone(options):
     model = small_model(options)
     # the shortest prompt grows beyond the window of 7
@@ -20,7 +20,7 @@ def test_each_row_is_what_it_would_be_alone(options):
     assert together == [generate(model, [prompt], max_new_tokens=8)[0] for prompt in prompts]
 
 
-@every_model
+@every_kind
 def test_a_token_is_the_likeliest_after_all_those_before_it(options):
     model, prompt = small_model(options), [1, 2, 3]
     (new,) = generate(model, [prompt], max_new_tokens=9)
@@ -28,7 +28,7 @@ def test_a_token_is_the_likeliest_after_all_those_before_it(options):
     assert new == logits[0, 2:].argmax(-1).tolist()
 
 
-@every_model
+@every_kind
 def test_a_model_that_has_written_can_learn(options):
     """Nothing of the mode without gradients that it wrote in stays behind, in it or in the state it was given."""
     model = small_model(options)

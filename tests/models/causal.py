@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linattn.attention import ATTENTIONS, traits
 from linattn.models import LanguageModel, LanguageModelConfig
+from linattn.nn import MultiheadAttention
 
 VOCABULARY = 13
 NAMES = sorted(name for name in ATTENTIONS if traits(name).causal and not traits(name).fixed_length)
@@ -66,3 +67,19 @@ def small_model(options: dict[str, Any] | None = None, **more: Any) -> LanguageM
 
 def some_tokens(b: int, n: int) -> Tensor:
     return torch.randint(VOCABULARY, (b, n))
+
+
+def _structure(state: Any) -> Any:
+    """What a state is made of, without its sizes."""
+    return (type(state), *map(_structure, state)) if isinstance(state, tuple) else type(state)
+
+
+def _kind(options: dict[str, Any]) -> Any:
+    model = small_model(options)
+    needs = [repr(part.inner.needs) for part in model.modules() if isinstance(part, MultiheadAttention)]
+    return _structure(model.extend(some_tokens(1, 2))[1]), *needs
+
+
+# one model of each kind of state and gates, for what does not depend on feature maps: those that come first
+KINDS = {name: MODELS[name] for name in {_kind(MODELS[name]): name for name in reversed(MODELS)}.values()}
+every_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from linattn.attention import ATTENTIONS, traits
 from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.ops.nested import map_state
-from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
+from tests.models.causal import VOCABULARY, every_kind, every_model, small_model, some_tokens
 
 exactly = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -37,7 +37,7 @@ def test_the_past_does_not_see_the_future(options):
     assert not torch.isclose(after[:, 41:], before[:, 41:]).all(-1).any()
 
 
-@every_model
+@every_kind
 def test_prefix_logits_equal_full_logits(options):
     model, tokens = small_model(options), some_tokens(2, 65)
     full = model(tokens)
@@ -45,7 +45,7 @@ def test_prefix_logits_equal_full_logits(options):
         assert_close(model(tokens[:, :n]), full[:, :n], **exactly)
 
 
-@every_model
+@every_kind
 def test_the_last_token_sees_the_recent_ones(options):
     model, tokens = small_model(options), some_tokens(1, 9)
     for position in (7, 8):
@@ -77,7 +77,7 @@ def test_a_masked_token_is_a_missing_token(options):
         assert_close(pieces[row, mask[row]], alone, **exactly)
 
 
-@every_model
+@every_kind
 @torch.no_grad()
 def test_a_block_alone_keeps_to_the_mask(options):
     """For those who go from block to block themselves, say to checkpoint each."""
@@ -97,7 +97,7 @@ def test_a_token_that_is_missing_for_an_encoder_is_no_token(attention, where):
         assert_close(y[row, mask[row]], model(tokens[row, mask[row]].unsqueeze(0))[0], **exactly)
 
 
-@every_model
+@every_kind
 def test_rows_that_are_all_masked_are_finite_and_leave_no_trace(options):
     model, tokens = small_model(options), some_tokens(2, 9)
     mask = torch.tensor([[True], [False]]).expand(2, 9)
@@ -108,7 +108,7 @@ def test_rows_that_are_all_masked_are_finite_and_leave_no_trace(options):
     assert_close(after[1:], model(tokens[1:]), **exactly)
 
 
-@every_model
+@every_kind
 def test_batch_elements_do_not_mix(options):
     model, tokens = small_model(options), some_tokens(3, 33)
     together = model(tokens)
@@ -116,7 +116,7 @@ def test_batch_elements_do_not_mix(options):
         assert_close(together[row], model(tokens[row : row + 1])[0], **exactly)
 
 
-@every_model
+@every_kind
 def test_states_can_be_reordered_and_kept(options):
     """Beam search picks rows; and extending twice from one state gives the same, so no state is written into."""
     model, tokens, more = small_model(options), some_tokens(3, 20), some_tokens(3, 9)
@@ -128,7 +128,7 @@ def test_states_can_be_reordered_and_kept(options):
     assert_close(first, model(torch.cat([tokens[order], more], 1))[:, 20:], **exactly)
 
 
-@every_model
+@every_kind
 def test_the_state_stays_as_large_as_it_is(options):
     if "softmax" in options["attention"]:
         pytest.skip("softmax keeps all keys and values")
@@ -151,7 +151,7 @@ def test_gradients_reach_every_parameter(options):
         assert parameter.grad.count_nonzero() > 0, name
 
 
-@every_model
+@every_kind
 def test_gradients_of_pieces_are_those_of_the_whole(options):
     model, tokens = small_model(options), some_tokens(2, 20)
     weights = torch.randn(2, 20, VOCABULARY, dtype=torch.float64)
@@ -261,7 +261,7 @@ def test_learned_positions_end():
         model.extend(some_tokens(2, 1), state)
 
 
-@every_model
+@every_kind
 def test_no_tokens_give_no_logits(options):
     model = small_model(options)
     assert model(some_tokens(2, 0)).shape == (2, 0, VOCABULARY)

@@ -13,7 +13,16 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from linattn.models import LanguageModel, LanguageModelConfig
-from tests.models.causal import MODELS, OPTIONS, VOCABULARY, every_model, every_steady_model, small_model, some_tokens
+from tests.models.causal import (
+    MODELS,
+    OPTIONS,
+    VOCABULARY,
+    every_kind,
+    every_model,
+    every_steady_model,
+    small_model,
+    some_tokens,
+)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -40,7 +49,7 @@ def test_learns_a_sequence_by_heart(name):
     assert 2 < losses[0] < 3.2 and losses[-1] < 1
 
 
-@every_model
+@every_kind
 def test_checkpointed_blocks_have_the_same_gradients(options):
     model, tokens = small_model(options).train(), some_tokens(2, 20)
     expected = gradients(model, tokens)
@@ -138,7 +147,7 @@ def test_tied_weights_are_one_parameter():
     assert model(tokens).shape == (1, 9, VOCABULARY)
 
 
-@every_model
+@every_kind
 def test_gradients_of_each_sample_by_vmap(options):
     model, tokens = small_model(options), some_tokens(3, 12)
     parameters = dict(model.named_parameters())
@@ -153,7 +162,7 @@ def test_gradients_of_each_sample_by_vmap(options):
             assert_close(each[name][row], gradient, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@every_model
+@every_kind
 def test_an_ensemble_by_vmap(options):
     models, tokens = [small_model(options) for _ in range(2)], some_tokens(2, 12)
     stacked, buffers = torch.func.stack_module_state(models)

@@ -16,14 +16,14 @@ from linattn.models import storage
 from linattn.ops.nested import map_state
 from linattn.states import file as state_file
 from tests.cli.test_killed import restore, watched
-from tests.models.causal import every_model, small_model, some_tokens
+from tests.models.causal import every_kind, small_model, some_tokens
 from tests.processes import needs_processes, run_in_another
 from tests.states.test_rows import assert_same, tensors
 
 ELU = {"attention": "local+elu"}
 
 
-@every_model
+@every_kind
 @torch.no_grad()
 def test_save_and_load_change_nothing(options, tmp_path):
     model = small_model(options).float()

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from linattn.generation import generate
 from linattn.states import PrefixCache, num_bytes
-from tests.models.causal import VOCABULARY, every_model, small_model, some_tokens
+from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 from tests.processes import run_in_another
 from tests.states.test_rows import assert_same
 
@@ -22,7 +22,7 @@ def count_read(model):
     return lengths
 
 
-@every_model
+@every_kind
 def test_what_is_in_the_cache_is_not_read_again(options):
     model, text, more = small_model(options), some_tokens(1, 23), some_tokens(1, 3)
     cache, lengths = PrefixCache(model, every=5), count_read(model)
@@ -118,7 +118,7 @@ def test_states_that_were_made_elsewhere():
             cache.put(tokens, {length: made[8]})
 
 
-@every_model
+@every_kind
 def test_a_folder_serves_after_a_restart(options, tmp_path):
     model, text = small_model(options), some_tokens(1, 12)
     first = PrefixCache(model, every=5, folder=tmp_path).read(text)

@@ -10,7 +10,7 @@ from linattn.compat.linear_attention_transformer.blindspot import BlindspotAtten
 from linattn.compat.performer_pytorch.floored_favor import FlooredFavorAttention
 from linattn.feature_maps import FavorFeatureMap
 from linattn.ops.nested import batch_size, map_state
-from tests.models.causal import every_model, small_model, some_tokens
+from tests.models.causal import every_kind, small_model, some_tokens
 
 LENGTHS = (11, 1, 8)
 
@@ -37,7 +37,7 @@ def alone(model, texts):
     return [model.extend(text)[1] for text in texts]
 
 
-@every_model
+@every_kind
 def test_joined_rows_go_on_as_each_does_alone(options):
     """Rows that have read different numbers of tokens, windows not yet full, in any order and as often as wanted."""
     model, texts, more = small_model(options), [some_tokens(1, n) for n in LENGTHS], some_tokens(3, 9)
@@ -57,7 +57,7 @@ def test_joined_rows_go_on_as_each_does_alone(options):
     assert_same(states.select(joined, slice(1, None)), states.select(joined, [1, 2]))
 
 
-@every_model
+@every_kind
 def test_joining_what_was_selected_changes_nothing(options):
     state = small_model(options).extend(some_tokens(3, 10))[1]
     rows = [states.select(state, [i]) for i in range(3)]
@@ -65,7 +65,7 @@ def test_joining_what_was_selected_changes_nothing(options):
     assert sum(map(states.num_bytes, rows)) == states.num_bytes(state)
 
 
-@every_model
+@every_kind
 def test_forks_are_independent(options):
     model = small_model(options)
     state = model.extend(some_tokens(1, 10))[1]
@@ -79,7 +79,7 @@ def test_forks_are_independent(options):
     assert_same(pairs, states.repeat(state, 4), rtol=0, atol=0)
 
 
-@every_model
+@every_kind
 @pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
 def test_a_compressed_state_is_small_and_near(options, dtype):
     model = small_model(options).float()
@@ -102,7 +102,7 @@ def test_a_compressed_state_is_small_and_near(options, dtype):
     assert y.isfinite().all()
 
 
-@every_model
+@every_kind
 def test_a_detached_state_has_no_history(options):
     with torch.enable_grad():
         state = small_model(options).extend(some_tokens(1, 5))[1]

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from linattn.models.loss import NO_LABEL, next_token_loss
 from linattn.ops.nested import map_state
 from linattn.states import segmented_loss
-from tests.models.causal import MODELS, VOCABULARY, every_model, small_model, some_tokens
+from tests.models.causal import KINDS, MODELS, VOCABULARY, every_kind, small_model, some_tokens
 
 ELU = {"attention": "local+elu"}
 
@@ -38,7 +38,7 @@ def whole(model, tokens, state, key_mask=None, labels=None):
     return next_token_loss(logits, labels), state
 
 
-EVERY = [(name, 5) for name in MODELS] + [(name, segment) for name in ("elu", "favor", "kda") for segment in (1, 64)]
+EVERY = [(name, 5) for name in KINDS] + [(name, segment) for name in ("elu", "favor", "kda") for segment in (1, 64)]
 
 
 @pytest.mark.parametrize(("name", "segment"), EVERY)
@@ -60,7 +60,7 @@ def test_segments_are_the_whole(name, segment):
         assert_close(torch.zeros(()) if y is None else y, torch.zeros(()) if x is None else x, rtol=1e-8, atol=1e-10)
 
 
-@every_model
+@every_kind
 def test_without_a_past_and_with_masks(options):
     """Missing tokens anywhere, also whole segments of them."""
     model, tokens, key_mask = small_model(options), some_tokens(2, 17), torch.rand(2, 17) < 0.6
