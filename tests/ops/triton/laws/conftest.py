@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,9 @@ if INTERPRETED:
     prepare, both = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang = lambda fn: prepare(both)
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    # and no number at these sizes leaves 32 bits, which would be checked at every addition
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
