@@ -121,6 +121,8 @@ def is_run(folder: Path) -> bool:
 
 def require_free(folder: Path, *, replace: bool) -> None:
     """Refuse to overwrite a run by accident, and to delete anything that is not a run."""
+    if folder.name in ("", ".."):
+        raise CommandError(f"--out must end with the name of a folder for the run, but is {folder}")
     if is_run(folder) and not replace:
         raise CommandError(f"there is a run in {folder} already: --resume goes on with it, --replace deletes it first")
     if not is_run(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -97,6 +97,9 @@ def test_a_run_is_not_written_over(here, finished, capsys):
     before = snapshot(here)
     assert "there is a run in run already" in fails(capsys, "train", "text", "--out", "run", *TINY, *SHORT)
     assert "other exists and is no run" in fails(capsys, "train", "text", "--out", "other", "--replace", *TINY)
+    for unnamed in (".", "..", "/"):
+        wrong = f"--out must end with the name of a folder for the run, but is {unnamed}"
+        assert wrong in fails(capsys, "train", "text", "--out", unnamed, *TINY)
     assert "short.txt exists and is no run" in fails(capsys, "train", "text", "--out", "short.txt", *TINY)
     # a run is deleted when the new one is ready, and not before
     assert "too short" in fails(capsys, "train", "short.txt", "--out", "run", "--replace", *TINY, *SHORT)
