@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from linattn import replace_attention
 from linattn.attention import ATTENTIONS, traits
-from linattn.integrations.transformers import attended_modules, register_attention
+from linattn.integrations.transformers import attended_modules, byte_tokenizer, register_attention
 from linattn.integrations.transformers.stock_attention.hooks import METHODS
 from linattn.ops.nested import map_state
 
@@ -236,6 +236,16 @@ def test_drafts_change_no_token_of_an_encoder_decoder(family):
         return
     alone, *drafted = drafted_tokens(model, input_ids=tokens(1))
     assert drafted == [alone] * 2
+
+
+def test_text_stops_at_a_string():
+    model, tokenizer, ids = make(DECODERS["llama"], vocab_size=257), byte_tokenizer(), tokens(1)
+    model.set_attn_implementation("linattn:elu")
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False)
+    stop = tokenizer.decode(whole[0, 13])
+    stopped = model.generate(ids, max_new_tokens=8, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)
+    assert stopped.tolist() == whole[:, : stopped.shape[1]].tolist()
+    assert stopped.shape[1] <= 14
 
 
 @every(DECODERS)
