@@ -141,7 +141,7 @@ def _layers(model: PreTrainedModel) -> list[str]:
     kinds = (
         getattr(config, "layer_types", None) or ["softmax" if linear else config.model_type] * config.num_hidden_layers
     )
-    return [linear.get(index, kind) for index, kind in enumerate(kinds)]
+    return [str(linear.get(index, kind)) for index, kind in enumerate(kinds)]
 
 
 def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
