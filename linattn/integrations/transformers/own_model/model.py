@@ -112,7 +112,8 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     ) -> tuple[tuple[Tensor, ...], TokenModelState | None]:
         """Return the output of the last block, after the inputs of all blocks if `with_inputs`; and, if `with_cache`,
         the state after the tokens."""
-        blocks, record = self.model.blocks, list[Tensor]()
+        blocks = self.model.blocks
+        record: list[Tensor] = []
         x, position = self._embed(tokens, None if state is None else state.position, key_mask)
         call = Call(key_mask)
         extension = Extension(call, None if state is None else state.stack, blocks.depth)
