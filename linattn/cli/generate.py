@@ -115,7 +115,7 @@ def _generate(
             model,
             [tokens],
             max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
+            sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
             stop_tokens=(vocabulary.separator,),
             seed=arguments.seed,
             state=state,
@@ -132,9 +132,9 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     for name in ("state", "prompts"):
         if getattr(arguments, name) is not None:
             raise CommandError(f"--{name} belongs to a run, but {arguments.folder} is none")
-    sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
     times: list[float] = []
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
+        sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
         pieces = pretrained.generated(arguments.folder, prompt, arguments, sampling, times)
         _write(_until(pieces, arguments.stop) if arguments.stop else pieces)
     print(_speed(times), file=sys.stderr)

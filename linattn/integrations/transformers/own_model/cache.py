@@ -21,14 +21,20 @@ class LinattnCache(Cache):
 
     def __init__(self, state: TokenModelState | None = None, *, num_tokens: int = 0):
         super().__init__(layers=[StateLayer(1)])
-        (layer,) = self.layers
         if state is not None:
-            layer.histories[0].state, layer.seen = checked_kind(state, TokenModelState), num_tokens
+            self.put_state(checked_kind(state, TokenModelState), num_tokens)
 
     @property
     def state(self) -> TokenModelState | None:
         """The state for `LanguageModel.extend` and `linattn.generate`, None if there is no past."""
         return self.layers[0].histories[0].state
+
+    def put_state(self, state: TokenModelState, num_tokens: int) -> None:
+        """Store the state after `num_tokens` more tokens, which cannot be taken back."""
+        (layer,) = self.layers
+        layer.histories[0].reset()
+        layer.histories[0].state = state
+        layer.seen += num_tokens
 
     def extend(self, read: Read, inputs: Any, num_tokens: int) -> Any:
         """Return the outputs of `read` for the inputs of `num_tokens` more tokens, and keep the state after them."""

@@ -111,7 +111,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         num_items: Tensor | int | None,
     ) -> CausalLMOutputWithPast:
         assert self.segment_length is not None
-        seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.get_state())
+        seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.state)
         key_mask = make_key_mask(attention_mask, tokens, seen)
         labels = _present(labels, key_mask)
         loss, state = segmented_loss(
