@@ -5,13 +5,14 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
-from linattn.cli.run_folder import Run, open_run
+from linattn.cli.run_folder import Run, is_pretrained, open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
 from linattn.generation import Sampling, stream
@@ -25,9 +26,10 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("folder", type=Path, metavar="RUN", help="the folder that linattn train or linearize wrote")
     add("--prompt", metavar="TEXT", help="beginning of the text, or - to read it from stdin")
     add("--state", type=Path, metavar="FILE", help="go on from what linattn read has read")
+    add("--chat", **FLAG, help="the prompt is a message: apply the chat template, for folders that have one")
     add("--max-new-tokens", default=500, **NATURAL, help="(default: 500)")
     add("--temperature", default=0.8, **NOT_NEGATIVE, help="0: always the most likely token (default: 0.8)")
     add("--top-k", **COUNT, help="sample from the N most likely tokens")
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check_file_options(arguments)
+    prompt = arguments.prompt or ""
+    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    if is_pretrained(arguments.folder):
+        return _run_pretrained(arguments, text.decode("utf-8", "replace"))
+    if arguments.chat:
+        raise CommandError("--chat needs a chat template, which the tokenizer of a run does not have")
     described = open_run(arguments.folder)
     vocabulary = described.vocabulary()
     if arguments.prompts is not None:
@@ -56,8 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         model, state = _load(described, arguments)
         answer_file(model, vocabulary, state, arguments)
         return 0
-    prompt = arguments.prompt or ""
-    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
     tokens = list(vocabulary.encode(text))
     if arguments.state is None:
         # this token marks the beginning of a text, where every text that the model has seen starts
@@ -119,6 +125,22 @@ def _generate(
     print(_speed(times), file=sys.stderr)
 
 
+def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
+    # this takes seconds to import
+    from linattn.cli import pretrained
+
+    for name in ("state", "prompts"):
+        if getattr(arguments, name) is not None:
+            raise CommandError(f"--{name} belongs to a run, but {arguments.folder} is none")
+    times: list[float] = []
+    with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
+        sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
+        pieces = pretrained.generated(arguments.folder, prompt, arguments, sampling, times)
+        _write(_until(pieces, arguments.stop) if arguments.stop else pieces)
+    print(_speed(times), file=sys.stderr)
+    return 0
+
+
 def _timed(tokens: Iterable[int], times: list[float]) -> Iterator[int]:
     """Yield the tokens, and append the time of each to `times`."""
     for token in tokens:
@@ -141,9 +163,14 @@ def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop
     generated, the output ends right before it."""
     decode = vocabulary.decoder()
     yield "".join(map(decode, prompt))
+    yield from _until(chain(map(decode, new), map(decode, [vocabulary.separator])), stop)
+
+
+def _until(pieces: Iterable[str], stop: str | None) -> Iterator[str]:
+    """Yield the text in pieces, up to the text `stop`."""
     held = ""
-    for token in new:
-        held += decode(token)
+    for piece in pieces:
+        held += piece
         if stop and stop in held:
             yield held.partition(stop)[0]
             return
@@ -151,7 +178,7 @@ def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop
         keep = _overlap(held, stop) if stop else 0
         yield held[: len(held) - keep]
         held = held[len(held) - keep :]
-    yield held + decode(vocabulary.separator)
+    yield held
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -8,22 +8,30 @@ from typing import Any
 
 import torch
 
-from linattn.cli.run_folder import Description, Run, open_run
+from linattn.cli.run_folder import Description, Run, is_pretrained, open_run
 from linattn.models import LanguageModel
 from linattn.states.rows import num_bytes
 
 SMALLER = "a smaller model"
-SUMMARY = "describe a run"
+SUMMARY = "describe a run, or a model of transformers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train or linearize wrote")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    facts = gather(open_run(arguments.folder))
-    text = (f"{name:<12} {fact}" for name, fact in _lines(facts))
+    if is_pretrained(arguments.folder):
+        # this takes seconds to import
+        from linattn.cli.pretrained import describe
+
+        facts = describe(arguments.folder)
+        lines = _pretrained_lines(facts)
+    else:
+        facts = gather(open_run(arguments.folder))
+        lines = _lines(facts)
+    text = (f"{name:<12} {fact}" for name, fact in lines)
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(text))
     return 0
 
@@ -76,14 +84,26 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", " ".join(facts["paths"])
     yield "tokens", f"{facts['tokenizer'] or 'bytes'}, {facts['vocabulary']:,} kinds"
     if model := facts["model"]:
-        growth = model["state_bytes_per_further_token"]
-        constant = f", and {growth:,.0f} more for each further token" if growth else ", however long it gets"
         yield "parameters", f"{model['parameters']:,}"
         yield "model", _settings(model["configuration"])
-        yield "state", f"{model['state_bytes']:,} bytes per sequence{constant}"
+        yield "state", f"{model['state_bytes']:,} bytes per sequence{_growth(model)}"
     yield "training", _settings(facts["options"])
     yield "progress", ", ".join(_progress_texts(facts["progress"])) or "none yet"
     yield "checkpoints", ", ".join(map(str, facts["checkpoints"])) or "none"
+
+
+def _pretrained_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "folder", facts["folder"]
+    yield "class", facts["class"]
+    yield "parameters", f"{facts['parameters']:,}"
+    for kind in sorted(set(facts["layers"])):
+        yield "layers", f"{kind}: {' '.join(str(i) for i, each in enumerate(facts['layers']) if each == kind)}"
+    yield "state", f"{facts['state_bytes']:,} bytes per sequence after {facts['state_tokens']} tokens{_growth(facts)}"
+
+
+def _growth(facts: dict[str, Any]) -> str:
+    growth = facts["state_bytes_per_further_token"]
+    return f", and {growth:,.0f} more for each further token" if growth else ", however long it gets"
 
 
 def _settings(values: dict[str, Any]) -> str:

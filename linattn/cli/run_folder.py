@@ -119,6 +119,11 @@ def is_run(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
+def is_pretrained(folder: Path) -> bool:
+    """Return whether this is no run, but a folder that transformers loads."""
+    return not is_run(folder) and (folder / CONFIG).is_file()
+
+
 def require_free(folder: Path, *, replace: bool) -> None:
     """Refuse to overwrite a run by accident, and to delete anything that is not a run."""
     if folder.name in ("", ".."):

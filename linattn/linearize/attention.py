@@ -146,10 +146,12 @@ class LinearizedAttention(InnerAttention):
             rows = document_rows(mask)
             return rows.join(self.convolution(rows.split(x), key_mask=rows.present))
         mask = None if mask is None else mask[:, mask.shape[1] - x.shape[1] :]
-        y, past = self.convolution.extend(x, None if layer is None else layer.convolution, key_mask=mask)
-        if layer is not None:
-            layer.convolution = past
-        return y
+        convolution = self.convolution
+
+        def read(inputs: tuple[Tensor, Tensor | None], past: Tensor | None) -> tuple[Tensor, Tensor]:
+            return convolution.extend(inputs[0], past, key_mask=inputs[1])
+
+        return read((x, mask), None)[0] if layer is None else layer.convolution.extend(read, (x, mask))
 
 
 def _results(

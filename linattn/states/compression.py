@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from linattn.ops.nested import map_state
+from linattn.states.holders import map_state
 
 COMPACT = (torch.bfloat16, torch.float16, torch.int8)
 _SCALE = torch.float32

@@ -14,9 +14,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from linattn.checks import check_types
-from linattn.models.language_model import LanguageModel
 from linattn.models.storage import atomic_file, check_version, safetensors_library, write_tensors
 from linattn.ops.nested import map_state
+from linattn.states.holders import held_state, hold, options_of
 from linattn.states.rows import count_rows
 from linattn.version import __version__
 
@@ -26,9 +26,9 @@ _DESCRIPTION = "linattn"
 
 class StateFile(NamedTuple):
     """The description of a state in its file: how many tokens were read (`num_tokens`, None if nobody said), the number
-    of `rows`, the class of the `model` that read them, its `config` if it is a language model, the fingerprint of its
-    `weights` (None for the state of an operator), the `notes` of whoever saved it, and the `linattn_version` that wrote
-    the file."""
+    of `rows`, the class of the `model` that read them, its `config` (of a language model, or what is known of one of
+    transformers), the fingerprint of its `weights` (None for the state of an operator), the `notes` of whoever saved
+    it, and the `linattn_version` that wrote the file."""
 
     num_tokens: int | None
     rows: int
@@ -54,8 +54,7 @@ def save_state(
     it; None for the state of an operator. `num_tokens` is the number of tokens that were read;
     `notes` are any strings by name."""
     tensors: dict[str, Tensor] = {}
-    tree = _described(state, "state", tensors)
-    config = model.config.to_dict() if isinstance(model, LanguageModel) else None
+    tree, config = _described(held_state(state), "state", tensors), options_of(model)
     kind, weights = (None, None) if model is None else (type(model).__name__, fingerprint(model))
     file = StateFile(num_tokens, count_rows(state), kind, config, weights, notes, __version__)
     described = {"format": FORMAT, "tree": tree, **file._asdict()}
@@ -76,7 +75,7 @@ def load_state(path: str | os.PathLike[str], *, model: nn.Module | None) -> Any:
         raise ValueError(f"{path} is damaged: its content is not what was written")
     _check_model(path, described, model)
     device = next((x.device for x in model.parameters()), None) if model is not None else None
-    return map_state(lambda x: x.to(device), _built(described["tree"], tensors, "state"))
+    return hold(map_state(lambda x: x.to(device), _built(described["tree"], tensors, "state")), model)
 
 
 def describe_state(path: str | os.PathLike[str]) -> StateFile:
@@ -160,8 +159,8 @@ def _check_model(path: Path, described: dict[str, Any], model: nn.Module | None)
     if own != theirs:
         names = [f"a {name}" if name else "an operator, without a model" for name in (theirs, own)]
         raise ValueError(f"{path} holds a state of {names[0]}, but this is {names[1]}")
-    if isinstance(model, LanguageModel):
-        differences = list(_differences(described["config"], model.config.to_dict()))
+    if (options := options_of(model)) is not None:
+        differences = list(_differences(described["config"], options))
         if differences:
             raise ValueError(f"{path} holds a state of another model: {'; '.join(differences[:5])}")
     if model is not None and fingerprint(model) != described["weights"]:

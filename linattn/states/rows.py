@@ -10,7 +10,8 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from linattn.attention.base import KeysAndValues
-from linattn.ops.nested import batch_size, map_state
+from linattn.ops import nested
+from linattn.states.holders import held_state, hold, map_state
 
 State = TypeVar("State")
 Rows = Tensor | Sequence[int] | slice
@@ -18,7 +19,7 @@ Rows = Tensor | Sequence[int] | slice
 
 def count_rows(state: Any) -> int:
     """Return the number of sequences whose past the state holds. Raises ValueError for what is no state."""
-    rows = batch_size(state)
+    rows = nested.batch_size(held_state(state))
     if rows is None:
         raise ValueError(f"a state is a tensor or nested tuples of tensors, but this is a {type(state).__name__}")
     return rows
@@ -27,7 +28,7 @@ def count_rows(state: Any) -> int:
 def num_bytes(state: Any) -> int:
     """Return the bytes of a state's tensors, each counted once."""
     sizes: dict[int, int] = {}
-    map_state(lambda tensor: sizes.update({id(tensor): tensor.nbytes}), state)
+    nested.map_state(lambda tensor: sizes.update({id(tensor): tensor.nbytes}), held_state(state))
     return sum(sizes.values())
 
 
@@ -76,7 +77,7 @@ def concatenate(states: Sequence[State]) -> State:
         raise ValueError("there is no state to concatenate")
     for state in states:
         count_rows(state)
-    return _concatenated(list(states), "state")
+    return hold(_concatenated([held_state(state) for state in states], "state"), states[0])
 
 
 def _concatenated(parts: list[Any], name: str) -> Any:

@@ -33,7 +33,7 @@ def test_one_graph_reads_and_another_goes_on(attention):
     model, tokens = make(attention, convolution=3).eval(), torch.randint(31, (2, 20))
     compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
     with torch.no_grad():
-        expected, cache = model(tokens, use_cache=False).logits, LinattnCache(SIZE["depth"])
+        expected, cache = model(tokens, use_cache=False).logits, LinattnCache()
         logits = [
             compiled(piece, past_key_values=cache).logits for piece in tokens.split([12, 1, 1, 1, 1, 1, 1, 1, 1], 1)
         ]

@@ -26,7 +26,12 @@ from tests.integrations.transformers.stock_attention.families import (
     every,
     make,
 )
-from tests.integrations.transformers.stock_attention.test_attention import logits, padded, tokens
+from tests.integrations.transformers.stock_attention.test_attention import (
+    drafted_tokens,
+    logits,
+    padded,
+    tokens,
+)
 
 SOME = {name: DECODERS[name] for name in ("llama", "gpt2", "gpt_neox")}
 METHODS = {
@@ -110,6 +115,28 @@ def test_pieces_make_the_whole(case):
             mask = inputs["attention_mask"][:, :seen]
             found.append(model(**piece, attention_mask=mask, past_key_values=cache).logits)
         assert_close(torch.cat(found, 1)[present], expected)
+
+
+def test_drafts_change_no_token(case):
+    alone, *drafted = drafted_tokens(case, input_ids=tokens(1, 6).repeat(1, 2))
+    assert drafted == [alone] * 2
+
+
+def test_cropped_is_never_read(case):
+    """With the short convolution before the attention, and rows with missing tokens."""
+    model, inputs = case, padded((7, 10, 11), "left")
+    ids, places, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
+    expected = logits(model, **inputs)[:, 5:]
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        piece = {"input_ids": ids[:, start:stop], "position_ids": places[:, start:stop]}
+        return model(**piece, attention_mask=mask[:, :stop], past_key_values=cache).logits
+
+    read(0, 11)
+    cache.crop(-6)
+    assert_close(read(5, 11), expected)
 
 
 def test_padding_has_no_effect(case):

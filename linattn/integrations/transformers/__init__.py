@@ -8,6 +8,7 @@ from linattn.checks import extra
 with extra("transformers"):
     import transformers
 
+    from linattn.integrations.transformers import held_states
     from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
     from linattn.integrations.transformers.own_model.cache import LinattnCache
     from linattn.integrations.transformers.own_model.config import LinattnConfig
@@ -47,3 +48,4 @@ for auto, own in CLASSES.items():
     getattr(transformers, auto).register(key, globals()[own], exist_ok=True)
 register_target_modules()
 install()
+held_states.register()

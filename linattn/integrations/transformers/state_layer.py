@@ -6,18 +6,34 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from linattn.attention import map_state
+from linattn.integrations.transformers.history import History
 
 
 class StateLayer(CacheLayerMixin):
-    """Holds the state of one block, which is replaced and never written to; `seen` is the number of tokens in it,
-    including padding."""
+    """Holds states, each with its history; `seen` is the number of tokens in them, including padding.
+
+    After `activate_past_recording` the last tokens can be taken back by `crop`, as assisted decoding does."""
 
     supports_early_init = False
+    is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, *axes: int) -> None:
         super().__init__()
+        self.histories = tuple(map(History, axes))
         self.reset()
+
+    @property
+    def record_past(self) -> bool:
+        """True if tokens can be taken back; transformers reads and sets it by this name."""
+        return self.histories[0].recording
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        for history in self.histories:
+            history.recording = value
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -30,8 +46,8 @@ class StateLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.state: Any = None
-        self.position: Tensor | None = None
+        for history in self.histories:
+            history.reset()
         self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -44,8 +60,15 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise NotImplementedError("a state sums its tokens up, so the last ones cannot be taken out again")
+        """Take back as many of the last tokens as the negative number says, exactly: the tokens before them that are
+        recorded are read again. Raises ValueError if more are to go than are recorded, or for a positive number."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens, but tokens_to_remove is {tokens_to_remove}")
+        for history in self.histories:
+            # a layer may be empty, or have no convolution
+            if history.state is not None:
+                history.crop(-tokens_to_remove)
+        self.seen = max(self.seen + tokens_to_remove, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         raise NotImplementedError("a LinattnCache holds states, not keys and values: only a linattn model can fill it")
@@ -60,4 +83,5 @@ class StateLayer(CacheLayerMixin):
         self.offload()
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.state, self.position = map_state(function, (self.state, self.position))
+        for history in self.histories:
+            history.map(function)

@@ -1,27 +1,43 @@
-"""transformers' Cache for our model: one state of constant size per block."""
+"""transformers' Cache for our model: one state of constant size."""
+
+from typing import Any
 
 from transformers.cache_utils import Cache
 
+from linattn.integrations.transformers.history import Read
 from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.models import TokenModelState
+from linattn.ops.nested import checked_kind
 
 
 class LinattnCache(Cache):
-    """One StateLayer for each of the model's `num_layers` blocks. Only softmax blocks keep all their keys and values,
-    and grow."""
+    """Holds the `state` of the whole model in one layer, that of a `LanguageModel` after `num_tokens` tokens; None is
+    that before the first one. Only softmax blocks keep all their keys and values, and grow.
+
+    After `activate_past_recording`, `crop(-n)` takes the last n tokens back, those since the last `crop` or at least
+    256. For this the cache keeps these tokens and one or two states before them; without recording, nothing."""
 
     layers: list[StateLayer]
 
-    def __init__(self, num_layers: int):
-        super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+    def __init__(self, state: TokenModelState | None = None, *, num_tokens: int = 0):
+        super().__init__(layers=[StateLayer(1)])
+        if state is not None:
+            self.put_state(checked_kind(state, TokenModelState), num_tokens)
 
-    def get_state(self) -> TokenModelState | None:
-        """Return the state for `LanguageModel.extend`, or None if there is no past."""
-        if not self.get_seq_length():
-            return None
-        return TokenModelState(tuple(layer.state for layer in self.layers), self.layers[0].position)
+    @property
+    def state(self) -> TokenModelState | None:
+        """The state for `LanguageModel.extend` and `linattn.generate`, None if there is no past."""
+        return self.layers[0].histories[0].state
 
     def put_state(self, state: TokenModelState, num_tokens: int) -> None:
-        """Store the state after `num_tokens` more tokens."""
-        for layer, block in zip(self.layers, state.stack, strict=True):
-            layer.state, layer.position, layer.seen = block, state.position, layer.seen + num_tokens
+        """Store the state after `num_tokens` more tokens, which cannot be taken back."""
+        (layer,) = self.layers
+        layer.histories[0].reset()
+        layer.histories[0].state = state
+        layer.seen += num_tokens
+
+    def extend(self, read: Read, inputs: Any, num_tokens: int) -> Any:
+        """Return the outputs of `read` for the inputs of `num_tokens` more tokens, and keep the state after them."""
+        (layer,) = self.layers
+        layer.seen += num_tokens
+        return layer.histories[0].extend(read, inputs)

@@ -111,7 +111,7 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         num_items: Tensor | int | None,
     ) -> CausalLMOutputWithPast:
         assert self.segment_length is not None
-        seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.get_state())
+        seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.state)
         key_mask = make_key_mask(attention_mask, tokens, seen)
         labels = _present(labels, key_mask)
         loss, state = segmented_loss(
@@ -138,10 +138,10 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
                 f"cache_implementation {generation_config.cache_implementation!r}: a linattn model has one kind of "
                 "cache, of constant size"
             )
-        if generation_config.is_assistant:
-            raise ValueError("a linattn model cannot be an assistant: its state cannot go back to an earlier token")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
-            model_kwargs["past_key_values"] = LinattnCache(len(self.model.blocks))
+            model_kwargs["past_key_values"] = cache = LinattnCache()
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
 
 class _Classifier(LinattnPreTrainedModel):

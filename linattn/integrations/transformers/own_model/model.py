@@ -37,8 +37,6 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_context_parallel = False
-    # a state cannot go back, so assisted decoding is impossible
-    _is_stateful = True
 
     def __init__(self, config: LinattnConfig):
         # transformers accepts any registered name here, which would have no effect
@@ -72,9 +70,14 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
         key_mask = make_key_mask(attention_mask, tokens, 0 if cache is None else cache.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        record = [] if output_hidden_states else None
-        x = self.model.norm(self._run(tokens, key_mask, cache, record))
-        return x, key_mask, None if record is None else (*record, x)
+
+        def read(inputs: tuple[Tensor, Tensor | None], state: TokenModelState | None) -> tuple[Any, Any]:
+            return self._run(*inputs, state, with_cache=cache is not None, with_inputs=bool(output_hidden_states))
+
+        inputs = (tokens, key_mask)
+        (*states, x) = read(inputs, None)[0] if cache is None else cache.extend(read, inputs, tokens.shape[1])
+        x = self.model.norm(x)
+        return x, key_mask, (*states, x) if output_hidden_states else None
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -93,32 +96,38 @@ class LinattnPreTrainedModel(NotCopied, PreTrainedModel):
             raise ValueError("use_cache is False, but past_key_values was given")
         default = self.config.use_cache and self.model.causal and not self.training
         if cache is None and (default if use_cache is None else use_cache):
-            cache = LinattnCache(len(self.model.blocks))
+            cache = LinattnCache()
         if cache is not None and self.gradient_checkpointing and self.training:
             raise ValueError("gradient checkpointing is for training without a cache: give use_cache=False")
         return cache
 
     def _run(
-        self, tokens: Tensor, key_mask: Tensor | None, cache: LinattnCache | None, record: list[Tensor] | None
-    ) -> Tensor:
-        """Return the output of the last block, and append the input of each block to `record`."""
-        state, blocks = None if cache is None else cache.get_state(), self.model.blocks
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None,
+        state: TokenModelState | None,
+        *,
+        with_cache: bool,
+        with_inputs: bool,
+    ) -> tuple[tuple[Tensor, ...], TokenModelState | None]:
+        """Return the output of the last block, after the inputs of all blocks if `with_inputs`; and, if `with_cache`,
+        the state after the tokens."""
+        blocks = self.model.blocks
+        record: list[Tensor] = []
         x, position = self._embed(tokens, None if state is None else state.position, key_mask)
         call = Call(key_mask)
         extension = Extension(call, None if state is None else state.stack, blocks.depth)
         recomputed = list(blocks)[:: self._checkpoint_every] if self.gradient_checkpointing and self.training else []
 
         def step(block: nn.Module, x: Tensor) -> Tensor:
-            if record is not None:
+            if with_inputs:
                 record.append(x)
-            if cache is not None:
+            if with_cache:
                 return extension(block, x)
             return self._checkpoint(partial(call, block), x) if block in recomputed else call(block, x)
 
         x = blocks.run(x, step)
-        if cache is not None:
-            cache.put_state(TokenModelState(tuple(extension.states), position), tokens.shape[1])
-        return x
+        return (*record, x), TokenModelState(tuple(extension.states), position) if with_cache else None
 
     def _embed(self, tokens: Tensor, position: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if tokens.dim() == 2:

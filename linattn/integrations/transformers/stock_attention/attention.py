@@ -31,6 +31,8 @@ NEUTRAL = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    # of `stop_strings` in generate
+    "tokenizer",
     "use_cache",
 }
 REFUSED = {

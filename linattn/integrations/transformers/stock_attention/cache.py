@@ -1,11 +1,10 @@
 """The layer of transformers' DynamicCache for a stock model that attends by our methods."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from linattn.attention import InnerAttention, map_state
+from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
 from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.types import KeyMask, Outputs, Queries, Values
@@ -28,13 +27,16 @@ class AttentionLayer(StateLayer):
     _layer_type = ATTENTION_LAYER
 
     keys: Any
-    convolution: Tensor | None
-    """The last inputs of a short convolution before the attention, if there is one."""
+
+    def __init__(self) -> None:
+        # heads stand before the tokens of the attention
+        super().__init__(2, 1)
+        self.attention, self.convolution = self.histories
+        """The state of the attention, and the last inputs of a short convolution before it, if there is one."""
 
     def reset(self) -> None:
         super().reset()
         self.waiting = 0
-        self.convolution: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CachedKeys, Tensor]:
         self.seen += key_states.shape[2]
@@ -50,19 +52,19 @@ class AttentionLayer(StateLayer):
                 f"{self.seen} tokens came into the cache, but {self.seen - self.waiting} into its state: a model that "
                 "attends twice to the same keys, or elsewhere, needs use_cache=False"
             )
-        y, self.state = inner.extend(q, k, v, self.state, key_mask=key_mask, gates=gates)
-        return y
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        super()._map(function)
-        self.convolution = map_state(function, self.convolution)
+        def read(inputs: Any, state: Any) -> tuple[Outputs, Any]:
+            q, k, v, key_mask, gates = inputs
+            return inner.extend(q, k, v, state, key_mask=key_mask, gates=gates)
+
+        return self.attention.extend(read, (q, k, v, key_mask, gates))
 
     def read(self, inner: InnerAttention, q: Queries, k: Tensor, v: Values, key_mask: KeyMask) -> Outputs:
         """Attend to an encoder's keys and values, which are summarized at the first call."""
-        if self.state is None:
-            self.state = inner.summarize(k, v, key_mask=key_mask)
+        if self.attention.state is None:
+            self.attention.state = inner.summarize(k, v, key_mask=key_mask)
             # from now on the model passes these on in place of new ones
             self.keys, self.values = CachedKeys(k[:, :, :0].clone(), self), v[:, :, :0].clone()
         elif k.shape[2]:
             raise ValueError("a state of attention that is not causal takes no more keys: give use_cache=False")
-        return inner.read(q, self.state)
+        return inner.read(q, self.attention.state)

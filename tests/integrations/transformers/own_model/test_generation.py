@@ -5,7 +5,9 @@ import torch
 from transformers import TextStreamer
 
 from linattn.generation import Sampling, generate
-from linattn.integrations.transformers import LinattnCache
+from linattn.integrations.transformers import LinattnCache, LinattnForCausalLM
+from tests.models.causal import MODELS as CAUSAL
+from tests.models.causal import small_model
 
 from .models import every_model, left_padded, make, prompts
 
@@ -167,17 +169,34 @@ def test_text_streams(capsys):
     assert capsys.readouterr().out.split() == [str(token) for token in found[0, 9:].tolist()]
 
 
+DRAFTS = {
+    "prompt lookup": lambda model: {"prompt_lookup_num_tokens": 4},
+    "another model": lambda model: {"assistant_model": make("elu")},
+    "the model": lambda model: {"assistant_model": model},
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@every_model
+def test_drafts_change_no_token(name, draft):
+    model, tokens = make(name), prompts(1, 7).repeat(1, 3)
+    expected = model.generate(tokens, **GREEDY)
+    assert model.generate(tokens, **GREEDY, **DRAFTS[draft](model)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
+def test_prompt_lookup_changes_no_token_of_any_method(options):
+    model = LinattnForCausalLM.of(small_model(options))
+    tokens = torch.randint(1, 13, (1, 5)).repeat(1, 3)
+    expected = model.generate(tokens, **GREEDY)
+    assert model.generate(tokens, **GREEDY, prompt_lookup_num_tokens=3).tolist() == expected.tolist()
+
+
 def test_what_needs_keys_and_values_is_refused():
     model, tokens = make("elu"), prompts(1)
     for implementation in ("static", "offloaded", "quantized"):
         with pytest.raises(ValueError, match="cache_implementation"):
             model.generate(tokens, **GREEDY, cache_implementation=implementation)
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(tokens, **GREEDY, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(tokens, **GREEDY, assistant_model=make("elu"))
-    with pytest.raises(ValueError, match="cannot be an assistant"):
-        model.generate(tokens, **GREEDY, is_assistant=True)
     with pytest.raises(NotImplementedError, match="continuous batching"):
         model.generate_batch([[1, 2, 3]])
     with pytest.raises(TypeError, match="position_ids"):

@@ -149,7 +149,7 @@ def test_caches_that_cannot_be_used_are_refused():
     with pytest.raises(ValueError, match="must be a LinattnCache, but is a DynamicCache"):
         model(tokens, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="use_cache is False"):
-        model(tokens, past_key_values=LinattnCache(2), use_cache=False)
+        model(tokens, past_key_values=LinattnCache(), use_cache=False)
 
 
 def test_the_output_may_be_a_tuple():

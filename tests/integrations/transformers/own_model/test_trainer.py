@@ -130,7 +130,7 @@ def test_checkpointing_has_no_cache():
     with pytest.raises(ValueError, match="without a cache"):
         model(tokens, use_cache=True)
     with pytest.raises(ValueError, match="without a cache"):
-        model(tokens, past_key_values=LinattnCache(2))
+        model(tokens, past_key_values=LinattnCache())
     assert model.eval()(tokens, use_cache=True).past_key_values is not None
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin
 
 from linattn import replace_attention
 from linattn.attention import ATTENTIONS, traits
-from linattn.integrations.transformers import attended_modules, register_attention
+from linattn.integrations.transformers import attended_modules, byte_tokenizer, register_attention
 from linattn.integrations.transformers.stock_attention.hooks import METHODS
 from linattn.ops.nested import map_state
 
@@ -141,7 +141,7 @@ def size(cache: Any) -> int:
         return tensor
 
     for layer in cache.layers:
-        map_state(note, (layer.state, layer.keys[0] if layer.keys else None, layer.values))
+        map_state(note, (layer.attention.state, layer.keys[0] if layer.keys else None, layer.values))
     return sum(storages.values())
 
 
@@ -199,6 +199,74 @@ def test_generation_equals_the_run_without_cache(family, method):
         expected = model.generate(**options, num_beams=beams, use_cache=False)
         assert_close(model.generate(**options, num_beams=beams), expected)
     assert_close(model.generate(**options, num_beams=3, prefill_chunk_size=4), expected)
+
+
+def drafted_tokens(model: Any, **inputs: Any) -> list[list[list[int]]]:
+    """Return the greedy tokens alone, with prompt lookup, and with the model as its own assistant."""
+    drafts = ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": model})
+    return [model.generate(**inputs, max_new_tokens=8, do_sample=False, **draft).tolist() for draft in drafts]
+
+
+@every(DECODERS)
+@every_method
+def test_drafts_change_no_token(family, method):
+    model = make(family)
+    model.set_attn_implementation(method)
+    alone, *drafted = drafted_tokens(model, input_ids=tokens(1, 6).repeat(1, 2))
+    assert drafted == [alone] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_change_no_token_of_any_method(method):
+    model = make(DECODERS["llama"])
+    model.set_attn_implementation(f"linattn:{method}")
+    alone, *drafted = drafted_tokens(model, input_ids=tokens(1, 6).repeat(1, 2))
+    assert drafted == [alone] * 2
+
+
+@every(ENCODER_DECODERS)
+def test_drafts_change_no_token_of_an_encoder_decoder(family):
+    model = make(family)
+    model.set_attn_implementation("linattn:elu")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    if model.main_input_name == "input_features":
+        # as an assistant Whisper cuts up its cache
+        inputs, drafts = {"input_features": torch.randn(1, 8, 40).double()}, {"prompt_lookup_num_tokens": 3}
+        assert_close(model.generate(**inputs, **options, **drafts), model.generate(**inputs, **options))
+        return
+    alone, *drafted = drafted_tokens(model, input_ids=tokens(1))
+    assert drafted == [alone] * 2
+
+
+def test_stop_strings_are_taken():
+    model, ids = make(DECODERS["llama"], vocab_size=257), tokens(1)
+    model.set_attn_implementation("linattn:elu")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    found = model.generate(ids, **options, stop_strings=["nowhere"], tokenizer=byte_tokenizer())
+    assert_close(found, model.generate(ids, **options))
+
+
+@every(DECODERS)
+@every_method
+def test_cropped_is_never_read(family, method):
+    model, inputs = make(family), padded((7, 10, 11), "left")
+    model.set_attn_implementation(method)
+    expected = logits(model, **inputs)[:, 8:]
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+
+    def read(start: int, stop: int, ids: torch.Tensor = inputs["input_ids"]) -> torch.Tensor:
+        piece = {"input_ids": ids[:, start:stop], "position_ids": inputs["position_ids"][:, start:stop]}
+        return model(**piece, attention_mask=inputs["attention_mask"][:, :stop], past_key_values=cache).logits
+
+    others = tokens()
+    read(0, 8)
+    for stop in (11, 9):
+        read(8, stop, others)
+        cache.crop(8 - stop)
+        assert cache.get_seq_length() == 8
+        assert_close(read(8, 11), expected)
+        cache.crop(-3)
 
 
 @pytest.mark.parametrize("method", ["elu", "favor", "taylor2", "local", "retention", "local:2+efficient:2"])
@@ -422,7 +490,6 @@ def test_caches_that_hold_keys_are_refused():
     for options, message in (
         ({"cache_implementation": "static"}, "constant size already"),
         ({"cache_implementation": "quantized"}, "linattn"),
-        ({"prompt_lookup_num_tokens": 2}, "cannot be taken out"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             model.generate(ids, max_new_tokens=4, do_sample=False, **options)

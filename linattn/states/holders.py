@@ -1,0 +1,40 @@
+"""Objects that hold a state, such as the caches of another library. The functions for states take them, too; whoever
+knows such a class registers it here."""
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any
+
+from torch import Tensor
+
+from linattn.models.language_model import LanguageModel
+from linattn.ops import nested
+
+
+@singledispatch
+def held_state(holder: Any) -> Any:
+    """Return the state that a holder holds. Anything else is a state already."""
+    return holder
+
+
+@singledispatch
+def hold(state: Any, example: Any) -> Any:
+    """Return a new holder of the state, like the holder `example`, or as the model `example` makes it. A state of no
+    holder is returned as it is."""
+    return state
+
+
+@singledispatch
+def options_of(model: Any) -> dict[str, Any] | None:
+    """Return what a state depends on besides the model's weights and class, None if nothing is known."""
+    return None
+
+
+@options_of.register
+def _(model: LanguageModel) -> dict[str, Any]:
+    return model.config.to_dict()
+
+
+def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
+    """Apply `linattn.attention.map_state` to a state or, for a holder, to its state; return what was given."""
+    return hold(nested.map_state(function, held_state(state), leaf=leaf), state)

@@ -1,0 +1,103 @@
+"""`linattn generate` and `linattn info` on folders that transformers loads."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from linattn import LanguageModel, LanguageModelConfig, states
+from linattn.cli.main import main
+from linattn.integrations.transformers import byte_tokenizer
+from linattn.linearize import convert, load_linearized, plan
+
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+GREEDY = ("--temperature", "0", "--max-new-tokens", "8", "--prompt", "the cat")
+TEMPLATE = "{% for each in messages %}[{{ each.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    """A linearized Llama of bytes, one of whose layers is still softmax, with a tokenizer and a chat template."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("folders") / "linear"
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=256, eos_token_id=None, **SIZE))
+    convert(model, plan(model, method="local+elu", window=3, keep=(1,)))
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def output(capsys, command, folder, *options):
+    capsys.readouterr()
+    assert main([command, str(folder), *options]) == 0
+    return capsys.readouterr().out
+
+
+def greedy(folder, text, **options):
+    model, tokenizer = load_linearized(folder), AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(text, return_tensors="pt", **options)["input_ids"]
+    new = model.generate(tokens, max_new_tokens=8, do_sample=False)[0]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_the_text_is_that_of_transformers(linear, capsys):
+    assert output(capsys, "generate", linear, *GREEDY) == greedy(linear, "the cat") + "\n"
+
+
+def test_a_chat_prints_the_answer(linear, capsys):
+    expected = greedy(linear, "[the cat]>", add_special_tokens=False).removeprefix("[the cat]>")
+    assert output(capsys, "generate", linear, *GREEDY, "--chat").strip("\n") == expected.strip("\n")
+
+
+def test_a_seed_writes_the_same_and_stop_ends_the_text(linear, capsys):
+    seeded = ("--max-new-tokens", "12", "--prompt", "the cat", "--seed", "3", "--top-k", "40")
+    text = output(capsys, "generate", linear, *seeded)
+    assert text == output(capsys, "generate", linear, *seeded)
+    stop = text.removeprefix("the cat")[3]
+    stopped = output(capsys, "generate", linear, *seeded, "--stop", stop)
+    assert stopped == "the cat" + text.removeprefix("the cat").partition(stop)[0] + "\n"
+
+
+def test_info_describes_layers_and_cache(linear, capsys):
+    found = json.loads(output(capsys, "info", linear, "--json"))
+    assert (found["class"], found["layers"]) == ("LlamaForCausalLM", ["local+elu", "softmax"])
+    model = load_linearized(linear)
+    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad():
+        cache = model(torch.zeros(1, found["state_tokens"], dtype=torch.long)).past_key_values
+    # beside the state, a cache as a value has the number of tokens in 8 bytes
+    assert found["state_bytes"] == states.num_bytes(cache) - 8
+    assert found["state_bytes_per_further_token"] == 2 * 32 * 4
+    shown = output(capsys, "info", linear)
+    assert "local+elu: 0" in shown and "softmax: 1" in shown and "256 more for each further token" in shown
+
+
+def test_a_folder_of_our_own_model_needs_no_run(tmp_path, capsys):
+    sizes = {"vocab_size": 257, "dim": 16, "depth": 2, "num_heads": 2}
+    LanguageModel(LanguageModelConfig(**sizes, attention=("local", "elu"))).save(tmp_path / "own")
+    found = json.loads(output(capsys, "info", tmp_path / "own", "--json"))
+    assert (found["layers"], found["state_bytes_per_further_token"]) == (["local", "elu"], 0)
+    assert output(capsys, "generate", tmp_path / "own", *GREEDY).startswith("the cat")
+
+
+def test_what_cannot_be_is_one_line(linear, finished, tmp_path, capsys):
+    bare, damaged = tmp_path / "bare", tmp_path / "damaged"
+    for folder in (bare, damaged):
+        shutil.copytree(linear, folder, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    (damaged / "config.json").write_text("{")
+    for folder, options, message in (
+        (bare, ("--chat",), "has no chat template"),
+        (finished, ("--chat",), "which the tokenizer of a run does not have"),
+        (bare, (), "no token that begins a text: give a --prompt"),
+        (linear, ("--state", "x.state"), "--state belongs to a run"),
+        (damaged, (), "cannot be loaded"),
+        (tmp_path / "none", (), "no run"),
+    ):
+        capsys.readouterr()
+        assert main(["generate", str(folder), *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
