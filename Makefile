@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_OPTIONS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 # the laws of every attention, map, module and model, in which each call of the package is checked to be as its
 # annotations say: shapes, types and results. That takes as long again as the calls, so the other laws go without it
-CHECKED := attention feature_maps nn compat/weights models/test_language_model.py models/test_sequence_model.py \
+CHECKED := test_conftest.py attention feature_maps nn compat/weights models/test_language_model.py models/test_sequence_model.py \
            states/test_rows.py ops/fast ops/test_features.py ops/test_linear.py
 CHECKED := $(CHECKED:%=tests/%)
 

@@ -1,6 +1,7 @@
 """What holds for every test: one thread, a seed of its own, and uninitialised memory full of NaN."""
 
 import os
+import signal
 import zlib
 
 # the processes that tests start take one thread too; read when torch is imported, so set before
@@ -13,6 +14,8 @@ import jaxtyping
 import pytest
 import torch
 
+# a shell starts what runs in its background with Ctrl-C ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True

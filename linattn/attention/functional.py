@@ -79,15 +79,8 @@ def _resolve(
     if not isinstance(method, str):
         return checked_inner(method)
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    inner = untrained_attention(
-        method,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_dim=q.shape[-1],
-        causal=causal,
-        window=128 if window is None else window,
-        max_length=max(k.shape[-2], 1),
-    )
+    sizes = {"num_heads": heads, "num_key_heads": key_heads, "head_dim": q.shape[-1], "max_length": max(k.shape[-2], 1)}
+    inner = untrained_attention(method, causal=causal, window=128 if window is None else window, **sizes)
     if inner.needs is not None:
         raise ValueError(
             f"{method!r} needs gates, which a module learns to make from its input, so a function cannot hold it: "

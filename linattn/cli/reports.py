@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule
-from linattn.models.storage import atomic_file
+from linattn.files import atomic_file
 
 # the bar counts progress from 0 to 1, which also gives a remaining time where --minutes ends the run
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
-from linattn.models.storage import atomic_file, flush_to_disk
+from linattn.files import atomic_file, flush_to_disk
 
 LEFTOVERS = (".*.partial", ".*.removed", ".*.tmp")
 """The hidden names, of folders and files."""

@@ -12,10 +12,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from linattn.checks import check_types
+from linattn.files import set_default_mode
 from linattn.integrations.transformers.own_model.config import NotCopied
 from linattn.linearize.attention import LayerSpec, LinearizedAttention, attach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX
-from linattn.models.storage import check_version, set_default_mode
+from linattn.models.storage import check_version
 from linattn.version import __version__
 
 FIELD = "linear_attention"

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from linattn.checks import check_fields, check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
+from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
-from linattn.models.storage import atomic_file
 from linattn.nn.modes import evaluating
 
 Objective = Callable[[PreTrainedModel, Batch], Tensor]

@@ -23,10 +23,8 @@ def next_token_loss(
     ignored. Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
     count = tokens.shape[1] - 1
     if logits.shape[1] not in (count, count + 1):
-        raise ValueError(
-            f"there must be logits for the first {count} of {count + 1} tokens, or for all, but there are "
-            f"{logits.shape[1]}"
-        )
+        wanted = f"logits for the first {count} of {count + 1} tokens, or for all"
+        raise ValueError(f"there must be {wanted}, but there are {logits.shape[1]}")
     logits, targets = logits[:, :count], tokens[:, 1:]
     if key_mask is not None:
         inputs, everything = compact(key_mask[:, :-1]), compact(key_mask)

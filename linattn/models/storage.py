@@ -3,16 +3,14 @@ tells transformers where that class is. No pickle."""
 
 import json
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
 
-from linattn.checks import extra
+from linattn.files import atomic_file, safetensors_library, write_tensors
 from linattn.models.config import LanguageModelConfig, upgraded
 from linattn.version import __version__
 
@@ -117,34 +115,6 @@ def _read(path: Path, load: Callable[[Path], Any], corrupt: type[Exception]) -> 
         raise ValueError(f"{path} is corrupt: {error}") from error
 
 
-def safetensors_library() -> Any:
-    """Import safetensors, which writes with numpy. Raise MissingPackage without either."""
-    with extra("models"):
-        import numpy  # noqa: F401
-        import safetensors.torch
-    return safetensors
-
-
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a file of safetensors with the mode of any new file. Raises OSError if it cannot be written."""
-    library = safetensors_library()
-    try:
-        library.torch.save_file(tensors, path, metadata=metadata)
-    except library.SafetensorError as error:
-        raise OSError(f"{path.name} could not be written to {path.parent}: {error}") from error
-    set_default_mode(path)
-
-
-def set_default_mode(file: Path) -> None:
-    """Give a file the mode of a new file, as safetensors, also in transformers, writes files for their owner alone."""
-    new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        new.touch()
-        file.chmod(stat.S_IMODE(new.stat().st_mode))
-    finally:
-        new.unlink(missing_ok=True)
-
-
 def _check_tensors(expected: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is not of this model" for name in tensors if name not in expected]
@@ -157,26 +127,3 @@ def _check_tensors(expected: dict[str, Tensor], tensors: dict[str, Tensor], path
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{path} does not fit its configuration: {'; '.join(problems[:5])}{more}")
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a hidden name beside the path, on the same disk. Its file takes the path's name once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-        flush_to_disk(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def flush_to_disk(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows has no descriptor of a folder
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

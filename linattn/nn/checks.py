@@ -20,12 +20,9 @@ def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
     if weight is None or (x.dtype == weight.dtype and x.device == weight.device):
         return
     # a hook may move the weights, or convert the input
-    if (
-        torch.compiler.is_compiling()
-        or type(layer) not in _PLAIN
-        or layer._forward_pre_hooks
-        or "forward" in vars(layer)
-    ):
+    if torch.compiler.is_compiling() or type(layer) not in _PLAIN:
+        return
+    if layer._forward_pre_hooks or "forward" in vars(layer):
         return
     check_tensors(**{name: x, "the module": weight})
     is_autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)

@@ -14,7 +14,8 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from linattn.checks import check_types
-from linattn.models.storage import atomic_file, check_version, safetensors_library, write_tensors
+from linattn.files import atomic_file, safetensors_library, write_tensors
+from linattn.models.storage import check_version
 from linattn.ops.nested import map_state
 from linattn.states.holders import held_state, hold, options_of
 from linattn.states.rows import count_rows

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import linattn.integrations.transformers  # noqa: F401
-from linattn.models import LanguageModel, storage
+from linattn.files import write_tensors
+from linattn.models import LanguageModel
 from tests.models.causal import every_model, small_model, some_tokens
 
 elu = {"attention": "local+elu"}
@@ -155,7 +156,7 @@ def test_a_missing_file_is_named(tmp_path, name):
         LanguageModel.load(tmp_path)
 
 
-@pytest.mark.parametrize("step", ["write_tensors", "flush_to_disk"])
+@pytest.mark.parametrize("step", ["models.storage.write_tensors", "files.flush_to_disk"])
 def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     old = small_model(elu)
     old.save(tmp_path)
@@ -163,7 +164,7 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, step, full)
+    monkeypatch.setattr(f"linattn.{step}", full)
     with pytest.raises(OSError, match="No space left"):
         small_model(elu, dim=32).save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == FILES
@@ -172,4 +173,4 @@ def test_a_full_disk_leaves_the_old_model(tmp_path, monkeypatch, step):
 
 def test_what_the_disk_refuses_is_an_error_of_the_system(tmp_path):
     with pytest.raises(OSError, match=r"weights could not be written to .*absent"):
-        storage.write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights", {})
+        write_tensors({"x": torch.zeros(3)}, tmp_path / "absent" / "weights", {})

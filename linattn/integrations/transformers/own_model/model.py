@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from linattn.files import set_default_mode
 from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig, NotCopied
 from linattn.models import LanguageModel, TokenModelState
 from linattn.models.language_model import INIT_STD
-from linattn.models.storage import set_default_mode
 from linattn.nn.branch import Call
 from linattn.nn.residual import Extension
 
