@@ -1,6 +1,5 @@
 """Measure time with methods in turns, peak memory in a process of its own, and groups of cases within a budget."""
 
-import ctypes
 import math
 import multiprocessing
 import shlex
@@ -10,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +19,9 @@ from torch.utils.benchmark import Timer, timer
 from tqdm.auto import tqdm
 
 from linattn.cli.bench import DECODING, SOFTMAX
-from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, machine_facts
+from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup
 from linattn.console.errors import one_line
+from linattn.console.machine import forget_peak, machine_facts, peak_bytes
 from linattn.states.rows import num_bytes
 
 Name = TypeVar("Name", bound=Hashable)
@@ -97,7 +96,7 @@ def call_cost(prepare: Prepare, setup: Setup, case: Case, patience: float | None
 
 def _cost_here(prepare: Prepare, setup: Setup, case: Case) -> Cost:
     cuda = torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated
-    reset, highest = cuda if setup.device == "cuda" else (_reset_resident, _resident_peak)
+    reset, highest = cuda if setup.device == "cuda" else (forget_peak, peak_bytes)
     # the first call loads libraries, which are no part of the workload: a short sequence goes first
     prepare(setup, replace(case, n=min(case.n, 64))).call()
     workload = prepare(setup, case)
@@ -107,23 +106,6 @@ def _cost_here(prepare: Prepare, setup: Setup, case: Case) -> Cost:
     seconds, peak = timer() - start, float(highest() - before)
     del results
     return Cost(peak if workload.state is None else float(num_bytes(workload.state)), seconds)
-
-
-def _reset_resident() -> None:
-    """Make Linux forget the process's peak of memory so far. On other systems it may hide the next peak, if lower."""
-    if (forget := Path("/proc/self/clear_refs")).exists():
-        # free memory that the process keeps would hide new allocations
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-        forget.write_text("5")
-
-
-def _resident_peak() -> float:
-    if sys.platform == "win32":
-        return float(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
 def measure(prepare: Prepare, groups: Sequence[list[Case]], options: Mapping[str, Any]) -> Record:

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import platform
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -13,11 +10,9 @@ import numpy as np
 import torch
 from pydantic import Field, with_config
 
-from linattn.cli.run_folder import timestamp
 from linattn.cli.typed_json import read_json
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import explained
-from linattn.version import __version__
 
 SECONDS: Final = "seconds"
 BYTES: Final = "bytes"
@@ -97,22 +92,6 @@ class Record:
         of = self.machine.get
         where = of("gpu") or f"{of('processor')}, {of('threads')} of {of('cores')} threads"
         return f"{where}, torch {of('torch')}, linattn {of('linattn')}, {of('date')}"
-
-
-def machine_facts(device: str, threads: int) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    return {
-        "processor": name[1] if name else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "linattn": __version__,
-        "device": device,
-        "date": timestamp(),
-        "gpu": torch.cuda.get_device_name(device) if device == "cuda" else None,
-    }
 
 
 def write_record(record: Record, path: Path) -> None:
