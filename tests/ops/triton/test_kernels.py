@@ -40,11 +40,8 @@ def test_laws_hold_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 def test_the_benchmark_runs_and_all_kernels_compile() -> None:
-    """Without a GPU: every section once, on tiny shapes; and for a GPU that is not there."""
+    """Without a GPU, in the processes that it starts; and for a GPU that is not there."""
     run_script("gpu.py", "--smallest", "--only", "step,contenders", TRITON_INTERPRET="1")
-    sections = ("forward", "training", "tiles", "long", "ablations", "softmax", "bidirectional", "dtypes", "local")
-    text = run_script("gpu.py", "--smallest", "--section", *sections, TRITON_INTERPRET="1")
-    assert all(f"\n{section} " in text for section in sections) and "wrong" not in text
     text = run_script(
         "gpu_compile.py", "--widths", "128", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
     )
