@@ -53,7 +53,7 @@ def test_the_state_has_the_planned_size(family, method):
     cache = model(tokens(1, 20)).past_key_values
     for layer, planned in zip(cache.layers, made.layers, strict=True):
         sizes: list[int] = []
-        map_state(lambda x, sizes=sizes: sizes.append(x.numel()), (layer.state, layer.convolution))
+        map_state(lambda x, sizes=sizes: sizes.append(x.numel()), (layer.attention.state, layer.convolution.state))
         assert sum(sizes) == planned.state_numbers
     heads = family[1].get("num_key_value_heads", 4)
     assert made.layers[0].cache_numbers == 2 * heads * 8
