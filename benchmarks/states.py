@@ -155,21 +155,23 @@ def server(name: str, pipe: Connection) -> None:
     asyncio.run(run())
 
 
-async def read_streams(address: str, count: int, tokens: int, process: int, prompt: int = 100) -> tuple[float, float]:
-    """Return the tokens per second of so many clients at once, each with a stream, and the most bytes that the server
-    had in memory up to then."""
+async def read_streams(address: str, count: int, process: int, prompt: int = 100) -> tuple[float, list[float]]:
+    """Return the tokens per second of so many clients at once, each with a stream, the bytes that the server has in
+    memory while it generates, and the most that it had up to then."""
+    tokens, sizes = 200, list[float]()
     body = {"model": "model", "prompt": prompt * [1], "max_tokens": tokens, "stream": True, "temperature": 0}
 
     async def read() -> None:
         async with session.post(f"{address}/completions", json=body) as answer:
-            assert (await answer.read()).endswith(b"[DONE]\n\n")
+            async for _ in answer.content.iter_any():
+                sizes.append(resident(process))
 
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
-    ) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
         started = time.perf_counter()
         await asyncio.gather(*(read() for _ in range(count)))
-        return count * tokens / (time.perf_counter() - started), peak(process)
+        speed = count * tokens / (time.perf_counter() - started)
+    return speed, [statistics.median(sizes), peak(process)]
 
 
 def serve(name: str, repeats: int) -> None:
@@ -181,16 +183,25 @@ def serve(name: str, repeats: int) -> None:
     address, number = ours.recv(), process.pid
     assert number is not None
     # one client with a long prompt needs the memory for a piece of prompts, which is there once, however many there are
-    _, before = asyncio.run(read_streams(address, 1, 200, number, prompt=10_000))
-    turns = [[asyncio.run(read_streams(address, count, 200, number)) for count in (1, CLIENTS)] for _ in range(repeats)]
+    _, before = asyncio.run(read_streams(address, 1, number, prompt=10_000))
+    turns = [[asyncio.run(read_streams(address, count, number)) for count in (1, CLIENTS)] for _ in range(repeats)]
     process.kill()
     one, many = (statistics.median(turn[i][0] for turn in turns) for i in range(2))
     ratio = statistics.median(turn[1][0] / turn[0][0] for turn in turns)
-    more = (turns[-1][1][1] - before) / (CLIENTS - 1) / 1024
+    usual, most = ((y - x) / (CLIENTS - 1) / 1024 for x, y in zip(before, turns[-1][1][1], strict=True))
     with torch.inference_mode():
         state = states.num_bytes(model(name).eval().extend_hidden(torch.ones(1, 100, dtype=torch.long))[1]) / 1024
     print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS} clients {many:,.0f}: {ratio:.1f} ×")
-    print(f"{name:24} {more:,.0f} KiB for each further client, whose state has {state:,.0f} KiB", flush=True)
+    print(
+        f"{name:24} {usual:,.0f} KiB ({most:,.0f} at most) for each further client, whose state has {state:,.0f} KiB",
+        flush=True,
+    )
+
+
+def resident(process: int) -> float:
+    """Return the bytes that a process has in memory, 0 where the system does not say."""
+    file = Path(f"/proc/{process}/statm")
+    return 4096 * float(file.read_text().split()[1]) if file.exists() else 0.0
 
 
 def peak(process: int | str = "self") -> float:
