@@ -47,6 +47,8 @@ class Engine:
     @contextmanager
     def generate(self, request: Request) -> Iterator[TokenQueue]:
         """Generate while the block runs; at its end the row is free. Raise ApiError if there are too many requests."""
+        if not self.thread.is_alive():
+            raise ApiError(503, "the server is shutting down")
         if len(self.open) >= self.limit:
             raise ApiError(429, "the queue is full: try again later")
         tokens = TokenQueue(request)

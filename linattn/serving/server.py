@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from linattn.serving.engine import Engine, TokenQueue
 from linattn.serving.errors import ApiError
@@ -27,12 +27,12 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        kwargs: Any = {"registry": self.registry}
-        self.requests = Counter("linattn_requests", "answers, by HTTP status", ["status"], **kwargs)
-        self.prompt_tokens = Counter("linattn_prompt_tokens", "tokens of prompts", **kwargs)
-        self.new_tokens = Counter("linattn_new_tokens", "tokens that were generated", **kwargs)
-        self.first_token = Histogram("linattn_first_token_seconds", "time to the first token", **kwargs)
-        add = partial(Gauge, **kwargs)
+        options: Any = {"registry": self.registry}
+        self.requests = Counter("linattn_requests", "answers, by HTTP status", ["status"], **options)
+        self.prompt_tokens = Counter("linattn_prompt_tokens", "tokens of prompts", **options)
+        self.new_tokens = Counter("linattn_new_tokens", "tokens that were generated", **options)
+        self.first_token = Histogram("linattn_first_token_seconds", "time to the first token", **options)
+        add = partial(Gauge, **options)
         add("linattn_rows", "requests that have a row").set_function(lambda: engine.batch.num_rows)
         add("linattn_waiting", "requests that wait for a row").set_function(lambda: engine.batch.num_waiting)
         size = add("linattn_cache_bytes", "bytes of kept states")
@@ -133,7 +133,7 @@ class Server:
         return web.json_response({"status": "ok" if well else "ends"}, status=200 if well else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": "text/plain"})
+        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _stream(request: web.Request, call: Call, pieces: AsyncIterator[str]) -> web.StreamResponse:
