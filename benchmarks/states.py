@@ -1,11 +1,13 @@
 """What the state as a value saves, on one thread: reading a text again, the memory of training on a long sequence, and
 the time of generating many texts in one batch.
 
-    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,training,batches,conversations]
+    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,training,batches,conversations,serve]
 
 The models have random weights, which take the same time as trained ones. Times are medians of turns."""
 
 import argparse
+import asyncio
+import multiprocessing
 import random
 import resource
 import statistics
@@ -14,14 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import aiohttp
 import torch
 
 from linattn import ContinuousBatch, LanguageModel, LanguageModelConfig, Request, generate, generate_each, states
+from linattn.cli.vocabulary import Bytes
 from linattn.models.loss import next_token_loss
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
+from linattn.serving.engine import Engine
+from linattn.serving.protocol import Interface
+from linattn.serving.server import Server
 
 MODELS = {
     "4 × 128, local:2+elu:2": {"dim": 128, "depth": 4, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
@@ -29,8 +37,8 @@ MODELS = {
     "8 × 256, local:2+elu:2": {"dim": 256, "depth": 8, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
 }
 SEGMENT = 2048
-PARTS = ("reading", "training", "batches", "conversations")
-ROWS, CONVERSATIONS = 16, 1000
+PARTS = ("reading", "training", "batches", "conversations", "serve")
+ROWS, CONVERSATIONS, CLIENTS = 16, 1000, 64
 
 
 def model(name: str) -> LanguageModel:
@@ -133,9 +141,72 @@ def conversations(name: str) -> None:
     print(f"{name:24} {CONVERSATIONS:,} open texts: {size / 2**20:,.0f} MiB, {ratio:.3f} × as many times one state")
 
 
-def peak() -> float:
-    """Return the most bytes that this process had in memory."""
-    if (status := Path("/proc/self/status")).exists():
+def server(name: str, pipe: Connection) -> None:
+    """Serve a model without a cache, in a process of its own. Send the address, then wait to be killed."""
+    torch.set_num_threads(1)
+
+    async def run() -> None:
+        served = model(name).eval()
+        engine = Engine(served, size=CLIENTS, queue=0, cache=None)
+        interface = Interface("model", served, Bytes(), 10_000)
+        pipe.send(await Server(engine, interface, timeout=1000).start("127.0.0.1", 0))
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+async def read_streams(address: str, count: int, process: int, prompt: int = 100) -> tuple[float, list[float]]:
+    """Return the tokens per second of so many clients at once, each with a stream, the bytes that the server has in
+    memory while it generates, and the most that it had up to then."""
+    tokens, sizes = 200, list[float]()
+    body = {"model": "model", "prompt": prompt * [1], "max_tokens": tokens, "stream": True, "temperature": 0}
+
+    async def read() -> None:
+        async with session.post(f"{address}/completions", json=body) as answer:
+            async for _ in answer.content.iter_any():
+                sizes.append(resident(process))
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
+        started = time.perf_counter()
+        await asyncio.gather(*(read() for _ in range(count)))
+        speed = count * tokens / (time.perf_counter() - started)
+    return speed, [statistics.median(sizes), peak(process)]
+
+
+def serve(name: str, repeats: int) -> None:
+    """Compare the tokens per second of many clients of a server with those of one, and its memory."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=server, args=(name, theirs), daemon=True)
+    process.start()
+    address, number = ours.recv(), process.pid
+    assert number is not None
+    # one client with a long prompt needs the memory for a piece of prompts, which is there once, however many there are
+    _, before = asyncio.run(read_streams(address, 1, number, prompt=10_000))
+    turns = [[asyncio.run(read_streams(address, count, number)) for count in (1, CLIENTS)] for _ in range(repeats)]
+    process.kill()
+    one, many = (statistics.median(turn[i][0] for turn in turns) for i in range(2))
+    ratio = statistics.median(turn[1][0] / turn[0][0] for turn in turns)
+    usual, most = ((y - x) / (CLIENTS - 1) / 1024 for x, y in zip(before, turns[-1][1][1], strict=True))
+    with torch.inference_mode():
+        state = states.num_bytes(model(name).eval().extend_hidden(torch.ones(1, 100, dtype=torch.long))[1]) / 1024
+    print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS} clients {many:,.0f}: {ratio:.1f} ×")
+    print(
+        f"{name:24} {usual:,.0f} KiB ({most:,.0f} at most) for each further client, whose state has {state:,.0f} KiB",
+        flush=True,
+    )
+
+
+def resident(process: int) -> float:
+    """Return the bytes that a process has in memory, 0 where the system does not say."""
+    file = Path(f"/proc/{process}/statm")
+    return 4096 * float(file.read_text().split()[1]) if file.exists() else 0.0
+
+
+def peak(process: int | str = "self") -> float:
+    """Return the most bytes that a process had in memory; only Linux knows it for another one."""
+    if (status := Path(f"/proc/{process}/status")).exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return 1024 * float(line.split()[1])
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
@@ -169,6 +240,8 @@ def main() -> None:
             batches(name, arguments.repeats)
         if "conversations" in arguments.parts:
             conversations(name)
+        if "serve" in arguments.parts:
+            serve(name, arguments.repeats)
 
 
 if __name__ == "__main__":

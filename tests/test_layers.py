@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "linattn"
 LAYERS = [
     {"cli"},
     {"linearize"},
-    {"console", "compat", "integrations"},
+    {"console", "compat", "integrations", "serving"},
     {"generation"},
     {"states"},
     {"models"},
@@ -24,7 +24,9 @@ BESIDE = {("feature_maps", "ops"), ("compat", "integrations")}
 BELOW = ("version", "types", "names", "checks", "files")
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
+    "aiohttp": ("linattn/serving/",),
     "jinja2": ("linattn/console/",),
+    "prometheus_client": ("linattn/serving/",),
     "triton": ("linattn/ops/triton",),
     "transformers": ("linattn/integrations/", "linattn/linearize/", "linattn/cli/"),
     "accelerate": ("linattn/integrations/", "linattn/cli/"),

@@ -1,1 +1,2 @@
-"""The command line: `linattn train`, `generate`, `info`, `bench`. Heavy packages are imported when a command runs."""
+"""The command line: `linattn train`, `generate`, `read`, `serve`, `info`, `linearize`, `bench`. Heavy packages are
+imported when a command runs."""

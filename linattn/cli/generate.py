@@ -5,7 +5,6 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from linattn.cli.run_folder import Run, is_pretrained, open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
 from linattn.generation import Sampling, stream
+from linattn.generation.texts import TextStream
 from linattn.models import LanguageModel
 from linattn.states import load_state
 
@@ -92,13 +92,19 @@ def _check_file_options(arguments: argparse.Namespace) -> None:
     arguments.batch = arguments.batch or 16
 
 
-def _load(described: Run, arguments: argparse.Namespace) -> tuple[LanguageModel, Any]:
-    """Return the model, and the state of --state, None without one."""
+def load_model(described: Run, arguments: argparse.Namespace) -> LanguageModel:
+    """Return the model, on the GPU unless --cpu forbids it."""
     model = described.model()
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
         raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
     if torch.cuda.is_available() and not arguments.cpu:
         model = model.cuda()
+    return model
+
+
+def _load(described: Run, arguments: argparse.Namespace) -> tuple[LanguageModel, Any]:
+    """Return the model, and the state of --state, None without one."""
+    model = load_model(described, arguments)
     if arguments.state is None:
         return model, None
     with explained("the state cannot be used", ValueError, FileNotFoundError):
@@ -136,7 +142,7 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
         sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
         pieces = pretrained.generated(arguments.folder, prompt, arguments, sampling, times)
-        _write(_until(pieces, arguments.stop) if arguments.stop else pieces)
+        _write(TextStream(str, end="", stops=[arguments.stop]).read(pieces) if arguments.stop else pieces)
     print(_speed(times), file=sys.stderr)
     return 0
 
@@ -161,29 +167,9 @@ def _speed(times: list[float]) -> str:
 def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
     """Yield the prompt, then the text of the new tokens, in pieces that no later token changes. If the text `stop` is
     generated, the output ends right before it."""
-    decode = vocabulary.decoder()
-    yield "".join(map(decode, prompt))
-    yield from _until(chain(map(decode, new), map(decode, [vocabulary.separator])), stop)
-
-
-def _until(pieces: Iterable[str], stop: str | None) -> Iterator[str]:
-    """Yield the text in pieces, up to the text `stop`."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if stop and stop in held:
-            yield held.partition(stop)[0]
-            return
-        # the end of the held text may be the beginning of the stop text
-        keep = _overlap(held, stop) if stop else 0
-        yield held[: len(held) - keep]
-        held = held[len(held) - keep :]
-    yield held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest prefix of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)
+    pieces = TextStream(vocabulary.decoder(), prompt, end=vocabulary.separator, stops=[stop] if stop else [])
+    yield pieces.prompt
+    yield from pieces.read(new)
 
 
 def _write(pieces: Iterable[str]) -> None:

@@ -12,12 +12,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from linattn.checks import MissingPackage, extra
-from linattn.cli import bench, generate, info, linearize, read, train
+from linattn.cli import bench, generate, info, linearize, read, serve, train
 from linattn.console.errors import CommandError, one_line, out_of_memory, writing
 from linattn.names import did_you_mean
 from linattn.version import __version__
 
-COMMANDS = {"train": train, "generate": generate, "read": read, "info": info, "linearize": linearize, "bench": bench}
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "read": read,
+    "serve": serve,
+    "info": info,
+    "linearize": linearize,
+    "bench": bench,
+}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -82,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     command = COMMANDS[parsed.command]
     try:
-        with extra("cli"), interrupted_by_sigterm(), writing(getattr(parsed, "out", "the output")):
+        needed, target = getattr(command, "EXTRA", "cli"), getattr(parsed, "out", "the output")
+        with extra(needed), interrupted_by_sigterm(), writing(target):
             # the `command` of a package takes seconds to import, so mistakes in its options are told before
             runner = import_module(f"{command.__name__}.command") if hasattr(command, "__path__") else command
             status = runner.run(parsed)

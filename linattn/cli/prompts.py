@@ -20,6 +20,7 @@ from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.generation import ContinuousBatch, Request, Sampling
+from linattn.generation.texts import TextStream
 from linattn.models import LanguageModel
 from linattn.states import fingerprint
 
@@ -107,20 +108,20 @@ class Answer:
     """The text that follows a prompt. It ends before the text `stop`."""
 
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
-        self.job, self.separator, self.decode = job, vocabulary.separator, vocabulary.decoder()
-        # what a token means may depend on those before it
-        for token in job.tokens:
-            self.decode(token)
-        self.stop, self.text, self.num_tokens, self.stopped = job.options["stop"], "", 0, False
+        self.job, self.text, self.num_tokens = job, "", 0
+        stops = [stop] if (stop := job.options["stop"]) else []
+        self.pieces = TextStream(vocabulary.decoder(), job.tokens, end=vocabulary.separator, stops=stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self.pieces.stopped
 
     def extend(self, token: int) -> None:
-        before, self.num_tokens = len(self.text), self.num_tokens + 1
-        self.text += self.decode(token)
-        if self.stop and (place := self.text.find(self.stop, max(0, before - len(self.stop) + 1))) >= 0:
-            self.text, self.stopped = self.text[:place], True
+        self.num_tokens += 1
+        self.text += self.pieces.extend(token)
 
     def result(self) -> str:
-        text = self.text if self.stopped else self.text + self.decode(self.separator)
+        text = self.text + self.pieces.finish()
         line = {"line": self.job.line} | ({"id": self.job.content["id"]} if "id" in self.job.content else {})
         line |= {"text": text, "tokens": self.num_tokens, "request": self.job.digest}
         return json.dumps(line, ensure_ascii=False) + "\n"

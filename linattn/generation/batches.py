@@ -23,6 +23,14 @@ SHORTEST = 64
 """The length to which shorter prompts are padded, so that they are read in one call."""
 
 
+class LogitsError(ValueError):
+    """The model's logits of these `requests`, by their numbers, are such that no token can be drawn."""
+
+    def __init__(self, requests: Sequence[int]) -> None:
+        super().__init__("the logits of the model hold NaN or +∞, or −∞ for every token: nothing can be drawn")
+        self.requests = list(requests)
+
+
 class NewToken(NamedTuple):
     """The next `token` of the request with the number `request`, and whether it is the last: it is a stop token, or
     there are `max_new_tokens`."""
@@ -97,8 +105,8 @@ class ContinuousBatch:
         """Read a piece of the prompts that there are rows for, and return one more token of each row whose prompt is
         read. There is none if all requests have ended, or if only prompts were read.
 
-        A step that raises an error, as for logits of NaN, changes nothing that is generated: the next one tries
-        again."""
+        A step that raises an error changes nothing that is generated: the next one tries again. For logits of
+        NaN the error is a LogitsError, which has the requests that are to be cancelled."""
         with evaluating(self.model):
             self._admit()
             self._read()
@@ -180,7 +188,12 @@ class ContinuousBatch:
 
     def _extend(self, batch: "BatchState") -> list[NewToken]:
         x, state = self.model.extend_hidden(batch.tokens, batch.state)
-        drawn = self._draw(self.model.logits(x[:, -1]), batch.seen)
+        logits = self.model.logits(x[:, -1])
+        drawable = logits.amax(-1).isfinite().tolist()
+        if not all(drawable):
+            numbers = zip(self._running, drawable, strict=True)
+            raise LogitsError([number for number, good in numbers if not good])
+        drawn = self._draw(logits, batch.seen)
         self._batch = BatchState(state, batch.seen.scatter_(1, drawn, True), drawn)
         new, ended = list[NewToken](), list[int]()
         for i, ((number, row), token) in enumerate(zip(self._running.items(), drawn.flatten().tolist(), strict=True)):

@@ -1,6 +1,6 @@
 """Text in the place of tokens, for models that have a tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from linattn.checks import extra
@@ -36,3 +36,44 @@ class TextCoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class TextStream:
+    """The text of new tokens, in pieces that no later token changes. It ends before the first of the texts `stops` that
+    is generated; `stopped` is then True.
+
+    `decode` returns the text that its token completes; after the token `end` nothing is left to complete. It takes the
+    tokens of the prompt first, whose text is `prompt`, because what a token means may depend on those before it."""
+
+    def __init__(
+        self, decode: Callable[[Any], str], prompt: Iterable[int] = (), *, end: Any, stops: Sequence[str] = ()
+    ) -> None:
+        self._decode, self._end, self._stops = decode, end, stops
+        self._held, self.stopped = "", False
+        self.prompt = "".join(map(decode, prompt))
+
+    def extend(self, token: Any) -> str:
+        text = self._held + self._decode(token)
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.stopped = bool(places)
+        # the end of the text may be the beginning of a stop text
+        size = min(places) if places else len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[size:]
+        return text[:size]
+
+    def read(self, tokens: Iterable[Any]) -> Iterator[str]:
+        """Yield the text of all the tokens, up to a stop text."""
+        for token in tokens:
+            yield self.extend(token)
+            if self.stopped:
+                return
+        yield self.finish()
+
+    def finish(self) -> str:
+        """Return the rest of the text, for which no more tokens come."""
+        return "" if self.stopped else self._held + self._decode(self._end)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest prefix of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -237,6 +237,25 @@ def test_a_step_that_fails_changes_nothing_that_is_generated():
     assert [texts[number] for number in numbers] == expected
 
 
+def test_logits_of_nan_name_the_requests():
+    """Also where the most likely token is taken. When they are cancelled, the others go on."""
+    model = small_model(ELU | {"tie_embeddings": False})
+    requests = [each for each in some_requests(6, 5) if 7 not in (*each.prompt, *alone(model, each))]
+    expected = [alone(model, request) for request in requests]
+    with torch.no_grad():
+        model.embedding.weight[7] = torch.nan
+    batch, texts = ContinuousBatch(model), {}
+    numbers = [batch.add(request) for request in requests]
+    broken = [batch.add(Request([1, 7], max_new_tokens=3, sampling=each)) for each in SAMPLINGS[:3]]
+    with pytest.raises(batches.LogitsError) as error:
+        finish(batch, texts)
+    assert len(requests) > 1 and error.value.requests == broken
+    for number in broken:
+        batch.cancel(number)
+    finish(batch, texts)
+    assert [texts[number] for number in numbers] == expected
+
+
 def test_a_tensor_is_a_prompt():
     model = small_model(ELU)
     ((_, tokens),) = generate_each(model, [Request(torch.tensor([1, 2]), max_new_tokens=2)])

@@ -91,6 +91,7 @@ def try_commands(folder: Path) -> None:
         ["train", "--resume", "--out", str(run)],
         ["generate", str(run)],
         ["read", str(run), str(text), "--out", str(folder / "new")],
+        ["serve", str(run)],
         ["info", str(run)],
         ["linearize", "model", "--data", str(text), "--out", str(folder / "new")],
         ["bench", "--out", str(folder / "new")],
@@ -99,7 +100,8 @@ def try_commands(folder: Path) -> None:
     for arguments in needing:
         status, _, error = command(*arguments)
         assert status == 2 and error.count("\n") == 1, (arguments, status, error)
-        assert error.startswith(f"linattn {arguments[0]}: ") and 'pip install "linattn[cli]"' in error, error
+        extra = f'pip install "linattn[{"serve" if arguments[0] == "serve" else "cli"}]"'
+        assert error.startswith(f"linattn {arguments[0]}: ") and extra in error, error
 
 
 if __name__ == "__main__":

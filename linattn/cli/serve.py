@@ -1,0 +1,79 @@
+"""`linattn serve`: generate text with the model of a run for the clients of OpenAI's interface, many at a time."""
+
+import argparse
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, integers
+from linattn.cli.generate import load_model
+from linattn.cli.run_folder import open_run
+from linattn.console.errors import explained
+from linattn.states import PrefixCache
+
+if TYPE_CHECKING:
+    from linattn.serving.server import Server
+
+SMALLER = "a smaller --batch or --cache-bytes"
+EXTRA = "serve"
+SUMMARY = "serve the model of a run to OpenAI's clients"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen there (default: 127.0.0.1, this machine alone)")
+    add("--port", default=8000, **integers(0, 65535), help="0: any that is free (default: 8000)")
+    add("--batch", default=16, **COUNT, help="generate N texts at a time (default: 16)")
+    add("--queue", default=256, **NATURAL, help="let N more requests wait, and refuse others (default: 256)")
+    add("--max-tokens", default=4096, **COUNT, help="generate at most N tokens per request (default: 4096)")
+    add("--timeout", default=300.0, **POSITIVE, help="end a request after X seconds (default: 300)")
+    add("--cache-bytes", default=2**28, **NATURAL, help="keep states of prompts in N bytes (default: 268435456)")
+    add("--cpu", **FLAG, help="do not use a GPU")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # imported here, because `linattn --help` works without the extra
+    from linattn.serving.engine import Engine
+    from linattn.serving.protocol import Interface
+    from linattn.serving.server import Server
+
+    described = open_run(arguments.folder)
+    vocabulary, model = described.vocabulary(), load_model(described, arguments)
+    cache = PrefixCache(model, budget=arguments.cache_bytes) if arguments.cache_bytes else None
+    name, chat = arguments.folder.resolve().name, chat_template(arguments.folder)
+    interface = Interface(name, model, vocabulary, arguments.max_tokens, chat)
+    engine = Engine(model, size=arguments.batch, queue=arguments.queue, cache=cache)
+    asyncio.run(_serve(Server(engine, interface, timeout=arguments.timeout), arguments))
+    return 0
+
+
+async def _serve(server: "Server", arguments: argparse.Namespace) -> None:
+    loop, end = asyncio.get_running_loop(), asyncio.Event()
+    with explained(f"the server cannot listen on {arguments.host}, port {arguments.port}", OSError):
+        address = await server.start(arguments.host, arguments.port)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # on Windows there are no such handlers, and Ctrl-C cancels this function
+        with suppress(NotImplementedError):
+            loop.add_signal_handler(number, end.set)
+    print(f"{server.interface.name}: {address}", flush=True)
+    try:
+        await end.wait()
+    finally:
+        await server.stop()
+
+
+def chat_template(folder: Path) -> Callable[[list[Any]], str] | None:
+    """Return the function that writes messages as the chat template of the folder's tokenizer, None without one."""
+    settings = folder / "tokenizer_config.json"
+    has_template = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+    if not has_template and not (folder / "chat_template.jinja").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

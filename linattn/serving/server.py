@@ -1,0 +1,176 @@
+"""The HTTP server: limits, errors, streams, metrics, and an end that waits for running requests, but not for ever."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from linattn.serving.engine import Engine, TokenQueue
+from linattn.serving.errors import ApiError
+from linattn.serving.protocol import CHAT, COMPLETIONS, Call, Interface
+
+# the bytes of a request, the seconds after which a client may try again, and those that running requests have to end
+BODY, RETRY, GRACE = 2**20, 1, 5.0
+# the status of a client that has left, as in nginx's logs
+LEFT = 499
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Metrics:
+    """The numbers for Prometheus, each server with its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        options: Any = {"registry": self.registry}
+        self.requests = Counter("linattn_requests", "answers, by HTTP status", ["status"], **options)
+        self.prompt_tokens = Counter("linattn_prompt_tokens", "tokens of prompts", **options)
+        self.new_tokens = Counter("linattn_new_tokens", "tokens that were generated", **options)
+        self.first_token = Histogram("linattn_first_token_seconds", "time to the first token", **options)
+        add = partial(Gauge, **options)
+        add("linattn_rows", "requests that have a row").set_function(lambda: engine.batch.num_rows)
+        add("linattn_waiting", "requests that wait for a row").set_function(lambda: engine.batch.num_waiting)
+        size = add("linattn_cache_bytes", "bytes of kept states")
+        size.set_function(lambda: getattr(engine.batch.cache, "num_bytes", 0))
+
+
+class Server:
+    """Serves the model of an `interface` with an `engine`. A request gets `timeout` seconds."""
+
+    def __init__(self, engine: Engine, interface: Interface, *, timeout: float) -> None:
+        self.engine, self.interface, self.timeout, self.ends = engine, interface, timeout, False
+        self.metrics = Metrics(engine)
+        app = web.Application(client_max_size=BODY, middlewares=[self._count_and_explain])
+        app.router.add_post("/v1/completions", partial(self._generate, COMPLETIONS))
+        app.router.add_post("/v1/chat/completions", partial(self._generate, CHAT))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        # a handler whose client has left is cancelled, which frees the row
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen, and return the address. Raise OSError if that is impossible."""
+        await self.runner.setup()
+        try:
+            await web.TCPSite(self.runner, host, port).start()
+        except OSError:
+            await self.runner.cleanup()
+            raise
+        self.engine.start()
+        name, port, *_ = self.runner.addresses[0]
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/v1"
+
+    async def stop(self, grace: float = GRACE) -> None:
+        """Refuse new requests, let the running ones end for `grace` seconds, and end the others."""
+        self.ends, loop = True, asyncio.get_running_loop()
+        until = loop.time() + grace
+        while self.engine.open and loop.time() < until:
+            await asyncio.sleep(0.02)
+        await self.engine.close()
+        await self.runner.cleanup()
+
+    async def _generate(self, endpoint: Any, request: web.Request) -> web.StreamResponse:
+        if self.ends:
+            raise ApiError(503, "the server is shutting down")
+        started = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self.timeout):
+                content = await request.read()
+        except TimeoutError:
+            raise ApiError(408, f"the body has not come within {self.timeout:g} seconds") from None
+        call = await asyncio.to_thread(self.interface.read, endpoint, content)
+        with self.engine.generate(call.request) as tokens:
+            async with aclosing(self._pieces(call, tokens, started)) as pieces:
+                if call.streams:
+                    return await _stream(request, call, pieces)
+                return web.json_response(call.complete("".join([piece async for piece in pieces])))
+
+    async def _pieces(self, call: Call, tokens: TokenQueue, started: float) -> AsyncGenerator[str]:
+        """Yield the pieces of the answer's text. When the time is over, it ends with what there is."""
+        while call.reason is None:
+            try:
+                async with asyncio.timeout_at(started + self.timeout):
+                    event = await tokens.get()
+            except TimeoutError:
+                if not call.num_tokens:
+                    raise ApiError(504, f"there is no token after {self.timeout:g} seconds") from None
+                yield call.finish("length")
+                return
+            if isinstance(event, Exception):
+                raise event
+            if not call.num_tokens:
+                self.metrics.prompt_tokens.inc(len(call.request.prompt))
+                self.metrics.first_token.observe(asyncio.get_running_loop().time() - started)
+            self.metrics.new_tokens.inc()
+            yield call.extend(*event)
+
+    @web.middleware
+    async def _count_and_explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except asyncio.CancelledError:
+            self.metrics.requests.labels(LEFT).inc()
+            raise
+        except Exception as error:
+            explained = _explained(error)
+            headers = {"Retry-After": str(RETRY)} if explained.status in (429, 503) else {}
+            response = web.json_response(explained.body(), status=explained.status, headers=headers)
+        self.metrics.requests.labels(response.status).inc()
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.interface.name, "object": "model", "created": 0, "owned_by": "linattn"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        well = self.engine.thread.is_alive() and not self.ends
+        return web.json_response({"status": "ok" if well else "ends"}, status=200 if well else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _stream(request: web.Request, call: Call, pieces: AsyncIterator[str]) -> web.StreamResponse:
+    # an error before the first token has a status of its own
+    text = await anext(pieces)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    try:
+        while not call.reason:
+            if text:
+                await _send(response, call.piece(text))
+            text = await anext(pieces)
+        await _send(response, call.piece(text))
+        if call.counts_usage:
+            await _send(response, call.last_piece())
+        await response.write(b"data: [DONE]\n\n")
+    except ConnectionResetError:
+        # the client has left
+        pass
+    except Exception as error:
+        await _send(response, _explained(error).body())
+    return response
+
+
+async def _send(response: web.StreamResponse, event: object) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+def _explained(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, f"a request has at most {BODY:,} bytes")
+        case web.HTTPException():
+            return ApiError(error.status, error.reason)
+        case ValueError():
+            return ApiError(400, str(error))
+    logging.getLogger(__name__).error("a request has failed", exc_info=error)
+    return ApiError(500, "the server has failed on this request")

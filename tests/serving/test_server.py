@@ -1,0 +1,298 @@
+"""OpenAI's client gets from the server what `generate` writes alone, and no client disturbs another."""
+
+import asyncio
+import codecs
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+import torch
+
+from linattn.generation import Sampling, generate
+from linattn.serving import server as serving
+from tests.serving.conftest import running, tiny_model, wait_until
+
+CASES = [
+    {"prompt": "the cat", "temperature": 0, "max_tokens": 16},
+    {"prompt": "", "temperature": 1.2, "seed": 3, "max_tokens": 17},
+    {"prompt": "över", "temperature": 1.0, "top_p": 0.9, "seed": 4, "max_tokens": 24},
+    {"prompt": "a longer prompt, " * 9, "temperature": 0, "top_p": 0.5, "max_tokens": 1},
+    {"prompt": [1, 2, 200], "seed": 5},
+]
+
+
+def alone(model, case):
+    """Return the text, and the number of new tokens."""
+    prompt = case["prompt"] if isinstance(case["prompt"], list) else [256, *case["prompt"].encode()]
+    temperature = case.get("temperature", 1.0)
+    sampling = Sampling(temperature=temperature, top_p=case.get("top_p") if temperature else None)
+    options = {"max_new_tokens": case.get("max_tokens", 16), "sampling": sampling, "seed": case.get("seed")}
+    tokens = generate(model, prompt, stop_tokens=(256,), **options)
+    # a prompt of tokens may end within a character
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(bytes(prompt[prompt[0] == 256 :]))
+    return decoder.decode(bytes(token for token in tokens if token != 256), final=True), len(tokens)
+
+
+def complete(server, **case):
+    return server.client.completions.create(model="tiny", **case)
+
+
+def pieces(server, **case):
+    return list(complete(server, stream=True, **case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_texts_are_those_of_generate_alone(server, model, case):
+    text, count = alone(model, case)
+    answer = complete(server, **case)
+    length = len(case["prompt"]) if isinstance(case["prompt"], list) else 1 + len(case["prompt"].encode())
+    assert answer.choices[0].text == text
+    assert answer.choices[0].finish_reason == ("length" if count == case.get("max_tokens", 16) else "stop")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (length, count, length + count)
+    *parts, last = pieces(server, **case, stream_options={"include_usage": True})
+    assert "".join(part.choices[0].text for part in parts) == text
+    assert [part.choices[0].finish_reason for part in parts][-1] == answer.choices[0].finish_reason
+    assert last.usage == usage and not last.choices and len({part.id for part in parts}) == 1
+    assert all(part.choices[0].finish_reason is None for part in parts[:-1])
+    assert len(pieces(server, **case)) == len(parts)
+
+
+def test_a_text_ends_before_the_first_stop_text(server, model):
+    case = {"prompt": "b", "temperature": 0, "max_tokens": 30}
+    text, _ = alone(model, case)
+    stop = text[10:13]
+    for stops in (stop, ["never", stop + "no", stop, text[12:15]]):
+        answer = complete(server, **case, stop=stops).choices[0]
+        assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
+        parts = pieces(server, **case, stop=stops)
+        assert "".join(part.choices[0].text for part in parts) == answer.text
+    # the beginning of a stop text is held back, and comes at the end
+    parts = pieces(server, **case, stop=text[-3:] + "no")
+    assert "".join(part.choices[0].text for part in parts) == text
+    wait_until(lambda: not server.engine.batch)
+
+
+def test_chat_needs_a_template(server, model):
+    messages = [{"role": "user", "content": "the cat"}]
+    with pytest.raises(openai.BadRequestError, match="no chat template") as error:
+        server.client.chat.completions.create(model="tiny", messages=messages)
+    assert error.value.param == "messages"
+
+    def chat(messages):
+        if messages[0]["role"] == "odd":
+            raise RuntimeError("roles must alternate")
+        return "".join(message["content"] for message in messages)
+
+    with running(model, chat=chat, max_tokens=20) as other:
+        create = other.client.chat.completions.create
+        text, count = alone(model, CASES[0])
+        answer = create(model="tiny", messages=messages, temperature=0, max_completion_tokens=16)
+        assert answer.choices[0].message.content == text and answer.usage.completion_tokens == count
+        parts = list(create(model="tiny", messages=messages, temperature=0, max_tokens=16, stream=True))
+        assert "".join(part.choices[0].delta.content for part in parts) == text
+        # without a number, as many as there may be
+        assert create(model="tiny", messages=messages, temperature=0).usage.completion_tokens == 20
+        with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+            create(model="tiny", messages=[{"role": "odd", "content": ""}])
+
+
+def test_a_hundred_clients_at_once(model):
+    """Every fourth of them leaves in the middle of its text."""
+    cases = [CASES[i % 3] | {"prompt": f"number {i}", "max_tokens": 3, "seed": i} for i in range(75)]
+
+    async def leave(client):
+        stream = await client.completions.create(model="tiny", prompt="x", max_tokens=5000, stream=True)
+        await anext(stream)
+        await stream.close()
+
+    async def everyone(address):
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            texts = [client.completions.create(model="tiny", **case) for case in cases]
+            return (await asyncio.gather(*texts, *(leave(client) for _ in range(25))))[: len(cases)]
+
+    with running(model, batch=32) as server:
+        answers = asyncio.run(everyone(server.address))
+        wait_until(lambda: not server.engine.batch and not server.engine.open)
+    assert [answer.choices[0].text for answer in answers] == [alone(model, case)[0] for case in cases]
+
+
+def test_a_client_that_leaves_frees_its_row(server):
+    before = server.metric("linattn_new_tokens_total")
+    stream = complete(server, prompt="x", max_tokens=5000, stream=True)
+    next(stream)
+    assert server.engine.batch.num_rows == 1
+    stream.close()
+    wait_until(lambda: not server.engine.batch and not server.engine.open)
+    with pytest.raises(openai.APITimeoutError):
+        server.client.with_options(timeout=0.2).completions.create(model="tiny", prompt="x", max_tokens=5000)
+    wait_until(lambda: not server.engine.batch and not server.engine.open)
+    assert server.metric("linattn_new_tokens_total") < before + 5000
+    assert server.metric('linattn_requests_total{status="499"}') >= 1
+
+
+def test_a_full_queue_refuses_and_loses_nothing(model):
+    case = {"model": "tiny", "prompt": "x", "temperature": 0, "max_tokens": 60}
+
+    async def three(server):
+        async with openai.AsyncOpenAI(base_url=server.address, api_key="none", max_retries=0) as client:
+            both = [asyncio.create_task(client.completions.create(**case)) for _ in range(2)]
+            while len(server.engine.open) < 2:
+                await asyncio.sleep(0.001)
+            with pytest.raises(openai.RateLimitError, match="queue is full") as error:
+                await client.completions.create(**case)
+            assert error.value.response.headers["Retry-After"] == "1"
+            return [(await each).choices[0].text for each in both]
+
+    with running(model, batch=1, queue=1) as server:
+        assert asyncio.run(three(server)) == 2 * [alone(model, case)[0]]
+        assert complete(server, prompt="x", temperature=0, max_tokens=3).usage.completion_tokens == 3
+
+
+def post(server, content, path="/v1/completions"):
+    """Return the status and the error of a request with this body."""
+    request = urllib.request.Request(server.address.removesuffix("/v1") + path, content)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+WRONG = [
+    *({name: value} for name in GOOD for value in (None, 3.5, True, {}) if (name, value) != ("max_tokens", None)),
+    *({"prompt": value} for value in ([], [257], [-1], [1.5], ["x"], [2**70])),
+    *({"max_tokens": value} for value in (0, -1, 5001, "3")),
+    *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot")),
+    *({"top_p": value} for value in (0, 1.5, "x")),
+    *({"stop": value} for value in ("", 3, ["a", ""], list("abcde"))),
+    *({"n": 2}, {"best_of": 2}, {"echo": True}, {"logprobs": 0}, {"suffix": "x"}, {"logit_bias": {"3": 1}}),
+    *({"presence_penalty": 0.5}, {"frequency_penalty": -1}, {"seed": 2**70}, {"seed": "x"}, {"stream": 1}),
+    *({"stream_options": {"include_usage": True}}, {"max_completion_tokens": 3}, {"unknown": 1}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_wrong_fields_are_refused_by_name(server, wrong):
+    status, error = post(server, json.dumps(GOOD | wrong).encode())
+    (name,) = wrong
+    assert status == 400 and set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and (error["param"] == name or name in error["message"])
+
+
+def test_fields_without_an_effect_are_accepted(server):
+    neutral = {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0}
+    more = {"logit_bias": {}, "user": "me", "suffix": None, "stream": False, "stop": None, "seed": None, "top_p": None}
+    assert post(server, json.dumps(GOOD | neutral | more).encode())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b'{"model": "tiny"}', b"{}", b"[" * 100_000),
+        *(b'{"model": "tiny", "prompt": "\\ud800"}', b"\0" * 100, json.dumps(GOOD).encode()[:-1]),
+    ],
+    ids=lambda content: str(content[:20]),
+)
+def test_malformed_bodies_are_refused(server, content):
+    assert post(server, content)[0] == 400
+    assert post(server, json.dumps(GOOD).encode())[0] == 200
+
+
+def test_other_errors_have_the_same_form(server):
+    assert post(server, json.dumps(GOOD | {"prompt": "x" * serving.BODY}).encode())[0] == 413
+    for path, content, status in (("/v1/nothing", b"{}", 404), ("/v1/models", b"{}", 405), ("/health", b"", 405)):
+        assert post(server, content, path)[0] == status
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other': the model is 'tiny'"):
+        server.client.completions.create(model="other", prompt="x")
+    with socket.create_connection(server.address[7:-3].split(":")) as connection:
+        connection.sendall(b"no HTTP at all\r\n\r\n")
+        assert b"400" in connection.recv(1000)
+    assert post(server, json.dumps(GOOD).encode())[0] == 200
+
+
+def test_logits_of_nan_end_their_request_alone():
+    model = tiny_model(tie_embeddings=False)
+    with torch.no_grad():
+        model.embedding.weight[250] = torch.nan
+    with running(model) as server:
+
+        async def three():
+            async with openai.AsyncOpenAI(base_url=server.address, api_key="none", max_retries=0) as client:
+                prompts = ([1, 2], [250, 1], [3, 1, 5])
+                create = client.completions.create
+                calls = (create(model="tiny", prompt=each, max_tokens=9, temperature=0) for each in prompts)
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+        good, bad, other = asyncio.run(three())
+        assert isinstance(bad, openai.InternalServerError) and "NaN" in str(bad)
+        for answer, prompt in ((good, [1, 2]), (other, [3, 1, 5])):
+            text, count = alone(model, {"prompt": prompt, "max_tokens": 9, "temperature": 0})
+            assert (answer.choices[0].text, answer.usage.completion_tokens) == (text, count)
+
+
+def test_an_error_of_a_step_ends_what_runs_and_the_server_lives_on(model, monkeypatch):
+    with running(model) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(server.engine.batch), "step", lambda self: 1 / 0)
+            with pytest.raises(openai.InternalServerError, match="division by zero"):
+                complete(server, prompt="x")
+        assert complete(server, prompt="x", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_time_is_limited(model, monkeypatch):
+    with running(model, timeout=0.3) as server:
+        answer = complete(server, prompt="x", max_tokens=5000, temperature=0)
+        assert answer.choices[0].finish_reason == "length" and 0 < answer.usage.completion_tokens < 5000
+        monkeypatch.setattr(type(server.engine.batch), "step", lambda self: [])
+        with pytest.raises(openai.InternalServerError) as error:
+            complete(server, prompt="x")
+        assert error.value.status_code == 504
+        # a body that does not come
+        with socket.create_connection(server.address[7:-3].split(":")) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert b"408" in connection.recv(1000)
+
+
+def test_health_models_and_metrics(model):
+    with running(model) as server:
+        root = server.address.removesuffix("/v1")
+        assert json.load(urllib.request.urlopen(f"{root}/health")) == {"status": "ok"}
+        assert [each.id for each in server.client.models.list()] == ["tiny"]
+        count = complete(server, prompt="abcd", max_tokens=7).usage.completion_tokens
+        with pytest.raises(openai.BadRequestError):
+            complete(server, prompt="abcd", n=2)
+        assert server.metric("linattn_prompt_tokens_total") == 5
+        assert server.metric("linattn_new_tokens_total") == count
+        assert server.metric('linattn_requests_total{status="400"}') == 1
+        assert server.metric("linattn_first_token_seconds_count") == 1
+        assert server.metric("linattn_rows") == server.metric("linattn_waiting") == 0
+        assert server.metric("linattn_cache_bytes") == server.engine.batch.cache.num_bytes > 0
+
+
+def test_the_end_waits_for_streams(model):
+    with running(model) as server:
+        stream = complete(server, prompt="x", max_tokens=80, temperature=0, stream=True)
+        next(stream)
+        end = asyncio.run_coroutine_threadsafe(server.server.stop(), server.loop)
+        wait_until(lambda: server.server.ends)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as error:
+            complete(server, prompt="x")
+        assert error.value.status_code == 503
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        end.result(10)
+
+
+def test_the_end_does_not_wait_for_ever(model):
+    with running(model, batch=1) as server:
+        streams = [complete(server, prompt="x", max_tokens=5000, stream=True)]
+        next(streams[0])
+        server.call(server.server.stop(grace=0.05))
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(streams[0])
+        assert not server.engine.thread.is_alive()
