@@ -19,8 +19,8 @@ from linattn.cli.bench import DECODING, FORWARD, SOFTMAX, TRAINING
 from linattn.cli.bench.attentions import prepare
 from linattn.cli.bench.measure import Call, call_cost, interleaved_times
 from linattn.cli.bench.record import BYTES, SECONDS, Case, Measurement, Record, Setup, write_record
-from linattn.console.machine import machine_facts
 from linattn.cli.bench.report import printed
+from linattn.console.machine import machine_facts
 from linattn.ops import causal_linear_attention
 from linattn.ops.softmax.kernel import softmax_attention
 
