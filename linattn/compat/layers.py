@@ -59,8 +59,8 @@ def make_pair(
     shift: tuple[int, ...] | None = None,
     rezero: bool = False,
 ) -> Pair:
-    """Return `attention` and a new feed-forward as two `Branch`es. Each has its own norm, which `norm` makes for a
-    number of channels, a `TokenShift` with the offsets `shift` (None: neither), and `rezero`."""
+    """Return `attention` and a new feed-forward as two `Branch`es with the given `rezero`. Each has a norm of its own,
+    which `norm` makes for a number of channels (None: no norm), and a `TokenShift(shift)` (None: no shift)."""
     sizes = options.dim, options.ff_mult * options.dim
     if options.ff_glu:
         part = GatedFeedForward(*sizes, activation=F.gelu, bias=True, hidden_dropout=options.ff_dropout)

@@ -49,7 +49,8 @@ def available_memory(*, cpu: bool) -> float:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[float]:
-    """Yield the bytes that the control groups of this process, such as a container's, leave to it."""
+    """Yield the bytes that each control group of this process, such as a container's, still allows: its limit less what
+    it uses. `root` is the file system's."""
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -122,7 +122,8 @@ class LinearizedAttention(InnerAttention):
     def _extend(
         self, q: Queries, k: Keys, v: Values, state: Any, key_mask: KeyMask, gates: LayerGates | None = None
     ) -> tuple[Outputs, Any]:
-        """Return the outputs and the new state, a pair of the inner attention's and the window's (None: not causal)."""
+        """Return the outputs and the new state: the inner attention's, and the window's or None. If not causal, both
+        are None."""
         inner_gates, share = gates or (None, None)
         past, window_past = checked_parts(state, 2)
         y, past = _results(self.inner, self.query_map(q), self.key_map(k), v, past, key_mask, inner_gates)

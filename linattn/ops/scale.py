@@ -66,9 +66,9 @@ def _running_max(x: Tensor) -> Tensor:
 
 
 def _is_zero(decay: Tensor) -> bool:
-    """Return whether the decay is zero everywhere, without a gradient, and can be left out. In compilation, under vmap,
-    and where reading it would wait for a device, the answer is no. Short sequences keep a decay of zeros: without one
-    they would run on another backend, which rounds otherwise, so that a later key would change earlier outputs."""
+    """Return whether the decay can be left out: it is zero everywhere and needs no gradient. The answer is False in
+    compilation, under vmap, and where reading it would wait for a device; and for short sequences, which would run on
+    another backend without a decay: that one rounds otherwise, so a later key would change earlier outputs."""
     if torch.compiler.is_compiling() or type(decay) is not Tensor or is_functorch_wrapped_tensor(decay):
         return False
     known = decay.device.type == "cpu" and not decay.requires_grad

@@ -36,5 +36,6 @@ def _(model: LanguageModel) -> dict[str, Any]:
 
 
 def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor) -> Any:
-    """Apply `linattn.attention.map_state` to a state or, for a holder, to its state; return what was given."""
+    """Apply `function` to every `leaf` of a state, or of the state that a holder has, such as a cache. Return the new
+    state, or a new holder with it."""
     return hold(nested.map_state(function, held_state(state), leaf=leaf), state)

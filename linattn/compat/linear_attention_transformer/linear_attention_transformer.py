@@ -64,7 +64,8 @@ class LinearAttentionTransformer(nn.Module):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
+        """Return the outputs for the next tokens after those of `state`, and the new state. A context is given in the
+        first call, with `state` None; then the state holds it."""
         call = Call(input_mask, context, context_mask).checked(self.receives_context, "receives_context is False")
         return self.stack.extend(x, state, **call._asdict())
 
@@ -132,7 +133,8 @@ class LinearAttentionTransformerLM(TokenModel):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
-        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
+        """Return the outputs for the next tokens after those of `state`, and the new state. A context is given in the
+        first call, with `state` None; then the state holds it."""
         y, state = self.extend_hidden(x, state, key_mask=input_mask, context=context, context_mask=context_mask)
         return self.logits(y) if self.gives_logits else y, state
 

@@ -61,7 +61,8 @@ class Performer(Redrawing):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return the outputs for the next tokens, with the past and the context in `state`, and the new state."""
+        """Return the outputs for the next tokens after those of `state`, and the new state. A context is given in the
+        first call, with `state` None; then the state holds it."""
         call = Call(mask, context, context_mask).checked(self.cross_attend, "cross_attend is False")
         return self.net.extend(x, state, **call._asdict())
 
@@ -119,7 +120,8 @@ class PerformerLM(TokenModel, Redrawing):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
-        """Return the logits of the next tokens of sequences whose past and context `state` holds, and the new state."""
+        """Return the logits of the next tokens after those of `state`, and the new state. A context is given in the
+        first call, with `state` None; then the state holds it."""
         y, state = self.extend_hidden(x, state, key_mask=mask, context=context, context_mask=context_mask)
         return self.logits(y), state
 

@@ -42,8 +42,9 @@ def stack(
     *,
     wrappers: int = 1,
 ) -> Moves:
-    """Yield the moves of a stack's branches. `attention` and `feed_forward` yield those of one module; `feed_forward`
-    also gets the attention before it. In the old model, a feed-forward is inside of `wrappers` wrappers."""
+    """Yield the `Move`s that make the weights of the branches of our stack `module` from those of the original package.
+    `attention` and `feed_forward` yield those of one module; `feed_forward` also gets the attention before it. In the
+    original, a feed-forward is inside of `wrappers` wrappers."""
     reversible = isinstance(module, ReversibleSequence)
     pattern, places = ("blocks.{}.{}.net", "fg") if reversible else ("layers.{}.{}", "01")
     assert isinstance(module.branches, nn.ModuleList)

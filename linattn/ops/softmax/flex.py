@@ -33,7 +33,8 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
 
 
 def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, present: KeyMask = None) -> Outputs:
-    """Compute `local_attention` of packed tokens. Padding, False in `present`, is seen by its own query only."""
+    """Compute `local_attention` of tokens that stand left of their padding, which is False in `present` and seen by its
+    own query only."""
     from torch.nn.attention.flex_attention import BlockMask
 
     n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if present is None else present.shape[1]

@@ -86,7 +86,8 @@ def in_row(pointers, strides, row, UNIT: tl.constexpr):
 
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
-    """Return (pointer, step) of this row in x, one number per token: (rows, n), or with SHARES (rows, programs, n)."""
+    """Return (pointer, step) of this row in x, one number per token: (rows, n), or with SHARES one for each of the
+    programs that share the row's columns, (rows, programs, n)."""
     number = place(walk) // plain(walk.splits)
     if SHARES:
         number = number * plain(walk.parts) + part(walk)
@@ -246,7 +247,7 @@ def load_keys(k, chunk, features, present, phi, K: tl.constexpr):
 
 @jit
 def load_values(v, chunk, values, present, K: tl.constexpr):
-    """(C, BV), rounded; zeros for tokens that are masked or not inside."""
+    """Return the values of a chunk, (C, BV), rounded to K's precision; zeros for tokens masked or not inside."""
     v_j = load(v, chunk, values)
     if K.MASKED:
         v_j = tl.where(present[:, None], v_j, 0.0)
@@ -255,8 +256,8 @@ def load_values(v, chunk, values, present, K: tl.constexpr):
 
 @jit
 def later(rows, columns):
-    """Return whether row > column for all pairs of indices. A thread has the same columns in each group of eight. So
-    the group numbers, which are compared, are constants for it and take no registers."""
+    """Return whether row > column for all pairs of indices. Columns are counted in eights: in each eight a thread has
+    the same places, so what it compares, the numbers of the eights, are constants and take no registers."""
     return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
 
 

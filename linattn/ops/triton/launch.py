@@ -157,7 +157,8 @@ class Rows:
                 kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
 
     def enter(self, state: States, sums: "Sums", splits: Split, **flags: bool) -> States:
-        """Scan over the splits in place, from `state`: turn their `sums` into the states before them."""
+        """Scan over the splits from `state`: overwrite the `sums` of each with the state before it, and return these
+        states. `flags` are constants of the kernel."""
         states, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
         tiles = enter_tiles(f, dv)
         self.launch(enter, tiles, splits, state, states, numbers=[sums.decay], programs=1, **flags)
@@ -208,5 +209,5 @@ def summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def gradient_shape(x: Tensor, lead: Sequence[int]) -> Tensor:
-    """Return an uninitialized tensor with the shape and strides of the result of `summed`."""
+    """Return an uninitialized tensor with the shape and strides of `summed(gradient, x)`, for x broadcast to `lead`."""
     return empty_like_tokens(readable(x, lead), x.shape[-1]) if x.shape[:-2] == lead else x.new_empty(x.shape)

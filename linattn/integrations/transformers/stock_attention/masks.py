@@ -74,7 +74,7 @@ def attend_per_document(
 
 
 def _checked_padding(mask: Bool[Tensor, "b m"] | None, length: int) -> Bool[Tensor, "b m"] | None:
-    """Return the mask of present keys, None if all are present."""
+    """Return the mask of present keys, None if all are present. Raise ValueError unless it is of `length` keys."""
     if mask is None:
         return None
     if mask.shape[1] != length:
