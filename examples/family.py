@@ -2,7 +2,6 @@
 
     python -m examples.family --out docs/family.svg"""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from examples.pictures import save
+from examples.pictures import parsed_out, save
 
 # both are seen on white and on black
 BLUE, ORANGE, GREY = "#2688ab", "#d55e00", "#7f7f7f"
@@ -92,9 +91,7 @@ def box(axes: Any, x: float, y: float, width: float, height: float, colour: str)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
-    draw(parser.parse_args(arguments).out)
+    draw(parsed_out(__doc__, arguments))
 
 
 if __name__ == "__main__":

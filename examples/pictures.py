@@ -36,6 +36,13 @@ def for_both_themes(svg: str) -> str:
     return svg if THEMES in svg else svg.replace(FIRST_RULE, THEMES + FIRST_RULE, 1)
 
 
+def parsed_out(description: str | None, arguments: Sequence[str] | None) -> Path:
+    """Return the path that the command line of a picture gives with --out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    return parser.parse_args(arguments).out
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", type=Path, nargs="+")

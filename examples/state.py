@@ -2,7 +2,6 @@
 
     python -m examples.state --out docs/state.svg"""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from examples.family import BLUE, GREY, ORANGE, box
-from examples.pictures import save
+from examples.pictures import parsed_out, save
 
 USES = (
     ("generate(…, state=S)", "a question, and its answer"),
@@ -53,9 +52,7 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colou
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
-    draw(parser.parse_args(arguments).out)
+    draw(parsed_out(__doc__, arguments))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import FORMAT, Run, is_run, timestamp
+from linattn.cli.run_folder import FORMAT, Run, is_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.atomic import atomic_folder, remove_atomically
 from linattn.console.errors import CommandError
 from linattn.console.files import find_files
+from linattn.console.machine import timestamp
 from linattn.integrations.transformers import byte_tokenizer, file_tokenizer, save_for_transformers
 from linattn.version import __version__
 

@@ -10,7 +10,6 @@ checkpoints/checkpoint-…/        what --resume needs"""
 import json
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +108,6 @@ class Run:
         """Return the steps of the checkpoints, in order."""
         names = [entry.name for entry in self.checkpoints.glob("checkpoint-*")]
         return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"checkpoint-(\d+)", name)))
-
-
-def timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def is_run(folder: Path) -> bool:

@@ -26,13 +26,14 @@ from linattn.cli.memory import require_activations, require_weights
 from linattn.cli.options import TrainOptions
 from linattn.cli.prepare import create_run
 from linattn.cli.reports import Reports, draw_curve
-from linattn.cli.run_folder import Run, open_run, require_free, timestamp
+from linattn.cli.run_folder import Run, open_run, require_free
 from linattn.cli.schedule import Schedule, largest
 from linattn.cli.vocabulary import Vocabulary
 from linattn.cli.windows import TrainingWindows, open_tokens, validation_windows
 from linattn.console.atomic import partial_name, remove_leftovers
 from linattn.console.errors import CommandError, explained, one_line, writing
 from linattn.console.lock import locked
+from linattn.console.machine import timestamp
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 
 

@@ -27,9 +27,13 @@ def machine_facts(device: str, threads: int) -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "linattn": __version__,
         "device": device,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": timestamp(),
         "gpu": torch.cuda.get_device_name(device) if device == "cuda" else None,
     }
+
+
+def timestamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def forget_peak() -> None:
