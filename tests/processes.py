@@ -30,14 +30,19 @@ def run_in_another(work: Callable[..., None], *arguments: Any) -> int | None:
 
 def run_in_two(work: Callable[..., None], *arguments: Any) -> None:
     """Run work(rank, *arguments) in both processes of a group."""
+    run_in_group(2, work, *arguments)
+
+
+def run_in_group(size: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run work(rank, *arguments) in each process of a group."""
     multiprocessing.set_forkserver_preload(IMPORTS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_join, (folder, work, arguments), nprocs=2, start_method=METHOD)
+        mp.start_processes(_join, (size, folder, work, arguments), nprocs=size, start_method=METHOD)
 
 
-def _join(rank: int, folder: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _join(rank: int, size: int, folder: str, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     work(rank, *arguments)
     # together: a process whose partner has gone while it still talks to it may abort
     dist.barrier()

@@ -1,0 +1,245 @@
+"""States on their way from each process of a group to the next, and their gradients on the way back.
+
+The processes are the ranks of a group, in the order of the tokens that they hold. A message is one buffer with all
+tensors of a state, whatever the number of tokens. A rank does not wait until its message has been received."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# more messages than a model has layers; each keeps its buffer alive until it has been received
+_LARGEST_BACKLOG = 1024
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_DIMENSIONS = 6
+# the longest description of a call or a model that ranks compare, in bytes
+_DESCRIPTION = 1000
+
+
+class Line:
+    """The ranks of a `group` in order, each of which talks to the one before it and the one after it. A rank that waits
+    longer than `timeout` seconds (None: as long as the group's operations) raises an error that says for what."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.timeout = None if timeout is None else timedelta(seconds=timeout)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
+        self.bytes_sent = 0
+        self._backlog = deque[tuple[Any, Tensor]]()
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Begin to send the numbers of x to the `rank` of the group."""
+        self.bytes_sent += x.numel() * x.element_size()
+        self._backlog.append((dist.isend(x, group=self.group, group_dst=rank), x))
+        while self._backlog and (self._backlog[0][0].is_completed() or len(self._backlog) > _LARGEST_BACKLOG):
+            self._backlog.popleft()[0].wait()
+
+    def receive(self, x: Tensor, rank: int, what: str) -> Tensor:
+        """Fill x with what the `rank` of the group sends, which `what` names in errors, and return it."""
+        work: Any = dist.irecv(x, group=self.group, group_src=rank)
+        try:
+            work.wait() if self.timeout is None else work.wait(self.timeout)
+        except RuntimeError as error:
+            limit = "as long as the group allows" if self.timeout is None else f"{self.timeout.total_seconds():g} s"
+            raise RuntimeError(
+                f"rank {self.rank} waited {limit} for {what} from rank {rank}, which has ended or does something else"
+            ) from error
+        return x
+
+    def finish(self) -> None:
+        """Wait until all messages have been received."""
+        while self._backlog:
+            self._backlog.popleft()[0].wait()
+
+    def descriptions(self, mine: str) -> list[str]:
+        """Return the texts that the ranks gave, of at most 1,000 bytes each."""
+        device = self.group_device
+        encoded = mine.encode()[:_DESCRIPTION].ljust(_DESCRIPTION, b"\0")
+        own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+        texts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(texts, own, group=self.group)
+        return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in texts]
+
+    def agree(self, mine: str) -> None:
+        """Raise ValueError on every rank unless the description `mine` is the same on all."""
+        first, *others = self.descriptions(mine)
+        for rank, text in enumerate(others, 1):
+            if text != first:
+                raise ValueError(f"all ranks must do the same, but rank 0 has {first}, and rank {rank} {text}")
+
+    @property
+    def group_device(self) -> torch.device:
+        """The device of the tensors that the group sends: the current GPU, or the CPU."""
+        if dist.get_backend(self.group) in ("gloo", "mpi"):
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cpu") if accelerator is None else accelerator
+
+
+class Format(NamedTuple):
+    """What a message holds: `leaves` of a state of no tokens, with zeros in the place of its tensors. If the state
+    `grows` with the tokens, a header with their sizes comes before it."""
+
+    leaves: list[Any]
+    grows: bool
+
+
+def carried(
+    line: Line,
+    extend: Callable[[Tensor, Any], tuple[Tensor, Any]],
+    x: Tensor,
+    state: Any,
+    empty: Any,
+    *,
+    grows: bool,
+    what: str,
+) -> tuple[Tensor, Any]:
+    """Return extend(x, past), where the past is `state` on the first rank, and on the others the state that the rank
+    before has after its own call. Send the new state on.
+
+    `empty` is a state of no tokens, which shows what a message consists of; `grows` tells whether sizes depend on the
+    tokens. `what` names the layer in errors."""
+    # the gradient of a state goes back even where no input has one: a rank would wait for ever for one that never comes
+    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
+    form = Format(leaves_of(empty), grows)
+    past = state
+    if not line.is_first:
+        x, *leaves = _Arrival.apply(line, form, what, x, anchor)
+        past = with_leaves(empty, leaves)
+    y, after = extend(x, past)
+    if not line.is_last:
+        y = _Departure.apply(line, form, what, y, anchor, *leaves_of(after))
+    return y, after
+
+
+class _Arrival(torch.autograd.Function):
+    """x, and the state of the rank before. It is one function of both, so that whoever differentiates what becomes of x
+    also sends the gradient of the state back."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Line, form: Format, what: str, x: Tensor, anchor: Tensor) -> tuple[Any, ...]:
+        leaves = receive_leaves(line, line.rank - 1, form, x.device, f"the state of {what}")
+        ctx.line, ctx.learned = line, [is_learned(leaf) for leaf in leaves]
+        ctx.mark_non_differentiable(*(x for x in leaves if isinstance(x, Tensor) and not is_learned(x)))
+        return x.view_as(x), *leaves
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        own = [grad for grad, learned in zip(grads, ctx.learned, strict=True) if learned]
+        if own:
+            ctx.line.send(joined(own), ctx.line.rank - 1)
+        return None, None, None, dx, None
+
+
+class _Departure(torch.autograd.Function):
+    """y, after the state was sent on; the gradient of the state comes back with that of y."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Line, form: Format, what: str, y: Tensor, anchor: Tensor, *leaves: Any) -> Tensor:
+        send_leaves(line, line.rank + 1, form, leaves, y.device)
+        ctx.line, ctx.what = line, what
+        ctx.metas = [torch.empty_like(leaf, device="meta") if is_learned(leaf) else None for leaf in leaves]
+        # reading it makes activation checkpointing compute, and send, again, before this rank waits
+        ctx.save_for_backward(y.new_empty(0))
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        own, line, grads = [x for x in ctx.metas if x is not None], ctx.line, iter(())
+        if own:
+            buffer = torch.empty(num_bytes(own), dtype=torch.uint8, device=dy.device)
+            what = f"the gradient of the state of {ctx.what}"
+            grads = iter(parted(line.receive(buffer, line.rank + 1, what), own))
+        return None, None, None, dy, None, *(None if x is None else next(grads) for x in ctx.metas)
+
+
+def is_learned(leaf: Any) -> bool:
+    """Tell whether a leaf of a state has a gradient."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def leaves_of(state: Any) -> list[Any]:
+    """Return everything in nested tuples that is no tuple: tensors, None, and numbers that are options of a layer."""
+    return [leaf for part in state for leaf in leaves_of(part)] if isinstance(state, tuple) else [state]
+
+
+def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
+    """Return the nested tuples of `state` with `leaves`, in order, in the place of its own."""
+    following = iter(leaves)
+
+    def built(part: Any) -> Any:
+        if not isinstance(part, tuple):
+            return next(following)
+        parts = [built(x) for x in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+
+    return built(state)
+
+
+def header_of(leaves: Sequence[Any]) -> Tensor:
+    """Return a table of int64 with a row per leaf: its dtype's number from 1 on (0: no tensor), dimensions and sizes."""
+    header = torch.zeros(len(leaves), 2 + _DIMENSIONS, dtype=torch.int64)
+    for row, leaf in zip(header, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            sizes = [1 + _DTYPES.index(leaf.dtype), leaf.ndim, *leaf.shape]
+            row[: len(sizes)] = torch.tensor(sizes)
+    return header
+
+
+def with_sizes(leaves: Sequence[Any], header: Tensor) -> list[Any]:
+    """Return the leaves with tensors without storage, of the sizes that the `header` tells."""
+    described = []
+    for leaf, (kind, ndim, *sizes) in zip(leaves, header.tolist(), strict=True):
+        other = None if isinstance(leaf, Tensor) else leaf
+        described.append(torch.empty(sizes[:ndim], dtype=_DTYPES[kind - 1], device="meta") if kind else other)
+    return described
+
+
+def send_leaves(line: Line, rank: int, form: Format, leaves: Sequence[Any], device: torch.device) -> None:
+    """Send the tensors among the `leaves` of a state to the `rank`."""
+    if form.grows:
+        line.send(header_of(leaves).to(device), rank)
+    tensors = tensors_in(leaves)
+    if num_bytes(tensors):
+        line.send(joined(tensors), rank)
+
+
+def receive_leaves(line: Line, rank: int, form: Format, device: torch.device, what: str) -> list[Any]:
+    """Return what `send_leaves` sent."""
+    leaves = form.leaves
+    if form.grows:
+        header = line.receive(header_of(leaves).to(device), rank, what)
+        leaves = with_sizes(leaves, header)
+    buffer = torch.empty(num_bytes(tensors_in(leaves)), dtype=torch.uint8, device=device)
+    if len(buffer):
+        line.receive(buffer, rank, what)
+    tensors = iter(parted(buffer, tensors_in(leaves)))
+    return [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def tensors_in(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of all tensors, one after the other."""
+    return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors])
+
+
+def parted(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors whose bytes are in the buffer, with the shapes and dtypes of `like`."""
+    parts = buffer.split([num_bytes([x]) for x in like])
+    # copies: a part of the buffer may begin where a number of its dtype may not
+    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, like, strict=True)]
