@@ -123,8 +123,8 @@ class SequenceSharding:
             delattr(module, name) if method is None else setattr(module, name, method)
         self._before = []
 
-    def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Put `method` in the place of the module's own of this name."""
+    def replace(self, module: nn.Module, name: str, method: Any) -> None:
+        """Put `method`, or another attribute, in the place of the module's own of this name."""
         self._before.append((module, name, vars(module).get(name)))
         setattr(module, name, method)
 
@@ -187,6 +187,7 @@ _MIXES_TOKENS = (
     nn.modules.batchnorm._BatchNorm,
 )
 # what only passes on the states of its parts
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 _HOLDERS = (TokenModel, Block, Stack, Branch)
 
 
@@ -218,7 +219,7 @@ def _has_state(name: str, module: nn.Module) -> bool:
     if isinstance(module, _MIXES_TOKENS):
         raise ValueError(f"{where} sees more than one token, and its state is not handed on between ranks")
     known = isinstance(module, (MultiheadAttention, InnerAttention, ShortConvolution, GatedConvolution, TokenShift))
-    if not known and hasattr(module, "extend") and not isinstance(module, _HOLDERS):
+    if not known and hasattr(module, "extend") and not isinstance(module, (*_HOLDERS, *_LISTS)):
         raise ValueError(f"{where} has a state of its own, for which there is no rule")
     return known
 
@@ -278,11 +279,11 @@ def _shard_holder(sharding: SequenceSharding, module: Any) -> None:
     if isinstance(module, ReversibleSequence):
         # not reversed: that would repeat what ranks say to each other
         sharding.replace(module, "forward", lambda *inputs, **options: module.extend(*inputs, **options)[0])
-    if isinstance(module, TokenModel):
-        # with masks for the layers: what stands behind packed tokens would be part of the state
-        sharding.replace(module, "hidden", lambda *inputs, **options: module.extend_hidden(*inputs, **options)[0])
-        if module.positions is not None:
-            sharding.replace(module, "embed", _carrying_positions(sharding.line, module.embed))
+    if isinstance(module, Stack):
+        # what stands behind packed tokens would be part of the state
+        sharding.replace(module, "packs", False)
+    if isinstance(module, TokenModel) and module.positions is not None:
+        sharding.replace(module, "embed", _carrying_positions(sharding.line, module.embed))
 
 
 def _carrying_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:

@@ -195,7 +195,7 @@ def require_causal(model: TokenModel, purpose: str) -> None:
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:
     """Apply the stack to x with the arguments in `call`. If it is causal, first move the present tokens to the left: no
     present token sees the missing ones behind it, so that no layer needs a mask."""
-    if call.key_mask is None or not causal:
+    if call.key_mask is None or not causal or not stack.packs:
         return stack(x, **call._asdict())
     where = compact(call.key_mask)
     return unpack(call._replace(key_mask=None)(stack, pack(x, where)), where, call.key_mask)
