@@ -11,6 +11,7 @@ LAYERS = [
     {"linearize"},
     {"console", "compat", "integrations", "serving"},
     {"generation"},
+    {"distributed"},
     {"states"},
     {"models"},
     {"nn"},
