@@ -80,13 +80,13 @@ class LinearAttention(InnerAttention):
             keys,
             v.unsqueeze(2),
             state,
-            log_decay=self._log_decay(gate),
+            log_decay=self.log_decay(gate),
             key_mask=group_mask(key_mask),
             normalize=self.normalize,
         )
         return y.flatten(1, 2), state
 
-    def _log_decay(self, gate: Tensor | None) -> Tensor | None:
+    def log_decay(self, gate: Tensor | None) -> Tensor | None:
         """Return the fixed log decay (hk 1 1), the gate's (b hk 1 n) or (b hk 1 n d), or the sum of both."""
         gate = None if gate is None else gate.unsqueeze(2)
         if self.decay is None:

@@ -40,7 +40,7 @@ class SplitHeads(InnerAttention):
         self.needs = SplitNeeds(self.heads, needs) if any(needs) else None
 
     def _attend(self, q: Queries, k: Keys, v: Values, key_mask: KeyMask) -> Outputs:
-        pieces = zip(self.parts, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        pieces = zip(self.parts, self._split_queries(q), *self.split_keys(k, v, key_mask), strict=True)
         return torch.cat([part(*piece, key_mask=mask) for part, *piece, mask in pieces], 1)
 
     def _extend(
@@ -48,14 +48,14 @@ class SplitHeads(InnerAttention):
     ) -> tuple[Outputs, _PerPart]:
         states = checked_parts(state, len(self.parts))
         gates = gates or (None,) * len(self.heads)
-        pieces = zip(self.parts, gates, states, self._split_queries(q), *self._split_keys(k, v, key_mask), strict=True)
+        pieces = zip(self.parts, gates, states, self._split_queries(q), *self.split_keys(k, v, key_mask), strict=True)
         results = [part.extend(*piece, past, key_mask=mask, gates=own) for part, own, past, *piece, mask in pieces]
         ys, states = zip(*results, strict=True)
         return torch.cat(ys, 1), states
 
     def _summarize(self, k: Keys, v: Values, key_mask: KeyMask) -> _PerPart:
         """Return a tuple with the summary of each part."""
-        pieces = zip(self.parts, *self._split_keys(k, v, key_mask), strict=True)
+        pieces = zip(self.parts, *self.split_keys(k, v, key_mask), strict=True)
         return tuple(cast(InnerAttention, part).summarize(*piece, key_mask=mask) for part, *piece, mask in pieces)
 
     def read(self, q: Queries, summary: _PerPart) -> Outputs:
@@ -75,7 +75,7 @@ class SplitHeads(InnerAttention):
             raise ValueError(f"made for {self.heads}, together {sum(self.heads)} heads, but there are {q.shape[1]}")
         return q.split(self.heads, 1)
 
-    def _split_keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Any, ...]:
+    def split_keys(self, k: Tensor, v: Tensor, key_mask: KeyMask) -> tuple[Any, ...]:
         total, hk = sum(self.heads), k.shape[1]
         if any(count * hk % total for count in self.heads):
             raise ValueError(

@@ -117,7 +117,7 @@ def causal_feature_attention(
     keys, log_size = _masked(keys, key_mask)
     scale = end = None
     if log_size is not None and log_decay is not None:
-        log_decay = _decay_per_token(log_decay, keys.x, key_mask)
+        log_decay = decay_per_token(log_decay, keys.x, key_mask)
         log_size = log_size.expand(torch.broadcast_shapes(log_size.shape, log_decay.shape))
     sums, start = (None, None) if state is None else _checked_parts(state, keys.x)
     if state is not None:
@@ -218,7 +218,7 @@ def _rescaled(y: Tensor, normalize: str | None, query_scale: Tensor | None, key_
     return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype) if scales else y
 
 
-def _decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+def decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return log decays (…, n), zero for missing tokens. Raise ValueError for decays per channel of the keys k."""
     check_tensors(keys=k, log_decay=log_decay)
     n, sizes = k.shape[-2], tuple(log_decay.shape)

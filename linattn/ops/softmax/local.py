@@ -158,7 +158,7 @@ def _extend(
 ) -> tuple[Tensor, LocalState]:
     """Return the outputs and the next state for packed tokens, of which the first `total` are present (None: all)."""
     if state is None:
-        return _attend(q, k, v, window, None), _advance(_empty(k, v, window), k, v, total)
+        return _attend(q, k, v, window, None), advance(empty(k, v, window), k, v, total)
     n = q.shape[-2]
     if n == 1 and total is None:
         # the next state is a view of past and token together, which is no second copy
@@ -169,16 +169,16 @@ def _extend(
     parts = []
     for i, (q1, k1, v1) in enumerate(zip(*(x.split(size, -2) for x in (q, k, v)), strict=True)):
         parts.append(in_blocks(q1, k1, v1, window, None, state))
-        state = _advance(state, k1, v1, None if total is None else (total - i * size).clamp(0, size))
+        state = advance(state, k1, v1, None if total is None else (total - i * size).clamp(0, size))
     return torch.cat(parts, -2), state
 
 
-def _empty(k: Tensor, v: Tensor, window: Window) -> LocalState:
+def empty(k: Tensor, v: Tensor, window: Window) -> LocalState:
     shape = (*k.shape[:2], window.past)
     seen = torch.zeros(k.shape[0], 1, dtype=torch.int64, device=k.device)
     return LocalState(k.new_zeros(*shape, k.shape[-1]), v.new_zeros(*shape, v.shape[-1]), seen)
 
 
-def _advance(state: LocalState, k: Tensor, v: Tensor, total: Tensor | None) -> LocalState:
+def advance(state: LocalState, k: Tensor, v: Tensor, total: Tensor | None) -> LocalState:
     seen = state.seen + (k.shape[-2] if total is None else total)
     return LocalState(last_tokens(state.k, k, total), last_tokens(state.v, v, total), seen)

@@ -1,0 +1,75 @@
+"""The functions that all segments share, and the segments of modules that consist of parts."""
+
+from collections.abc import Iterator
+from functools import singledispatch
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from linattn.attention.base import InnerAttention
+from linattn.attention.checks import check_keys
+from linattn.attention.gates import AnyGates, checked_gates
+from linattn.attention.split_heads import SplitHeads
+from linattn.ops.nested import checked_parts
+from linattn.types import KeyMask, Keys, TokenMask, Values
+
+# tokens that are summed at once, so that what is computed of them stays in the cache
+PIECE = 512
+
+
+class Segment(Protocol):
+    """The map of some tokens: nested tuples of tensors, as a state is, so that what sends states sends segments."""
+
+    def after(self, state: Any) -> Any:
+        """Return the state after these tokens, from the `state` before them (None: no token was before)."""
+        ...
+
+
+@singledispatch
+def segment(
+    module: nn.Module, *inputs: Any, key_mask: Tensor | None = None, gates: AnyGates = None, starts: TokenMask = None
+) -> Any:
+    """Return the `Segment` of the tokens in `inputs`, for a causal attention, a short convolution or a token shift.
+
+    `inputs` and options are those of the module's `extend`, but for the queries: keys and values of split heads, with
+    `key_mask` and `gates`, or tokens x, with `key_mask` and, of a convolution, `starts`. If `state` is the state before
+    the tokens, `segment(…).after(state)` is the state that `extend` returns. Gradients flow through all tensors.
+
+    Raises ValueError for inputs that do not fit, and for a module without such a map."""
+    kinds = sorted(kind.__name__ for kind in segment.registry if kind is not object)
+    raise ValueError(f"{type(module).__name__} has no map of a segment: only {', '.join(kinds)} have one")
+
+
+class SplitSegment(NamedTuple):
+    """The segments of the parts of a module."""
+
+    parts: tuple[Any, ...]
+
+    def after(self, state: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        states = checked_parts(state, len(self.parts))
+        return tuple(part.after(own) for part, own in zip(self.parts, states, strict=True))
+
+
+@segment.register
+def _split_heads(
+    module: SplitHeads, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None
+) -> SplitSegment:
+    own: Any = checked_inputs(module, k, v, key_mask, gates) or (None,) * len(module.heads)
+    pieces = zip(module.parts, own, *module.split_keys(k, v, key_mask), strict=True)
+    return SplitSegment(tuple(segment(part, k, v, key_mask=mask, gates=gates) for part, gates, k, v, mask in pieces))
+
+
+def checked_inputs(module: InnerAttention, k: Tensor, v: Tensor, key_mask: Tensor | None, gates: AnyGates) -> Any:
+    """Return the gates. Raise ValueError for an attention that is not causal, and for shapes that do not fit."""
+    if not module.causal:
+        raise ValueError(f"a segment belongs to causal attention, but {type(module).__name__} is not causal here")
+    check_keys(k, v, key_mask)
+    own = checked_gates(module, gates, k)
+    return own[0] if own else None
+
+
+def pieces(*tensors: Tensor | None) -> Iterator[list[Any]]:
+    """Cut the tokens, dimension 3, of all tensors into pieces; None stays None."""
+    n = next(x.shape[3] for x in tensors if x is not None)
+    for start in range(0, n, PIECE):
+        yield [None if x is None else x[:, :, :, start : start + PIECE] for x in tensors]

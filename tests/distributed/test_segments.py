@@ -1,0 +1,302 @@
+"""The map of a segment takes the state before its tokens to the one that `extend` returns after them, wherever a
+sequence is cut."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from linattn.attention import (
+    DeltaAttention,
+    InnerAttention,
+    LinearAttention,
+    LocalAttention,
+    RotaryAttention,
+    RotaryLinearAttention,
+    SoftmaxAttention,
+    SplitHeads,
+    named_attention,
+)
+from linattn.attention.decay import Decay
+from linattn.attention.gates import GateNeeds, begin_sequences
+from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
+from linattn.distributed.segments import position_segment, segment
+from linattn.distributed.segments.base import PIECE
+from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
+from linattn.nn.attention import MultiheadAttention
+from linattn.nn.convolution import GatedConvolution, ProjectionConvolutions, ShortConvolution
+from linattn.nn.starts import first_present
+from linattn.nn.token_shift import TokenShift
+from linattn.ops.features import FeatureState
+from linattn.ops.nested import map_state
+from linattn.ops.state import LinearState
+from tests.attention.cases import CAUSAL, CHANNELS, FADING, KEY_HEADS, gates_of, heads, make
+
+CLOSE = {"rtol": 1e-14, "atol": 1e-14}
+DIM = 6
+
+
+def linear(name: str, needs: GateNeeds | None = None, **options: Any) -> InnerAttention:
+    feature_map = FavorFeatureMap(CHANNELS, 8) if name == "favor" else ElementwiseFeatureMap(name)
+    return LinearAttention(feature_map, causal=True, needs=needs, **options)
+
+
+UNNAMED: dict[str, Callable[[], nn.Module]] = {
+    "elu, fixed decay": lambda: linear("elu_plus_one", decay=Decay(KEY_HEADS)),
+    "elu, decays per channel": lambda: linear("elu_plus_one", GateNeeds("channel")),
+    "elu, both decays": lambda: linear("elu_plus_one", GateNeeds("channel"), decay=Decay(KEY_HEADS)),
+    "exp, fixed decay": lambda: linear("exp", decay=Decay(KEY_HEADS)),
+    "favor, decays per head": lambda: linear("favor", GateNeeds("head")),
+    "a write alone": lambda: linear("identity", GateNeeds(write="strength"), normalize=None),
+    "keys of any length": lambda: DeltaAttention(decay="head", unit_keys=False),
+    "window of one token": lambda: LocalAttention(1, causal=True),
+    "window of three": lambda: LocalAttention(3, causal=True),
+    "fast rotation": lambda: RotaryLinearAttention(ElementwiseFeatureMap("relu"), causal=True, base=2.0),
+    "a mixture in another": lambda: SplitHeads(
+        (4, SplitHeads((2, DeltaAttention()), (2, SoftmaxAttention(causal=True))))
+    ),
+}
+# of keys: for exponents far from each other, and for states that do not grow
+SIZES = {"favor": 5, "exp, fixed decay": 30, "favor, decays per head": 5, "keys of any length": 0.3}
+ATTENTIONS = [*(spec for spec, _ in CAUSAL), *UNNAMED]
+TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: ShortConvolution(DIM, 4),
+    "convolution of one token": lambda: ShortConvolution(DIM, 1),
+    "gated convolution": lambda: GatedConvolution(DIM, 3),
+    "projection convolutions": lambda: ProjectionConvolutions((DIM, DIM, DIM), 3),
+    "token shift": lambda: TokenShift((1, 0)),
+    "token shift by three": lambda: TokenShift((3, 1, 0)),
+}
+PACKED = ("convolution", "convolution of one token", "projection convolutions")
+every_attention = pytest.mark.parametrize("name", ATTENTIONS)
+every_layer = pytest.mark.parametrize("name", [*ATTENTIONS, *TOKENS])
+
+
+class Case(NamedTuple):
+    """A layer, tensors of n tokens, and what the two functions under test have in common."""
+
+    layer: Any
+    inputs: tuple[Tensor, ...]
+    options: dict[str, Any]
+
+    def cut(self, start: int, stop: int) -> "Case":
+        """Of masks, gates and inputs, with or without heads, the tokens stand at the place of n = dimension 1 or 2."""
+        dim = 1 if self.inputs[0].ndim == 3 else 2
+        options = {
+            name: map_state(lambda x: x.narrow(min(dim, x.ndim - 1), start, stop - start), part)
+            for name, part in self.options.items()
+        }
+        return self._replace(inputs=tuple(x.narrow(dim, start, stop - start) for x in self.inputs), options=options)
+
+    def extend(self, state: Any) -> Any:
+        if isinstance(self.layer, InnerAttention):
+            # the state depends on no query
+            q = self.inputs[0].repeat_interleave(2, 1)
+            return self.layer.extend(q, *self.inputs, state, **self.options)[1]
+        return self.layer.extend(self._tokens(), state, **self.options)[1]
+
+    def segment(self) -> Any:
+        inputs = self.inputs if isinstance(self.layer, InnerAttention) else (self._tokens(),)
+        return segment(self.layer, *inputs, **self.options)
+
+    def _tokens(self) -> Any:
+        (x,) = self.inputs
+        return (x, 2 * x, x + 1) if isinstance(self.layer, ProjectionConvolutions) else x
+
+
+def case(name: str, n: int, *, b: int = 2, masked: bool = False, packed: bool = False) -> Case:
+    torch.manual_seed(n)
+    key_mask, starts = (
+        torch.rand(b, n) < share if wanted else None for share, wanted in ((0.6, masked), (0.3, packed))
+    )
+    if name in TOKENS:
+        options = {"key_mask": key_mask} | ({"starts": starts} if packed else {})
+        return Case(TOKENS[name]().double(), (torch.randn(b, n, DIM, dtype=torch.float64),), options)
+    inner: Any = UNNAMED[name]().double() if name in UNNAMED else getattr(make(name, True), "inner", make(name, True))
+    _, k, v = heads(n, b=b)
+    k = SIZES.get(name, 1) * k
+    gates = gates_of(inner.needs, k)
+    if starts is not None:
+        gates = begin_sequences(inner.needs, gates, first_present(starts, key_mask))
+    return Case(inner, (k, v), {"key_mask": None if key_mask is None else key_mask.unsqueeze(1), "gates": gates})
+
+
+def after(segments: list[Any], state: Any) -> Any:
+    return reduce(lambda state, each: each.after(state), segments, state)
+
+
+def leaves(state: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_state(found.append, state)
+    return found
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Two states are the same sums if their scales differ and the factors of the sums make up for it."""
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, FeatureState) and theirs.log_scale is not None:
+        assert_close(ours.log_scale, theirs.log_scale, rtol=1e-9, atol=1e-6)
+        factor = (ours.log_scale - theirs.log_scale).nan_to_num(0).exp()
+        sums = ours.sums.S * factor.unsqueeze(-1), ours.sums.z * factor
+        ours, theirs = LinearState(*sums), theirs.sums
+    if isinstance(theirs, tuple):
+        for x, y in zip(ours, theirs, strict=True):
+            assert_same(x, y)
+    elif theirs is not None and theirs.is_floating_point():
+        size = theirs.detach().abs().amax().clamp(min=1) if theirs.numel() else 1
+        assert_close(ours / size, theirs / size, **CLOSE)
+    else:
+        assert ours is theirs or torch.equal(ours, theirs)
+
+
+@every_layer
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_segment_is_what_extend_does_to_the_state(name: str, masked: bool) -> None:
+    """From nothing and from a state; of many tokens, one, and fewer than a window holds; and no token at all."""
+    whole = case(name, 45, masked=masked)
+    past, one = whole.cut(0, 20).extend(None), whole.cut(0, 1).extend(None)
+    for start, stop, *states in ((20, 45, None, past, one), (20, 21, past), (20, 22, None, past), (20, 20, past)):
+        new = whole.cut(start, stop)
+        for state in states:
+            assert_same(new.segment().after(state), new.extend(state))
+
+
+@every_layer
+@pytest.mark.parametrize("masked", [False, True])
+def test_segments_and_gradients_are_those_of_the_whole(name: str, masked: bool) -> None:
+    """Three segments, one of them a single token, folded: the last state, and its gradients with respect to inputs,
+    gates and the first state."""
+    whole = case(name, 30, masked=masked)
+    *past, tokens = [whole.cut(0, 9), whole.cut(9, 30)]
+    inputs, gates, state = (
+        map_state(leaf, x) for x in (tokens.inputs, tokens.options.get("gates"), past[0].extend(None))
+    )
+    tokens = tokens._replace(inputs=inputs, options=tokens.options | ({} if gates is None else {"gates": gates}))
+    given = [x for x in leaves((inputs, gates, state)) if x.requires_grad]
+    folded = after([tokens.cut(*ends).segment() for ends in ((0, 12), (12, 13), (13, 21))], state)
+    expected = tokens.extend(state)
+    assert_same(folded, expected)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(total(x), given, allow_unused=True) for x in (folded, expected)), strict=True
+    ):
+        assert (ours is None) == (theirs is None) or not (theirs if ours is None else ours).any()
+        if ours is not None and theirs is not None:
+            assert_same(ours, theirs)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_(x.is_floating_point())
+
+
+def total(state: Any) -> Tensor:
+    """A number that depends on every sum, and not on the scale, which has no gradient."""
+    parts = [x for x in leaves(state) if x.requires_grad]
+    return torch.stack(
+        [(x.sin() * torch.linspace(1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in parts]
+    ).sum()
+
+
+@pytest.mark.parametrize("name", [*FADING, "elu, decays per channel", "favor, decays per head", *PACKED])
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequences_of_a_packed_row_stay_apart(name: str, masked: bool) -> None:
+    """Compared with `extend` token by token, which is more precise than at once: features with scales get a scale that
+    is the sum of decays, and a large number stands for the −∞ where a sequence begins."""
+    whole = case(name, 40, masked=masked, packed=True)
+    past = whole.cut(0, 12).extend(None)
+    for start, stop in ((12, 40), (12, 13), (12, 15)):
+        state = reduce(lambda state, i: whole.cut(i, i + 1).extend(state), range(start, stop), past)
+        assert_same(whole.cut(start, stop).segment().after(past), state)
+    cuts = [whole.cut(*ends).segment() for ends in ((12, 14), (14, 15), (15, 40))]
+    assert_same(after(cuts, past), whole.cut(12, 40).segment().after(past))
+
+
+@pytest.mark.parametrize("name", ["gla", "ssd", "kda", "delta"])
+def test_pieces_of_a_segment_are_one(name: str) -> None:
+    """Sums and maps are computed in pieces of some hundred tokens, the last of which may be a single one."""
+    whole = case(name, 2 * PIECE + 1, b=1)
+    state = whole.cut(0, 7).extend(None)
+    assert_same(whole.segment().after(state), whole.extend(state))
+
+
+@pytest.mark.parametrize("name", ["elu", "ssd", "gla", "gated_delta", "roformer", "favor"])
+def test_sums_of_half_precision_inputs_are_float32(name: str) -> None:
+    whole = case(name, 300, b=1)
+    half = whole._replace(
+        layer=whole.layer.float(),
+        inputs=tuple(x.bfloat16() for x in whole.inputs),
+        options=to(torch.float32, whole.options),
+    )
+    exact = whole._replace(inputs=to(torch.float64, half.inputs), options=to(torch.float64, half.options))
+    ours = [leaves(x) for x in (half.segment().after(None), half.extend(None))]
+    theirs = leaves(exact._replace(layer=case(name, 300, b=1).layer).extend(None))
+    for x, same, y in zip(*ours, theirs, strict=True):
+        assert x.dtype == same.dtype
+        if not x.is_floating_point():
+            continue
+        assert (x - y).norm() <= 2 * (same - y).norm() + 1e-6 * y.norm()
+
+
+def to(dtype: torch.dtype, state: Any) -> Any:
+    return (
+        {name: to(dtype, x) for name, x in state.items()}
+        if isinstance(state, dict)
+        else map_state(lambda x: x.to(dtype), state)
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_are_those_of_the_attention(masked: bool, packed: bool) -> None:
+    """With a rotation, whose state holds the number of present tokens before the next one."""
+    torch.manual_seed(0)
+    layer = MultiheadAttention(8, 2, named_attention("gla", num_heads=2, head_dim=4, causal=True), rotary=10.0)
+    x = torch.randn(3, 20, 8)
+    key_mask, starts = (
+        torch.rand(3, 20) < share if wanted else None for share, wanted in ((0.6, masked), (0.2, packed))
+    )
+    position, state = None, None
+    for start, stop in ((0, 7), (7, 8), (8, 20)):
+        options = {"key_mask": key_mask, "starts": starts}
+        options = {name: None if mask is None else mask[:, start:stop] for name, mask in options.items()}
+        position = position_segment(x[:, start:stop], **options).after(position)
+        _, state = layer.extend(x[:, start:stop], state, **options)
+        assert torch.equal(position, state.position)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (BlindspotAttention(linear("elu_plus_one"), 2), "^BlindspotAttention has no map of a segment.*DeltaAttention"),
+        (RotaryAttention(LocalAttention(3, causal=True)), "^RotaryAttention has no map of a segment"),
+        (
+            SplitHeads((2, BlindspotAttention(linear("elu_plus_one"), 2)), (2, DeltaAttention())),
+            "^BlindspotAttention has",
+        ),
+        (nn.Linear(3, 3), "^Linear has no map of a segment"),
+        (named_attention("elu", num_heads=4, head_dim=CHANNELS), "causal attention, but LinearAttention is not causal"),
+    ],
+)
+def test_layers_without_a_map_are_refused(layer: Any, message: str) -> None:
+    _, k, v = heads(5)
+    with pytest.raises(ValueError, match=message):
+        segment(layer, k, v, gates=gates_of(getattr(layer, "needs", None), k))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_inputs_are_refused() -> None:
+    _, k, v = heads(5)
+    elu = linear("elu_plus_one").double()
+    with pytest.raises(ValueError, match="every key must have a value"):
+        segment(elu, k, v[:, :1])
+    with pytest.raises(ValueError, match="takes no gates here"):
+        segment(elu, k, v, gates=gates_of(GateNeeds("head"), k))
+    with pytest.raises(ValueError, match="kept in range by a scale per token"):
+        segment(linear("exp", GateNeeds("channel")), k, v, gates=gates_of(GateNeeds("channel"), k))
+    with pytest.raises(ValueError, match="look ahead"):
+        segment(TokenShift((1, 0, -1)), k[:, 0])
+    with pytest.raises(ValueError, match=r"x must be \(b, n, 4\)"):
+        segment(ShortConvolution(4, 2), k[:, 0])
