@@ -83,7 +83,9 @@ def work(rank: int, folder: str, options: argparse.Namespace) -> None:
                 one, several = (statistics.median(x) for x in zip(*times[1:], strict=True))
                 ratio, layer = statistics.median(ratios[1:]), sent / SIZES["depth"] / 1000
                 figures = f"{one:7.2f} s alone, {several:7.2f} s on {options.ranks} ranks: {ratio:5.2f} ×"
-                print(f"{attention:12} {name:9} {options.tokens:>7,} tokens {figures}, {layer:,.0f} kB/layer", flush=True)
+                print(
+                    f"{attention:12} {name:9} {options.tokens:>7,} tokens {figures}, {layer:,.0f} kB/layer", flush=True
+                )
         sharding.undo()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """One sequence, and one model, over many processes, with `torch.distributed`."""
 
-from linattn.distributed.sequence import SequenceSharding, last_state, sequence_loss, shard_sequence, split_sequence
+from linattn.distributed.parts import SequencePart, last_state, sequence_loss, split_sequence
+from linattn.distributed.sequence import SequenceSharding, shard_sequence
 
-__all__ = ["SequenceSharding", "last_state", "sequence_loss", "shard_sequence", "split_sequence"]
+__all__ = ["SequencePart", "SequenceSharding", "last_state", "sequence_loss", "shard_sequence", "split_sequence"]

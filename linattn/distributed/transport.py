@@ -1,17 +1,16 @@
-"""States on their way from each process of a group to the next, and their gradients on the way back.
+"""Messages between the processes of a group: states, and their gradients.
 
 The processes are the ranks of a group, in the order of the tokens that they hold. A message is one buffer with all
-tensors of a state, whatever the number of tokens. A rank does not wait until its message has been received."""
+tensors of a state. A rank does not wait until its message has been received."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 # more messages than a model has layers; each keeps its buffer alive until it has been received
 _LARGEST_BACKLOG = 1024
@@ -29,7 +28,8 @@ class Line:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.timeout = None if timeout is None else timedelta(seconds=timeout)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
-        self.bytes_sent = 0
+        # whether the ranks are inside of a call that they have compared
+        self.bytes_sent, self.is_busy = 0, False
         self._backlog = deque[tuple[Any, Tensor]]()
 
     def send(self, x: Tensor, rank: int) -> None:
@@ -55,6 +55,13 @@ class Line:
         """Wait until all messages have been received."""
         while self._backlog:
             self._backlog.popleft()[0].wait()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return the x of all ranks, which have the same number of elements."""
+        self.bytes_sent += x.numel() * x.element_size()
+        everything = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(everything.flatten(0, 1) if x.ndim else everything, x, group=self.group)
+        return list(everything)
 
     def descriptions(self, mine: str) -> list[str]:
         """Return the texts that the ranks gave, of at most 1,000 bytes each."""
@@ -87,78 +94,6 @@ class Format(NamedTuple):
 
     leaves: list[Any]
     grows: bool
-
-
-def carried(
-    line: Line,
-    extend: Callable[[Tensor, Any], tuple[Tensor, Any]],
-    x: Tensor,
-    state: Any,
-    empty: Any,
-    *,
-    grows: bool,
-    what: str,
-) -> tuple[Tensor, Any]:
-    """Return extend(x, past), where the past is `state` on the first rank, and on the others the state that the rank
-    before has after its own call. Send the new state on.
-
-    `empty` is a state of no tokens, which shows what a message consists of; `grows` tells whether sizes depend on the
-    tokens. `what` names the layer in errors."""
-    # the gradient of a state goes back even where no input has one: a rank would wait for ever for one that never comes
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
-    form = Format(leaves_of(empty), grows)
-    past = state
-    if not line.is_first:
-        x, *leaves = _Arrival.apply(line, form, what, x, anchor)
-        past = with_leaves(empty, leaves)
-    y, after = extend(x, past)
-    if not line.is_last:
-        y = _Departure.apply(line, form, what, y, anchor, *leaves_of(after))
-    return y, after
-
-
-class _Arrival(torch.autograd.Function):
-    """x, and the state of the rank before. It is one function of both, so that whoever differentiates what becomes of x
-    also sends the gradient of the state back."""
-
-    @staticmethod
-    def forward(ctx: Any, line: Line, form: Format, what: str, x: Tensor, anchor: Tensor) -> tuple[Any, ...]:
-        leaves = receive_leaves(line, line.rank - 1, form, x.device, f"the state of {what}")
-        ctx.line, ctx.learned = line, [is_learned(leaf) for leaf in leaves]
-        ctx.mark_non_differentiable(*(x for x in leaves if isinstance(x, Tensor) and not is_learned(x)))
-        return x.view_as(x), *leaves
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        own = [grad for grad, learned in zip(grads, ctx.learned, strict=True) if learned]
-        if own:
-            ctx.line.send(joined(own), ctx.line.rank - 1)
-        return None, None, None, dx, None
-
-
-class _Departure(torch.autograd.Function):
-    """y, after the state was sent on; the gradient of the state comes back with that of y."""
-
-    @staticmethod
-    def forward(ctx: Any, line: Line, form: Format, what: str, y: Tensor, anchor: Tensor, *leaves: Any) -> Tensor:
-        send_leaves(line, line.rank + 1, form, leaves, y.device)
-        ctx.line, ctx.what = line, what
-        ctx.metas = [torch.empty_like(leaf, device="meta") if is_learned(leaf) else None for leaf in leaves]
-        # reading it makes activation checkpointing compute, and send, again, before this rank waits
-        ctx.save_for_backward(y.new_empty(0))
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors
-        own, line, grads = [x for x in ctx.metas if x is not None], ctx.line, iter(())
-        if own:
-            buffer = torch.empty(num_bytes(own), dtype=torch.uint8, device=dy.device)
-            what = f"the gradient of the state of {ctx.what}"
-            grads = iter(parted(line.receive(buffer, line.rank + 1, what), own))
-        return None, None, None, dy, None, *(None if x is None else next(grads) for x in ctx.metas)
 
 
 def is_learned(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linattn.attention import named_attention
 from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence
+from linattn.distributed.sequence import ENGINES
 from linattn.models import LanguageModel, next_token_loss
 from linattn.models.loss import NO_LABEL
 from linattn.nn import GatedConvolution, MultiheadAttention, TokenShift
@@ -25,6 +26,7 @@ from tests.models.test_sequence_model import KINDS as SEQUENCE_KINDS
 from tests.processes import needs_processes, run_in_group
 
 pytestmark = needs_processes
+every_engine = pytest.mark.parametrize("engine", ENGINES)
 # weights of these models are wide, and features of either sign are among them: rounding alone changes 2e-13
 CLOSE = 1e-12
 
@@ -48,7 +50,7 @@ def masks(b: int, n: int, size: int) -> dict[str, Tensor | None]:
     return {"none": None, "holes": holes, "gap": gap}
 
 
-def whole_equals_parts(rank: int, size: int, name: str, options: dict[str, Any], mask: str) -> None:
+def whole_equals_parts(rank: int, size: int, name: str, options: dict[str, Any], mask: str, engine: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -60,7 +62,7 @@ def whole_equals_parts(rank: int, size: int, name: str, options: dict[str, Any],
     logits, state = model.extend(tokens, key_mask=key_mask)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    sharding = shard_sequence(model, group)
+    sharding = shard_sequence(model, group, engine=engine)
     own_mask = None if key_mask is None else part_of(key_mask, rank, size)
     own = model(part_of(tokens, rank, size), key_mask=own_mask)
     own_loss = sequence_loss(own, part_of(labels, rank, size), group=group)
@@ -91,25 +93,27 @@ def compare(found: Tensor, expected: Tensor, name: str) -> None:
     assert error(found[finite].double(), expected[finite].double()) <= CLOSE, name
 
 
-def every_model(rank: int, size: int) -> None:
+def every_model(rank: int, size: int, engine: str) -> None:
     for name, options in MODELS.items():
-        whole_equals_parts(rank, size, name, options, "none")
+        whole_equals_parts(rank, size, name, options, "none", engine)
     for name, options in KINDS.items():
         for mask in ("holes", "gap"):
-            whole_equals_parts(rank, size, f"{name}, {mask}", options, mask)
+            whole_equals_parts(rank, size, f"{name}, {mask}", options, mask, engine)
 
 
-def test_two_parts_equal_the_whole():
-    run_in_group(2, every_model, 2)
+@every_engine
+def test_two_parts_equal_the_whole(engine: str):
+    run_in_group(2, every_model, 2, engine)
 
 
-def every_kind(rank: int, size: int) -> None:
+def every_kind(rank: int, size: int, engine: str) -> None:
     for name, options in KINDS.items():
-        whole_equals_parts(rank, size, name, options, "holes")
+        whole_equals_parts(rank, size, name, options, "holes", engine)
 
 
-def test_four_parts_equal_the_whole():
-    run_in_group(4, every_kind, 4)
+@every_engine
+def test_four_parts_equal_the_whole(engine: str):
+    run_in_group(4, every_kind, 4, engine)
 
 
 def outputs_and_gradients(module: nn.Module, x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, list[Tensor]]:
@@ -118,7 +122,7 @@ def outputs_and_gradients(module: nn.Module, x: Tensor, weight: Tensor, **option
     return y.detach(), list(torch.autograd.grad((y * weight).sum(), parameters, materialize_grads=True))
 
 
-def modules_equal(rank: int, name: str, module: nn.Module, x: Tensor, axis: int = 1, **options: Any) -> None:
+def modules_equal(rank: int, engine: str, name: str, module: nn.Module, x: Tensor, **options: Any) -> None:
     """A module that is no language model, with x (b n d): outputs, and gradients of parameters and of x."""
     group = dist.group.WORLD
     assert group is not None
@@ -128,7 +132,7 @@ def modules_equal(rank: int, name: str, module: nn.Module, x: Tensor, axis: int 
         # what a masked token gives means nothing
         weight = weight * options["key_mask"].unsqueeze(-1)
     y, grads = outputs_and_gradients(module, x, weight, **options)
-    sharding = shard_sequence(module, group)
+    sharding = shard_sequence(module, group, engine=engine)
     x = part_of(x.detach(), rank, 2).requires_grad_(x.requires_grad)
     own = {key: part_of(value, rank, 2) if key in ("key_mask", "starts") else value for key, value in options.items()}
     own_y, own_grads = outputs_and_gradients(module, x, part_of(weight, rank, 2), **own)
@@ -142,41 +146,42 @@ def modules_equal(rank: int, name: str, module: nn.Module, x: Tensor, axis: int 
     sharding.undo()
 
 
-def other_modules(rank: int) -> None:
+def other_modules(rank: int, engine: str) -> None:
     torch.manual_seed(0)
     for name, options in SEQUENCE_KINDS.items():
-        modules_equal(rank, name, sequence_model(**options), some_tokens(2, 23))
+        modules_equal(rank, engine, name, sequence_model(**options), some_tokens(2, 23))
     context = {"context": torch.randn(2, 5, 16, dtype=torch.float64)}
-    modules_equal(rank, "cross attention", sequence_model(cross=True), some_tokens(2, 23), **context)
+    modules_equal(rank, engine, "cross attention", sequence_model(cross=True), some_tokens(2, 23), **context)
     x, starts = torch.randn(2, 23, 16, dtype=torch.float64, requires_grad=True), torch.rand(2, 23) < 0.2
     key_mask = (torch.rand(2, 23) < 0.8) | starts
     for name in ("ssd", "gated_delta", "kda", "gla"):
         inner = named_attention(name, num_heads=4, head_dim=4, causal=True)
         extra = {"convolution": 3, "convolution_on": "projections", "rotary": 10.0}
         layer = MultiheadAttention(16, 4, inner, **extra).double()
-        modules_equal(rank, name, layer, x, starts=starts)
-        modules_equal(rank, name, nn.Sequential(nn.LayerNorm(16), layer, layer).double(), x)
-        modules_equal(rank, name, layer, x, starts=starts, key_mask=key_mask)
-    modules_equal(rank, "convolution", GatedConvolution(16, 4).double(), x, key_mask=key_mask)
-    modules_equal(rank, "shift", TokenShift((3, 0)), x, key_mask=key_mask)
+        modules_equal(rank, engine, name, layer, x, starts=starts)
+        modules_equal(rank, engine, name, nn.Sequential(nn.LayerNorm(16), layer, layer).double(), x)
+        modules_equal(rank, engine, name, layer, x, starts=starts, key_mask=key_mask)
+    modules_equal(rank, engine, "convolution", GatedConvolution(16, 4).double(), x, key_mask=key_mask)
+    modules_equal(rank, engine, "shift", TokenShift((3, 0)), x, key_mask=key_mask)
     # nothing before the first attention has a gradient, on any rank
     frozen = small_model({"attention": "gated_delta"})
     frozen.embedding.requires_grad_(False)
     frozen.blocks[0].requires_grad_(False)
     learned = [parameter for parameter in frozen.parameters() if parameter.requires_grad]
     expected = torch.autograd.grad(frozen(tokens := some_tokens(1, 23)).square().mean(), learned)
-    shard_sequence(frozen, dist.group.WORLD)
+    shard_sequence(frozen, dist.group.WORLD, engine=engine)
     found = torch.autograd.grad(frozen(part_of(tokens, rank, 2)).square().sum() / 23 / VOCABULARY, learned)
     for grad, wanted in zip(found, expected, strict=True):
         dist.all_reduce(grad)
         assert error(grad, wanted) <= CLOSE
 
 
-def test_other_modules():
-    run_in_group(2, other_modules)
+@every_engine
+def test_other_modules(engine: str):
+    run_in_group(2, other_modules, engine)
 
 
-def wrapped(rank: int) -> None:
+def wrapped(rank: int, engine: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     torch.manual_seed(0)
@@ -200,7 +205,7 @@ def wrapped(rank: int) -> None:
     def copy() -> LanguageModel:
         model = LanguageModel(whole.config).double()
         model.load_state_dict(whole.state_dict())
-        shard_sequence(model, group)
+        shard_sequence(model, group, engine=engine)
         return model
 
     check("ddp", DistributedDataParallel(copy()))
@@ -214,8 +219,9 @@ def wrapped(rank: int) -> None:
     check("checkpoint", checkpointed)
 
 
-def test_wrapped_models():
-    run_in_group(2, wrapped)
+@every_engine
+def test_wrapped_models(engine: str):
+    run_in_group(2, wrapped, engine)
 
 
 def errors(rank: int) -> None:

@@ -1,0 +1,101 @@
+"""The parts of a sequence that the ranks of a group hold: their labels, their loss and the state after all of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from linattn.distributed.transport import (
+    Line,
+    header_of,
+    joined,
+    leaves_of,
+    num_bytes,
+    parted,
+    tensors_in,
+    with_leaves,
+    with_sizes,
+)
+from linattn.models.loss import NO_LABEL
+from linattn.types import TokenIds, TokenMask
+
+Group = DeviceMesh | dist.ProcessGroup
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """Return the process group of a mesh of one dimension, or the group itself."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        name = (group.mesh_dim_names or ("name",))[0]
+        raise ValueError(f"a mesh of one dimension is needed, as mesh[{name!r}], but it has {group.ndim}")
+    return group.get_group()
+
+
+class SequencePart(NamedTuple):
+    """The tokens of one rank, and the labels for their logits; `key_mask` is None if all tokens are present."""
+
+    tokens: TokenIds
+    labels: TokenIds
+    key_mask: TokenMask = None
+
+
+def split_sequence(
+    tokens: TokenIds, labels: TokenIds | None = None, *, group: Group, key_mask: TokenMask = None
+) -> SequencePart:
+    """Return this rank's part of `tokens` (b, n), which all ranks of the `group` have whole, and its labels.
+
+    The label of a token is the token, or the number in `labels`, at the next place: it may be on the next rank, so it is
+    moved before the sequence is cut. The last token, and one whose next place is masked, has `NO_LABEL`, −100.
+
+    Raises ValueError unless the number of ranks divides n."""
+    line = Line(process_group(group))
+    labels = tokens if labels is None else labels
+    n = tokens.shape[1]
+    if labels.shape != tokens.shape:
+        raise ValueError(f"labels must be as the tokens, {tuple(tokens.shape)}, but are {tuple(labels.shape)}")
+    if n % line.size:
+        raise ValueError(f"the number of ranks, {line.size}, must divide that of tokens, but there are {n}")
+    if key_mask is not None:
+        labels = labels.masked_fill(~key_mask, NO_LABEL)
+    part = slice(line.rank * n // line.size, (line.rank + 1) * n // line.size)
+    targets = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+    return SequencePart(tokens[:, part], targets[:, part], None if key_mask is None else key_mask[:, part])
+
+
+def sequence_loss(logits: Float[Tensor, "b n v"], labels: TokenIds, *, group: Group) -> Float[Tensor, ""]:
+    """Return the mean cross entropy of the labels of all ranks, each with its own `logits`; labels that are `NO_LABEL`
+    do not count. The value is the same on every rank.
+
+    Its gradients are those of this rank's tokens, times the number of ranks: averaged over the ranks, as DDP and FSDP
+    do, they are those of the whole sequence."""
+    line = Line(process_group(group))
+    exact = logits.float() if logits.element_size() < 4 else logits
+    total = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+    sums = torch.stack([total.detach().double(), (labels != NO_LABEL).sum().double()])
+    dist.all_reduce(sums, group=line.group)
+    count = sums[1].clamp(min=1).to(total.dtype)
+    own = total * line.size / count
+    return own + (sums[0].to(total.dtype) / count - own).detach()
+
+
+def last_state(state: Any, *, group: Group) -> Any:
+    """Return, on every rank of the `group`, the `state` that `extend` returned on the last one: that after all tokens.
+    It has no gradient."""
+    line = Line(process_group(group))
+    leaves = leaves_of(state)
+    device = next((x.device for x in tensors_in(leaves)), line.group_device)
+    header = header_of(leaves).to(device)
+    dist.broadcast(header, group=line.group, group_src=line.size - 1)
+    metas = with_sizes(leaves, header)
+    sizes = tensors_in(metas)
+    buffer = (
+        joined(tensors_in(leaves)) if line.is_last else torch.empty(num_bytes(sizes), dtype=torch.uint8, device=device)
+    )
+    dist.broadcast(buffer, group=line.group, group_src=line.size - 1)
+    tensors = iter(parted(buffer, sizes))
+    return with_leaves(state, [next(tensors) if isinstance(x, Tensor) else x for x in metas])

@@ -1,0 +1,148 @@
+"""The scan: all ranks are at the same layer. Each finds out what its tokens do to a state (`segments`), all tell each
+other, and each applies the maps of the ranks before it, in order, to the state before the first one.
+
+It takes more products than the wave, but ranks may do something else together at each layer, as FSDP does over the same
+ranks. LASP-2, https://arxiv.org/abs/2502.07563."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from linattn.distributed.segments import SoftmaxSegment
+from linattn.distributed.transport import (
+    Line,
+    header_of,
+    is_learned,
+    joined,
+    leaves_of,
+    num_bytes,
+    parted,
+    tensors_in,
+    with_leaves,
+    with_sizes,
+)
+from linattn.ops.nested import map_state
+
+
+def gathered(line: Line, own: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Return x and the state before this rank's tokens, whose segment is `own`; `state` is the same on all ranks, that
+    before the tokens of the first one."""
+    # as every rank waits for the gradients of the others, x takes part even where no input has one
+    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
+    fold = _Fold(line, own, state)
+    x, *leaves = _Gathering.apply(fold, x, anchor, *leaves_of(own), *leaves_of(state))
+    return x, state if line.is_first else with_leaves(fold.past, leaves)
+
+
+class _Fold:
+    """The maps of the ranks before, applied in order. `segments` has the leaves of each of them, `past` the nested
+    tuples of the state that they lead to."""
+
+    def __init__(self, line: Line, own: Any, state: Any):
+        self.line, self.own, self.state = line, own, state
+        self.segments = list[list[Any]]()
+        self.past: Any = None
+
+    def gather(self, leaves: list[Any]) -> None:
+        """Tell all ranks the leaves of this one's segment, and keep those of the ranks before."""
+        line, metas = self.line, [leaves] * self.line.size
+        if _grows(self.own):
+            device = next(x.device for x in tensors_in(leaves))
+            metas = [with_sizes(leaves, header) for header in line.gather(header_of(leaves).to(device))]
+        self.sizes = [num_bytes(tensors_in(meta)) for meta in metas]
+        buffers = line.gather(_padded(joined(tensors_in(leaves)), max(self.sizes)))
+        for meta, size, buffer in zip(metas[: line.rank], self.sizes, buffers, strict=False):
+            tensors = iter(parted(buffer[:size], tensors_in(meta)))
+            self.segments.append([next(tensors) if isinstance(x, Tensor) else x for x in meta])
+
+    def __call__(self, segments: list[list[Any]], state: list[Any]) -> list[Any]:
+        """Return the leaves of the state that these leaves of segments make of `state`."""
+        past = with_leaves(self.state, state)
+        for leaves in segments:
+            past = with_leaves(self.own, leaves).after(past)
+        self.past = past
+        return leaves_of(past)
+
+
+class _Gathering(torch.autograd.Function):
+    """x, and the state before this rank's tokens. It is one function of both, and of the segment, so that all ranks
+    take part in the exchange of gradients, also the first, which reads no state, and the last, which nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, fold: _Fold, x: Tensor, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:
+        count = len(leaves_of(fold.own))
+        own, state = list(leaves[:count]), list(leaves[count:])
+        fold.gather(own)
+        ctx.fold, ctx.own = fold, [torch.empty_like(x, device="meta") if is_learned(x) else None for x in own]
+        ctx.options = [None if isinstance(x, Tensor) else x for x in state]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in state))
+        if fold.line.is_first:
+            return (x.view_as(x),)
+        past = fold(fold.segments, state)
+        ctx.mark_non_differentiable(*(x for x in past if isinstance(x, Tensor) and not is_learned(x)))
+        return x.view_as(x), *past
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        fold, line = ctx.fold, ctx.fold.line
+        segments = [[_differentiable(x) for x in leaves] for leaves in fold.segments]
+        state = [_differentiable(x) for x in ctx.saved_tensors]
+        state = [option if x is None else x for x, option in zip(state, ctx.options, strict=True)]
+        inputs = [x for leaves in (*segments, state) for x in leaves if is_learned(x)]
+        found = iter([None] * len(inputs))
+        if not line.is_first:
+            with torch.enable_grad():
+                past = fold(segments, state)
+            pairs = [(x, grad) for x, grad in zip(past, grads, strict=True) if is_learned(x) and x.requires_grad]
+            outputs, upstream = [x for x, _ in pairs], [grad for _, grad in pairs]
+            found = iter(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True) if outputs else found)
+        dsegments = [[_gradient(x, found) for x in leaves if is_learned(x)] for leaves in segments]
+        dstate = [_gradient(x, found) if is_learned(x) else None for x in state]
+        own = iter(_summed(line, dsegments, [x for x in ctx.own if x is not None], _grows(fold.own)))
+        return None, dx, None, *(None if x is None else next(own) for x in ctx.own), *dstate
+
+
+def _summed(line: Line, grads: list[list[Tensor]], own: list[Tensor], grows: bool) -> list[Tensor]:
+    """Send each rank before the gradients of its segment, and return those of this rank's, summed over the ranks.
+
+    `own` shows the shapes of these; if it `grows`, segments of other ranks may be larger."""
+    if not own:
+        return []
+    device = grads[0][0].device if grads else line.group_device
+    exact = torch.float64 if any(x.dtype == torch.float64 for x in own) else torch.float32
+    count = longest = sum(x.numel() for x in own)
+    if grows:
+        longest = int(max(x.item() for x in line.gather(torch.tensor([count], device=device))))
+    rows = torch.zeros(line.size, longest, dtype=exact, device=device)
+    for row, tensors in zip(rows, grads, strict=False):
+        flat = torch.cat([x.reshape(-1).to(exact) for x in tensors])
+        row[: len(flat)] = flat
+    line.bytes_sent += longest * rows.element_size()
+    mine = torch.empty(longest, dtype=exact, device=device)
+    dist.reduce_scatter_tensor(mine, rows.flatten(), group=line.group)
+    parts = mine[:count].split([x.numel() for x in own])
+    return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, own, strict=True)]
+
+
+def _grows(own: Any) -> bool:
+    """Tell whether a segment is as large as its tokens are many."""
+    found: list[Any] = []
+    map_state(found.append, own, leaf=SoftmaxSegment)
+    return bool(found)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(size - len(x))])
+
+
+def _differentiable(x: Any) -> Any:
+    return x.detach().requires_grad_() if is_learned(x) else x
+
+
+def _gradient(x: Tensor, found: Any) -> Tensor:
+    grad = next(found)
+    return torch.zeros_like(x) if grad is None else grad
