@@ -155,6 +155,8 @@ def _replace_calls(
     """Put extended(inputs, state, options) in the place of the `extend` and `forward` of a layer with `count` inputs."""
     own_forward = layer.forward
 
+    # messages are no part of a graph: a compiler breaks it here
+    @torch.compiler.disable
     def extend(*arguments: Any, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         return extended(arguments[:count], arguments[count] if len(arguments) > count else state, options)
 

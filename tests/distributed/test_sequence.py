@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -217,6 +218,10 @@ def wrapped(rank: int, engine: str) -> None:
     for block in checkpointed.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     check("checkpoint", checkpointed)
+    compiled = copy()
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    check("compile", compiled)
 
 
 @every_engine
@@ -261,3 +266,106 @@ def errors(rank: int) -> None:
 
 def test_errors_are_raised_on_every_rank():
     run_in_group(2, errors)
+
+
+def bytes_of(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for name, engine, limit in (
+        ("elu", "wave", 140_000),
+        ("elu", "scan", 140_000),
+        ("ssd", "scan", 140_000),
+        ("gated_delta", "wave", 140_000),
+        ("gated_delta", "scan", 270_000),
+    ):
+        inner = named_attention(name, num_heads=8, head_dim=64, causal=True)
+        layer = MultiheadAttention(512, 8, inner)
+        sharding, counts = shard_sequence(layer, group, engine=engine), []
+        for n in (16, 48):
+            before = sharding.line.bytes_sent
+            layer(torch.randn(1, n, 512)).sum().backward()
+            counts.append(sharding.line.bytes_sent - before)
+        assert counts[0] == counts[1] <= (2 if engine == "scan" else 1) * limit, (name, engine, counts)
+        assert counts[0] >= 8 * 64 * 64 * 4
+        sharding.undo()
+
+
+def test_bytes_do_not_depend_on_the_length():
+    run_in_group(2, bytes_of)
+
+
+def lower_precision(rank: int, engine: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(0)
+    options = {"attention": "local:1+gated_delta:2+elu:1", "convolution": 3, "rotary": 10.0}
+    exact, tokens = small_model(options), some_tokens(2, 24)
+    expected = exact(tokens)
+    part = tokens.chunk(2, 1)[rank]
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_model(options).to(dtype)
+        model.load_state_dict(exact.state_dict())
+        one = error(model(tokens).double(), expected)
+        sharding = shard_sequence(model, group, engine=engine)
+        # as far from the exact outputs as one process is
+        assert error(model(part).double(), expected.chunk(2, 1)[rank]) <= 2 * one + 1e-6
+        sharding.undo()
+    model = small_model(options).float()
+    model.load_state_dict(exact.state_dict())
+    shard_sequence(model, group, engine=engine)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = sequence_loss(model(part), part, group=group)
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every_engine
+def test_lower_precision(engine: str):
+    run_in_group(2, lower_precision, engine)
+
+
+def mesh(rank: int) -> None:
+    torch.manual_seed(0)
+    options = {"attention": "local:2+kda:2", "convolution": 3, "rotary": 10.0}
+    whole, tokens = small_model(options).train(), some_tokens(4, 24)
+    expected = torch.autograd.grad(next_token_loss(whole(tokens), tokens), list(whole.parameters()))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    rows = tokens.chunk(2)[rank // 2]
+    for over, engine in (("data", "wave"), ("data and sequence", "scan")):
+        model = LanguageModel(whole.config).double()
+        model.load_state_dict(whole.state_dict())
+        shards = both["data"] if over == "data" else both._flatten("all")
+        for block in model.blocks:
+            fully_shard(block, mesh=shards)
+        fully_shard(model, mesh=shards)
+        sharding = shard_sequence(model, both["sequence"])
+        assert sharding.engine == engine
+        part = split_sequence(rows, group=both["sequence"])
+        loss = sequence_loss(model(part.tokens), part.labels, group=both["sequence"])
+        loss.backward()
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            grad = parameter.grad.full_tensor()
+            if over == "data":
+                dist.all_reduce(grad, group=both.get_group("sequence"))
+                grad = grad / 2
+            assert error(grad, wanted) <= CLOSE, over
+
+
+def test_a_mesh_of_data_and_sequence():
+    run_in_group(4, mesh)
+
+
+def late(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    model, tokens = small_model({"attention": "elu"}), some_tokens(1, 8)
+    shard_sequence(model, group, timeout=0.3)
+    loss = model(tokens).sum()
+    if rank == 0:
+        wanted = "rank 0 waited 0.3 s for the gradient of the state of blocks.1.mixer from rank 1"
+        with pytest.raises(RuntimeError, match=wanted):
+            loss.backward()
+
+
+def test_a_rank_does_not_wait_for_ever():
+    run_in_group(2, late)
