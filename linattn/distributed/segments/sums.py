@@ -61,14 +61,14 @@ def _linear(
     if log_decay is None:
         return LinearSegment(summarize_features(keys, v, key_mask=key_mask))
     if keys.log_scale is None and keys.function != "exp":
-        return _decayed(keys, v, per_channel(keys.x, log_decay), key_mask)
+        return _sums_with_decays(keys, v, per_channel(keys.x, log_decay), key_mask)
     log_decay = decay_per_token(log_decay, keys.x, key_mask).clamp(min=_FORGETS).expand(keys.x.shape[:-1])
     later, keys = _later_decays(log_decay.unsqueeze(-1)).squeeze(-1), keys.scalable()
     keys = keys._replace(log_scale=later if keys.log_scale is None else keys.log_scale + later)
     return LinearSegment(summarize_features(keys, v, key_mask=key_mask), log_decay.sum(-1, keepdim=True))
 
 
-def _decayed(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> LinearSegment:
+def _sums_with_decays(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> LinearSegment:
     """Sum up features, each times exp(Σ log decay) of the later tokens, from the last tokens to the first. Exponents
     are sums and not differences, so none is positive, and sequences of a packed row stay apart."""
     dtype = accumulator(v.dtype)
