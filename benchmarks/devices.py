@@ -1,10 +1,13 @@
-"""What several processes gain with one sequence: the time of one process over that of several, on one thread each.
+"""What several processes gain with one sequence, and what it costs, on one thread each.
 
-    python benchmarks/devices.py [--ranks 2] [--tokens 16384] [--repeats 5] [--attentions elu,ssd] [--clock wall]
+    python benchmarks/devices.py [--parts sequence] [--ranks 2] [--tokens 16384] [--repeats 5] [--engine wave]
+    python benchmarks/devices.py --parts summary [--tokens 16384]
 
-Each rank holds its part of the tokens of a model with random weights, of 6 layers of 256 channels. Times are medians of
-turns in which one process reads, or trains on, all tokens, and then all ranks their parts. With `--clock process` they are
-the processor seconds of the slowest rank, which do not count the time that it waits for others."""
+sequence: each rank holds its part of the tokens of a model with random weights, of 6 layers of 256 channels. Times are
+medians of turns in which one process reads, or trains on, all tokens, and then all ranks their parts. With `--clock
+process` they are the processor seconds of the slowest rank, which do not count the time that it waits for others.
+
+summary: the maps of segments, which the scan needs, beside the attentions themselves, in seconds of the process."""
 
 import argparse
 import os
@@ -17,15 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
 
-from linattn import LanguageModel, LanguageModelConfig
+from linattn import LanguageModel, LanguageModelConfig, named_attention
+from linattn.attention.gates import AnyNeeds, Gates
 from linattn.distributed import sequence_loss, shard_sequence, split_sequence
+from linattn.distributed.segments import segment
 from linattn.models.loss import next_token_loss
 from linattn.nn.modes import evaluating
+from linattn.ops.nested import map_state
 
-ATTENTIONS = ("elu", "local+elu", "ssd", "gated_delta", "kda")
+PARTS = ("sequence", "summary")
+MODELS = ("elu", "local+elu", "ssd", "gated_delta", "kda")
 SIZES: dict[str, Any] = {"vocab_size": 257, "dim": 256, "depth": 6, "num_heads": 8, "window": 64, "convolution": 4}
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+HEADS, CHANNELS = 8, 64
+ATTENTIONS = ("elu", "favor", "roformer", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "local")
 
 
 def model(attention: str) -> LanguageModel:
@@ -38,7 +49,7 @@ def prefill(reader: LanguageModel, tokens: torch.Tensor) -> None:
         reader.hidden(tokens)
 
 
-def seconds(call: Callable[[], object], clock: str) -> float:
+def seconds_of_all(call: Callable[[], object], clock: str) -> float:
     """Return the largest seconds of all ranks, which begin together."""
     dist.barrier()
     started = CLOCKS[clock]()
@@ -48,14 +59,14 @@ def seconds(call: Callable[[], object], clock: str) -> float:
     return spent.item()
 
 
-def work(rank: int, folder: str, options: argparse.Namespace) -> None:
+def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=options.ranks)
     group = dist.group.WORLD
     assert group is not None
     for attention in options.attentions.split(","):
         whole, sharded = model(attention), model(attention)
-        sharding = shard_sequence(sharded, group)
+        sharding = shard_sequence(sharded, group, engine=options.engine)
         tokens = torch.randint(256, (1, options.tokens), generator=torch.Generator().manual_seed(0))
         part = split_sequence(tokens, group=group)
 
@@ -73,9 +84,9 @@ def work(rank: int, folder: str, options: argparse.Namespace) -> None:
         for name in alone:
             ratios, times = [], []
             for _ in range(options.repeats + 1):
-                one = seconds(alone[name] if rank == 0 else lambda: None, options.clock)
+                one = seconds_of_all(alone[name] if rank == 0 else lambda: None, options.clock)
                 sent = sharding.line.bytes_sent
-                several = seconds(together[name], options.clock)
+                several = seconds_of_all(together[name], options.clock)
                 sent = sharding.line.bytes_sent - sent
                 ratios.append(one / several)
                 times.append((one, several))
@@ -91,17 +102,81 @@ def work(rank: int, folder: str, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def gates(needs: AnyNeeds, n: int) -> Any:
+    """Draw gates as a model has them: decays of about 0.95, and strengths between 0 and 1."""
+    if needs is None:
+        return None
+    sizes = {None: None, "head": (1, HEADS, n), "channel": (1, HEADS, n, CHANNELS)}[needs.decay]
+    log_decay = None if sizes is None else -F.softplus(torch.randn(sizes) - 3)
+    return Gates(log_decay, None if needs.write is None else torch.rand(1, HEADS, n))
+
+
+def leaves(state: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_state(found.append, state)
+    return [x for x in found if x.requires_grad]
+
+
+def summary(tokens: int, repeats: int) -> None:
+    """Compare the map of a segment with the attention: without gradients, and with those of keys, values and gates."""
+    print(f"{'':12} {'forward':>24} {'with gradients':>32}")
+    for name in ATTENTIONS:
+        attention = named_attention(name, num_heads=HEADS, head_dim=CHANNELS, causal=True)
+        q, k, v = (torch.randn(1, HEADS, tokens, CHANNELS) for _ in range(3))
+        own = gates(attention.needs, tokens)
+
+        def attend(attention=attention, q=q, k=k, v=v, own=own) -> Any:
+            return attention.extend(q, k, v, gates=own)[0]
+
+        def summarize(attention=attention, k=k, v=v, own=own) -> Any:
+            return segment(attention, k, v, gates=own)
+
+        with torch.no_grad():
+            forward = medians((attend, summarize), repeats)
+        map_state(Tensor.requires_grad_, (q, k, v, own))
+        training = medians([lambda call=call: backward(call()) for call in (attend, summarize)], repeats)
+        pairs = (f"{1000 * a:5.0f} ms, map {1000 * b:5.0f} ms {b / a:+7.0%}" for a, b in (forward, training))
+        print(f"{name:12} {' | '.join(pairs)}")
+
+
+def backward(result: Any) -> None:
+    """Compute the gradients of all inputs that the result depends on."""
+    torch.autograd.backward(results := leaves(result), [torch.ones_like(x) for x in results])
+
+
+def medians(calls: Any, repeats: int) -> list[float]:
+    """Return the process seconds of each call, the median of `repeats` turns after one that does not count."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats + 1):
+        for call, own in zip(calls, times, strict=True):
+            own.append(seconds(call))
+    return [statistics.median(own[1:]) for own in times]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="sequence")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--attentions", default=",".join(ATTENTIONS))
+    parser.add_argument("--attentions", default=",".join(MODELS))
+    parser.add_argument("--engine", choices=("wave", "scan"), default=None)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (folder, options), nprocs=options.ranks, start_method="spawn")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if "sequence" in options.parts.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.start_processes(sequence, (folder, options), nprocs=options.ranks, start_method="spawn")
+    if "summary" in options.parts.split(","):
+        summary(options.tokens, options.repeats)
 
 
 if __name__ == "__main__":

@@ -162,13 +162,14 @@ def test_a_segment_is_what_extend_does_to_the_state(name: str, masked: bool) -> 
     for start, stop, *states in ((20, 45, None, past, one), (20, 21, past), (20, 22, None, past), (20, 20, past)):
         new = whole.cut(start, stop)
         for state in states:
-            assert_same(new.segment().after(state), new.extend(state))
+            # what sends a segment takes it apart and puts it together
+            assert_same(map_state(Tensor.clone, new.segment()).after(state), new.extend(state))
 
 
 @every_layer
 @pytest.mark.parametrize("masked", [False, True])
 def test_segments_and_gradients_are_those_of_the_whole(name: str, masked: bool) -> None:
-    """Three segments, one of them a single token, folded: the last state, and its gradients with respect to inputs,
+    """Three segments, one of them a single token, fold: the last state, and its gradients with respect to inputs,
     gates and the first state."""
     whole = case(name, 30, masked=masked)
     *past, tokens = [whole.cut(0, 9), whole.cut(9, 30)]
@@ -177,11 +178,11 @@ def test_segments_and_gradients_are_those_of_the_whole(name: str, masked: bool) 
     )
     tokens = tokens._replace(inputs=inputs, options=tokens.options | ({} if gates is None else {"gates": gates}))
     given = [x for x in leaves((inputs, gates, state)) if x.requires_grad]
-    folded = after([tokens.cut(*ends).segment() for ends in ((0, 12), (12, 13), (13, 21))], state)
+    fold = after([tokens.cut(*ends).segment() for ends in ((0, 12), (12, 13), (13, 21))], state)
     expected = tokens.extend(state)
-    assert_same(folded, expected)
+    assert_same(fold, expected)
     for ours, theirs in zip(
-        *(torch.autograd.grad(total(x), given, allow_unused=True) for x in (folded, expected)), strict=True
+        *(torch.autograd.grad(total(x), given, allow_unused=True) for x in (fold, expected)), strict=True
     ):
         assert (ours is None) == (theirs is None) or not (theirs if ours is None else ours).any()
         if ours is not None and theirs is not None:
@@ -238,6 +239,20 @@ def test_sums_of_half_precision_inputs_are_float32(name: str) -> None:
         if not x.is_floating_point():
             continue
         assert (x - y).norm() <= 2 * (same - y).norm() + 1e-6 * y.norm()
+
+
+@pytest.mark.parametrize("name", ["ssd", "gla", "gated_delta", "exp, fixed decay"])
+def test_autocast_leaves_sums_as_they_are(name: str) -> None:
+    whole = case(name, 50)
+    single = whole._replace(
+        layer=whole.layer.float(), inputs=to(torch.float32, whole.inputs), options=to(torch.float32, whole.options)
+    )
+    past = single.cut(0, 20).extend(None)
+    expected = single.cut(20, 50).segment().after(past)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = single.cut(20, 50).segment().after(past)
+    for x, y in zip(leaves(ours), leaves(expected), strict=True):
+        assert torch.equal(x, y)
 
 
 def to(dtype: torch.dtype, state: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import singledispatch
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -68,8 +69,7 @@ def checked_inputs(module: InnerAttention, k: Tensor, v: Tensor, key_mask: Tenso
     return own[0] if own else None
 
 
-def pieces(*tensors: Tensor | None) -> Iterator[list[Any]]:
+def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Cut the tokens, dimension 3, of all tensors into pieces; None stays None."""
-    n = next(x.shape[3] for x in tensors if x is not None)
-    for start in range(0, n, PIECE):
-        yield [None if x is None else x[:, :, :, start : start + PIECE] for x in tensors]
+    # not slices, each of whose gradients would be as long as the whole
+    return zip(*(repeat(None) if x is None else x.split(PIECE, 3) for x in tensors), strict=False)

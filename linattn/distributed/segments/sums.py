@@ -61,23 +61,23 @@ def _linear(
     if log_decay is None:
         return LinearSegment(summarize_features(keys, v, key_mask=key_mask))
     if keys.log_scale is None and keys.function != "exp":
-        return _decayed(keys, v, per_channel(keys.x, log_decay), key_mask)
-    log_decay = decay_per_token(log_decay, keys.x, key_mask).expand(keys.x.shape[:-1])
+        return _sums_with_decays(keys, v, per_channel(keys.x, log_decay), key_mask)
+    log_decay = decay_per_token(log_decay, keys.x, key_mask).clamp(min=_FORGETS).expand(keys.x.shape[:-1])
     later, keys = _later_decays(log_decay.unsqueeze(-1)).squeeze(-1), keys.scalable()
     keys = keys._replace(log_scale=later if keys.log_scale is None else keys.log_scale + later)
     return LinearSegment(summarize_features(keys, v, key_mask=key_mask), log_decay.sum(-1, keepdim=True))
 
 
-def _decayed(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> LinearSegment:
+def _sums_with_decays(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Tensor | None) -> LinearSegment:
     """Sum up features, each times exp(Σ log decay) of the later tokens, from the last tokens to the first. Exponents
     are sums and not differences, so none is positive, and sequences of a packed row stay apart."""
     dtype = accumulator(v.dtype)
-    log_decay = log_decay.to(dtype).clamp(min=_FORGETS).expand(*keys.x.shape[:-1], -1)
-    log_decay = zero_masked(log_decay, key_mask)
+    log_decay = log_decay.expand(*keys.x.shape[:-1], -1)
     S = v.new_zeros(*keys.x.shape[:3], keys.x.shape[-1], v.shape[-1], dtype=dtype)
-    z, total = S[..., 0], log_decay.new_zeros(*log_decay.shape[:3], 1, log_decay.shape[-1])
+    z, total = S[..., 0], S.new_zeros(*log_decay.shape[:3], 1, log_decay.shape[-1])
     with without_autocast(v):
         for x, values, decays, mask in reversed(list(pieces(keys.x, v, log_decay, key_mask))):
+            decays = zero_masked(decays.to(dtype).clamp(min=_FORGETS), mask)
             x = zero_masked(keys._replace(x=x).evaluated().x, mask) * _exp(_later_decays(decays) + total)
             S, z = S + x.mT @ values.to(dtype), z + x.sum(-2)
             total = total + decays.sum(-2, keepdim=True)
@@ -85,10 +85,11 @@ def _decayed(keys: Features, v: Tensor, log_decay: Tensor, key_mask: Tensor | No
 
 
 def _later_decays(log_decay: Float[Tensor, "*b n e"]) -> Float[Tensor, "*b n e"]:
-    """Return the sums of the decays after each token."""
-    chunks = cut(log_decay.clamp(min=_FORGETS), CHUNK)
+    """Return the sum of the finite log decays after each token."""
+    chunks = cut(log_decay, CHUNK)
     # as a product, because a cumulative sum over rows takes ten times as long
-    inside = chunks.new_ones(CHUNK, CHUNK).triu(1) @ chunks
+    with without_autocast(chunks):
+        inside = chunks.new_ones(CHUNK, CHUNK).triu(1) @ chunks
     after = F.pad(chunks.sum(-2), (0, 0, -1, 1)).flip(-2).cumsum(-2).flip(-2)
     return join(inside + after.unsqueeze(-2), log_decay.shape[-2])
 
