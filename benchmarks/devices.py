@@ -59,6 +59,20 @@ def seconds_of_all(call: Callable[[], object], clock: str) -> float:
     return spent.item()
 
 
+def reading_and_training(model: LanguageModel, tokens: Any, group: Any = None) -> dict[str, Callable[[], None]]:
+    """Return what is measured: of one process with all `tokens`, or of a rank of the group with its part of them."""
+
+    def training() -> None:
+        if group is None:
+            next_token_loss(model(tokens), tokens).backward()
+            return
+        sequence_loss(model(tokens.tokens), tokens.labels, group=group).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    return {"prefill": lambda: prefill(model, tokens if group is None else tokens.tokens), "training": training}
+
+
 def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=options.ranks)
@@ -70,17 +84,8 @@ def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
         tokens = torch.randint(256, (1, options.tokens), generator=torch.Generator().manual_seed(0))
         part = split_sequence(tokens, group=group)
 
-        def train(whole: LanguageModel = whole, tokens: torch.Tensor = tokens) -> None:
-            next_token_loss(whole(tokens), tokens).backward()
-
-        def train_part(sharded: LanguageModel = sharded, part: Any = part) -> None:
-            sequence_loss(sharded(part.tokens), part.labels, group=group).backward()
-            for parameter in sharded.parameters():
-                dist.all_reduce(parameter.grad)
-
+        alone, together = reading_and_training(whole, tokens), reading_and_training(sharded, part, group)
         # while one process has all tokens, the others wait
-        alone = {"prefill": lambda: prefill(whole, tokens), "training": train}
-        together = {"prefill": lambda: prefill(sharded, part.tokens), "training": train_part}
         for name in alone:
             ratios, times = [], []
             for _ in range(options.repeats + 1):

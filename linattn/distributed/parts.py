@@ -49,8 +49,8 @@ def split_sequence(
 ) -> SequencePart:
     """Return this rank's part of `tokens` (b, n), which all ranks of the `group` have whole, and its labels.
 
-    The label of a token is the token, or the number in `labels`, at the next place: it may be on the next rank, so it is
-    moved before the sequence is cut. The last token, and one whose next place is masked, has `NO_LABEL`, −100.
+    The label of a token is the token, or the number in `labels`, at the next place. As that may be on the next rank, it
+    is moved before the sequence is cut. The last token, and one whose next place is masked, has `NO_LABEL`, −100.
 
     Raises ValueError unless the number of ranks divides n."""
     line = Line(process_group(group))

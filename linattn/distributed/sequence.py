@@ -61,7 +61,7 @@ def shard_sequence(
     """Make the `model` take one part of each sequence per rank of the `group`, in place: from the tokens of rank r,
     which follow those of rank r − 1, it makes the outputs that they have in the whole sequence. Gradients are those of
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
-    for instance by DDP or FSDP. Parts may differ in length. Print and return what was changed; `undo()` changes it back.
+    for instance by DDP or FSDP. Parts may differ in length. Print and return what was changed; `undo()` takes it back.
 
     The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have; what it returns is,
     on the last rank, the state after all tokens, which `last_state` gives to all.
@@ -75,9 +75,8 @@ def shard_sequence(
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     line = Line(process_group(group), timeout)
-    layers, problem = dict[str, nn.Module](), ""
+    (chosen, reason), layers, problem = _engine(model, line, engine), dict[str, nn.Module](), ""
     try:
-        chosen, reason = _engine(model, line, engine)
         layers = layers_with_states(model, composed=chosen == "wave")
         obstacle = next(filter(None, map(without_segment, layers.values())), None) if chosen == "scan" else None
         if obstacle is not None:
@@ -152,11 +151,9 @@ def _gather(sharding: SequenceSharding, name: str, layer: Any) -> None:
 def _replace_calls(
     sharding: SequenceSharding, layer: Any, count: int, extended: Callable[[Any, Any, Any], tuple[Tensor, Any]]
 ) -> None:
-    """Put extended(inputs, state, options) in the place of the `extend` and `forward` of a layer with `count` inputs."""
+    """Put extended(inputs, state, options) in the place of `extend` and `forward` of a layer with `count` inputs."""
     own_forward = layer.forward
 
-    # messages are no part of a graph: a compiler breaks it here
-    @torch.compiler.disable
     def extend(*arguments: Any, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         return extended(arguments[:count], arguments[count] if len(arguments) > count else state, options)
 
@@ -166,8 +163,9 @@ def _replace_calls(
             return own_forward(*inputs, **options)
         return extend(*inputs, **options)[0]
 
-    sharding.replace(layer, "extend", extend)
-    sharding.replace(layer, "forward", forward)
+    # messages are no part of a graph: a compiler breaks it here
+    sharding.replace(layer, "extend", torch.compiler.disable(extend))
+    sharding.replace(layer, "forward", torch.compiler.disable(forward))
 
 
 def _example(
@@ -203,8 +201,8 @@ def _prepare(sharding: SequenceSharding, module: Any) -> None:
         sharding.replace(module, "packs", False)
     if isinstance(module, TokenModel) and module.positions is not None:
         sharding.replace(module, "embed", _with_positions(sharding.line, module.embed))
-    rotary = isinstance(module, MultiheadAttention) and module.rotary is not None
-    if sharding.engine == "scan" and rotary and not module.is_cross_attention:
+    scans = sharding.engine == "scan" and isinstance(module, MultiheadAttention)
+    if scans and module.rotary is not None and not module.is_cross_attention:
         _gather_positions(sharding, module)
 
 
@@ -221,7 +219,7 @@ def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]
     return embed_later
 
 
-def _gather_positions(sharding: SequenceSharding, layer: MultiheadAttention) -> None:
+def _gather_positions(sharding: SequenceSharding, layer: Any) -> None:
     own_extend, line = layer.extend, sharding.line
 
     def extend(inputs: tuple[Tensor, ...], state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -235,7 +233,7 @@ def _gather_positions(sharding: SequenceSharding, layer: MultiheadAttention) -> 
     _replace_calls(sharding, layer, 1, extend)
 
 
-def _no_inputs(layer: MultiheadAttention, x: Tensor) -> Any:
+def _no_inputs(layer: Any, x: Tensor) -> Any:
     """Return the state of a layer's convolutions before any input."""
     if layer.convolution is None:
         return None

@@ -120,7 +120,7 @@ def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
 
 
 def header_of(leaves: Sequence[Any]) -> Tensor:
-    """Return a table of int64 with a row per leaf: its dtype's number from 1 on (0: no tensor), dimensions and sizes."""
+    """Return a table with a row per leaf: the number of its dtype from 1 on (0: no tensor), dimensions and sizes."""
     header = torch.zeros(len(leaves), 2 + _DIMENSIONS, dtype=torch.int64)
     for row, leaf in zip(header, leaves, strict=True):
         if isinstance(leaf, Tensor):

@@ -9,8 +9,8 @@ free. Maps compose: a sequence may be cut anywhere, and its segments summed up o
     state = segment(attention, k, v, key_mask=key_mask, gates=gates).after(state)"""
 
 from linattn.distributed.segments.base import Segment, segment
-from linattn.distributed.segments.delta import DeltaSegment
-from linattn.distributed.segments.sums import LinearSegment, RotaryLinearSegment
+from linattn.distributed.segments.delta import DeltaSegment, delta_segment
+from linattn.distributed.segments.sums import LinearSegment, RotaryLinearSegment, linear_segment
 from linattn.distributed.segments.tokens import (
     InputsSegment,
     LocalSegment,
@@ -28,6 +28,8 @@ __all__ = [
     "RotaryLinearSegment",
     "Segment",
     "SoftmaxSegment",
+    "delta_segment",
+    "linear_segment",
     "position_segment",
     "segment",
 ]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import group_mask
@@ -38,9 +38,20 @@ def _delta(
     log_decay, beta = (None if gate is None else gate.unsqueeze(2) for gate in own)
     k, v = zero_masked(k, key_mask), zero_masked(v, key_mask).unsqueeze(2)
     k = (unit(k) if module.unit_keys else k).unsqueeze(2)
+    return delta_segment(k, v, beta, log_decay, group_mask(key_mask))
+
+
+def delta_segment(
+    k: Float[Tensor, "b hk 1 n d"],
+    v: Float[Tensor, "b hk 1 n dv"],
+    beta: Tensor | None,
+    log_decay: Float[Tensor, "..."] | None = None,
+    key_mask: Bool[Tensor, "#b #hk 1 n"] | None = None,
+) -> DeltaSegment:
+    """Return the map of tokens for `causal_delta_attention`, with its options."""
     d, dv = k.shape[-1], v.shape[-1]
     maps = torch.eye(d, d + dv, dtype=accumulator(v.dtype), device=v.device).expand(*k.shape[:3], -1, -1)
-    for keys, values, strengths, decays, mask in pieces(k, v, beta, log_decay, group_mask(key_mask)):
+    for keys, values, strengths, decays, mask in pieces(k, v, beta, log_decay, key_mask):
         # from the state [1 | 0], values [0 | v] lead to [T | U]; there are no queries, as nothing is read
         values = F.pad(values, (d, 0))
         _, maps = causal_delta_attention(keys[:, :, :0], keys, values, strengths, maps, log_decay=decays, key_mask=mask)

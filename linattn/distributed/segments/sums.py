@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.attention.base import group_mask
@@ -57,7 +57,17 @@ def _linear(
     gate, beta = checked_inputs(module, k, v, key_mask, gates) or Gates()
     k, v, key_mask = zero_masked(k, key_mask), zero_masked(v, key_mask), group_mask(key_mask)
     v = (v if beta is None else (v * beta.unsqueeze(-1)).to(v.dtype)).unsqueeze(2)
-    keys, log_decay = group_features(module.feature_map.key(k), k.shape[1]), module.log_decay(gate)
+    keys = group_features(module.feature_map.key(k), k.shape[1])
+    return linear_segment(keys, v, module.log_decay(gate), key_mask)
+
+
+def linear_segment(
+    keys: Features,
+    v: Float[Tensor, "b hk 1 n dv"],
+    log_decay: Float[Tensor, "..."] | None = None,
+    key_mask: Bool[Tensor, "#b #hk 1 n"] | None = None,
+) -> LinearSegment:
+    """Return the map of tokens for `causal_feature_attention`, from its `keys` (b hk 1 n f) and options."""
     if log_decay is None:
         return LinearSegment(summarize_features(keys, v, key_mask=key_mask))
     if keys.log_scale is None and keys.function != "exp":

@@ -1,0 +1,83 @@
+"""The operators with one part of each sequence per rank of a group: summary, exchange, operator."""
+
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from linattn.attention.delta import DeltaAttentionState
+from linattn.distributed.parts import Group, process_group
+from linattn.distributed.scan import gathered
+from linattn.distributed.segments import delta_segment, linear_segment
+from linattn.distributed.transport import Line
+from linattn.ops import delta, linear
+from linattn.ops.features import Features, FeatureState, value_dtype
+from linattn.ops.state import LinearState
+
+
+def causal_linear_attention(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b h n d"],
+    v: Float[Tensor, "b h n dv"],
+    /,
+    state: LinearState | None = None,
+    *,
+    group: Group,
+    log_decay: Float[Tensor, "..."] | None = None,
+    key_mask: Bool[Tensor, "#b #h n"] | None = None,
+    normalize: str | None = "output",
+    feature_map: str = "identity",
+) -> tuple[Float[Tensor, "b h n dv"], LinearState]:
+    """`linattn.causal_linear_attention` of all tokens of the `group`, of which each rank passes its part, in order.
+
+    `state` is that before the tokens of the first rank, and the same on all; the state that is returned is that after
+    this rank's tokens. Every rank must differentiate its outputs if one does. Other options, and errors, are those of
+    the operator, but `log_decay` is (b, h, n) or (b, h, n, d)."""
+    line = Line(process_group(group))
+    _check(q, k, v)
+    tokens = 0 if line.is_last else k.shape[-2]
+    decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
+    mask = None if key_mask is None else key_mask[..., :tokens].unsqueeze(2)
+    x = k[:, :, :tokens].unsqueeze(2)
+    # exponentials as large as the operator has them, without a scale
+    keys = Features(x.to(value_dtype(x.dtype)).exp(), None) if feature_map == "exp" else Features(x, None, feature_map)
+    own = linear_segment(keys, v[:, :, :tokens].unsqueeze(2), decays, mask)
+    past = None if state is None else FeatureState(LinearState(state.S.unsqueeze(2), state.z.unsqueeze(2)), None)
+    q, past = gathered(line, own, q, past)
+    before = None if past is None else LinearState(past.sums.S.squeeze(2), past.sums.z.squeeze(2))
+    options: Any = {"log_decay": log_decay, "key_mask": key_mask, "normalize": normalize, "feature_map": feature_map}
+    return linear.causal_linear_attention(q, k, v, before, **options)
+
+
+def causal_delta_attention(
+    q: Float[Tensor, "b h n d"],
+    k: Float[Tensor, "b h n d"],
+    v: Float[Tensor, "b h n dv"],
+    beta: Float[Tensor, "b h n"],
+    /,
+    state: Float[Tensor, "b h d dv"] | None = None,
+    *,
+    group: Group,
+    log_decay: Float[Tensor, "..."] | None = None,
+    key_mask: Bool[Tensor, "#b #h n"] | None = None,
+    scale: float = 1.0,
+) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h d dv"]]:
+    """`linattn.causal_delta_attention` of all tokens of the `group`, of which each rank passes its part, in order.
+
+    What `causal_linear_attention` says here holds for it too."""
+    line = Line(process_group(group))
+    _check(q, k, v)
+    tokens = 0 if line.is_last else k.shape[-2]
+    keys, values, strengths = (x[:, :, :tokens].unsqueeze(2) for x in (k, v, beta))
+    decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
+    mask = None if key_mask is None else key_mask[..., :tokens].unsqueeze(2)
+    own = delta_segment(keys, values, strengths, decays, mask)
+    q, past = gathered(line, own, q, None if state is None else DeltaAttentionState(state.unsqueeze(2)))
+    before = None if past is None else past.S.squeeze(2)
+    return delta.causal_delta_attention(q, k, v, beta, before, log_decay=log_decay, key_mask=key_mask, scale=scale)
+
+
+def _check(*tensors: Tensor) -> None:
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (b, h, n, d), but is {tuple(x.shape)}")

@@ -1,0 +1,91 @@
+"""The operators over several processes are the operators of one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from linattn import distributed, ops
+from linattn.distributed import causal_linear_attention
+from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.state import LinearState
+from tests.distributed.test_sequence import CUTS, error
+from tests.processes import needs_processes, run_in_group
+
+pytestmark = needs_processes
+CLOSE, HEADS, N, D = 1e-13, 3, 23, 4
+
+
+def drawn(*sizes: int) -> Tensor:
+    return torch.randn(2, HEADS, *sizes, dtype=torch.float64)
+
+
+def decays(kind: str | None) -> Tensor | None:
+    log_decay = {None: None, "head": -drawn(N).exp(), "channel": -drawn(N, D).exp()}[kind]
+    if log_decay is not None:
+        # a sequence begins
+        log_decay[:, :, 11] = -torch.inf
+    return log_decay
+
+
+def compare(rank: int, size: int, name: str, inputs: dict[str, Tensor], state: Any, **options: Any) -> None:
+    """Outputs, last state, and the gradients of all inputs and of the state, of the operator `name`."""
+    group, calls = dist.group.WORLD, []
+    learned = {"log_decay": options.get("log_decay")} | inputs
+    learned = {key: x.detach().requires_grad_() for key, x in learned.items() if x is not None}
+    first = None if state is None else tuple(x.detach().requires_grad_() for x in state)
+    for part, package in ((None, ops), (rank, distributed)):
+        cut = {key: x if part is None else x.split(CUTS[size], 2)[part] for key, x in learned.items()}
+        mask = options.get("key_mask")
+        mask = mask if part is None or mask is None else mask.split(CUTS[size], 2)[part]
+        own = {} if part is None else {"group": group}
+        rest = {key: x for key, x in options.items() if key not in ("log_decay", "key_mask")}
+        before = None if first is None else first[0] if "beta" in inputs else LinearState(*first)
+        arguments = [cut[key] for key in inputs]
+        call = getattr(package, name)
+        y, end = call(*arguments, before, log_decay=cut.get("log_decay"), key_mask=mask, **own, **rest)
+        calls.append((y, [end] if isinstance(end, Tensor) else list(end)))
+    (whole, last), (y, end) = calls
+    assert error(y, whole.split(CUTS[size], 2)[rank]) <= CLOSE, (name, options)
+    weight = torch.randn(whole.shape, dtype=whole.dtype, generator=torch.Generator().manual_seed(1))
+    leaves = [*learned.values(), *(first or ())]
+    expected = torch.autograd.grad((whole * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        (y * weight.split(CUTS[size], 2)[rank]).sum(), leaves, allow_unused=True, materialize_grads=True
+    )
+    for grad, wanted in zip(found, expected, strict=True):
+        dist.all_reduce(grad)
+        assert error(grad, wanted) <= CLOSE or wanted.norm() < 1e-9, (name, options)
+    if rank == size - 1:
+        assert all(error(x, wanted) <= CLOSE for x, wanted in zip(end, last, strict=True)), (name, options)
+
+
+def every_call(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    key_mask = torch.rand(2, HEADS, N) < 0.7
+    for kind in (None, "head", "channel"):
+        inputs = {"q": drawn(N, D), "k": drawn(N, D) / 2, "v": drawn(N, 5)}
+        shared = {"log_decay": decays(kind)}
+        for feature_map in ELEMENTWISE:
+            for normalize in ("output", None):
+                # un-normalised where features of both signs may cancel
+                if normalize is None or feature_map in ("elu_plus_one", "exp"):
+                    options = {"feature_map": feature_map, "normalize": normalize}
+                    compare(rank, size, "causal_linear_attention", inputs, None, **shared, **options)
+        state = drawn(D, 5), drawn(D).abs()
+        for mask in (None, key_mask):
+            options = {"normalize": None, "key_mask": mask}
+            compare(rank, size, "causal_linear_attention", inputs, state, **shared, **options)
+            delta = inputs | {"beta": drawn(N).sigmoid()}
+            for past in (None, state[:1]):
+                options = {"scale": 0.5, "key_mask": mask}
+                compare(rank, size, "causal_delta_attention", delta, past, **shared, **options)
+    with pytest.raises(ValueError, match=r"q must be \(b, h, n, d\), but is \(5, 4\)"):
+        causal_linear_attention(torch.ones(5, 4), drawn(5, 4), drawn(5, 4), group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("size", CUTS)
+def test_operators_over_a_group(size: int):
+    run_in_group(size, every_call, size)
