@@ -14,7 +14,7 @@ import pytest
 import linattn
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
+PACKAGES = ("linattn", "linattn.distributed", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
 NAMES = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
 EXAMPLES = ROOT / "docs/reference/examples"
 # a line that prints, and what it prints

@@ -15,7 +15,7 @@ from linattn.ops.features import Features, FeatureState, value_dtype
 from linattn.ops.state import LinearState
 
 
-def causal_linear_attention(
+def sharded_linear_attention(
     q: Float[Tensor, "b h n d"],
     k: Float[Tensor, "b h n d"],
     v: Float[Tensor, "b h n dv"],
@@ -49,7 +49,7 @@ def causal_linear_attention(
     return linear.causal_linear_attention(q, k, v, before, **options)
 
 
-def causal_delta_attention(
+def sharded_delta_attention(
     q: Float[Tensor, "b h n d"],
     k: Float[Tensor, "b h n d"],
     v: Float[Tensor, "b h n dv"],
@@ -64,7 +64,7 @@ def causal_delta_attention(
 ) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h d dv"]]:
     """`linattn.causal_delta_attention` of all tokens of the `group`, of which each rank passes its part, in order.
 
-    What `causal_linear_attention` says here holds for it too."""
+    What `sharded_linear_attention` says holds for it too."""
     line = Line(process_group(group))
     _check(q, k, v)
     tokens = 0 if line.is_last else k.shape[-2]

@@ -61,7 +61,7 @@ def shard_sequence(
     """Make the `model` take one part of each sequence per rank of the `group`, in place: from the tokens of rank r,
     which follow those of rank r − 1, it makes the outputs that they have in the whole sequence. Gradients are those of
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
-    for instance by DDP or FSDP. Parts may differ in length. Print and return what was changed; `undo()` takes it back.
+    for instance by DDP or FSDP. Parts may differ in length. What is returned says what was changed; its `undo()` takes it back.
 
     The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have; what it returns is,
     on the last rank, the state after all tokens, which `last_state` gives to all.
@@ -96,8 +96,6 @@ def shard_sequence(
     for name in ("forward", "extend", "hidden", "extend_hidden"):
         if hasattr(model, name):
             sharding.replace(model, name, _compared(line, model, getattr(model, name)))
-    if line.is_first:
-        print(sharding)
     return sharding
 
 

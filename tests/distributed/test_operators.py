@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from linattn import distributed, ops
-from linattn.distributed import causal_linear_attention
+from linattn.distributed import sharded_linear_attention
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.state import LinearState
 from tests.distributed.test_sequence import CUTS, error
@@ -44,7 +44,7 @@ def compare(rank: int, size: int, name: str, inputs: dict[str, Tensor], state: A
         rest = {key: x for key, x in options.items() if key not in ("log_decay", "key_mask")}
         before = None if first is None else first[0] if "beta" in inputs else LinearState(*first)
         arguments = [cut[key] for key in inputs]
-        call = getattr(package, name)
+        call = getattr(package, name.replace("causal", "causal" if part is None else "sharded"))
         y, end = call(*arguments, before, log_decay=cut.get("log_decay"), key_mask=mask, **own, **rest)
         calls.append((y, [end] if isinstance(end, Tensor) else list(end)))
     (whole, last), (y, end) = calls
@@ -83,7 +83,7 @@ def every_call(rank: int, size: int) -> None:
                 options = {"scale": 0.5, "key_mask": mask}
                 compare(rank, size, "causal_delta_attention", delta, past, **shared, **options)
     with pytest.raises(ValueError, match=r"q must be \(b, h, n, d\), but is \(5, 4\)"):
-        causal_linear_attention(torch.ones(5, 4), drawn(5, 4), drawn(5, 4), group=dist.group.WORLD)
+        sharded_linear_attention(torch.ones(5, 4), drawn(5, 4), drawn(5, 4), group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("size", CUTS)

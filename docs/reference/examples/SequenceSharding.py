@@ -1,0 +1,13 @@
+import torch
+import torch.distributed as dist
+
+import linattn
+from linattn import distributed
+
+# one process here; torchrun starts many
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+model = linattn.LanguageModel(linattn.LanguageModelConfig(vocab_size=256, dim=32, depth=2, attention="gated_delta"))
+sharding = distributed.shard_sequence(model, group)
+print(type(sharding).__name__, sharding.engine, sharding.layers)  # SequenceSharding wave ['blocks.0.mixer', 'blocks.1.mixer']
+dist.destroy_process_group()
