@@ -65,7 +65,8 @@ html_theme_options = {
 }
 
 # where public names are
-PACKAGES = ("linattn", "linattn.distributed", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
+BESIDE = ("distributed", "integrations.transformers", "linearize", "states")
+PACKAGES = ("linattn", *(f"linattn.{package}" for package in BESIDE))
 PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
 # torch's methods that print a module and draw its first weights

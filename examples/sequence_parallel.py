@@ -1,6 +1,6 @@
 """Train on one sequence that several processes share: each holds a part of it, and the states go from rank to rank.
 
-    torchrun --nproc-per-node=2 -m examples.sequence_parallel [--tokens 1048576] [--steps 3] [--attention gated_delta]
+    torchrun --nproc-per-node=2 -m examples.sequence_parallel [--tokens 1048576] [--steps 3] [--dim 64]
 
 The sequence is Python source, of which there is enough in every installation. Each step reads all of it and learns from
 every token; gradients are averaged by DDP. On GPUs, start it with as many processes as there are GPUs."""
@@ -31,10 +31,10 @@ def source(tokens: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text[:tokens]), dtype=torch.uint8).long().unsqueeze(0)
 
 
-def train(tokens: int, steps: int, attention: str) -> list[float]:
+def train(tokens: int, steps: int, attention: str, dim: int) -> list[float]:
     """Return the loss of each step, in nats per byte, that of the whole sequence on every rank."""
     torch.manual_seed(0)
-    config = LanguageModelConfig(vocab_size=256, dim=64, depth=2, num_heads=2, attention=attention, convolution=4)
+    config = LanguageModelConfig(vocab_size=256, dim=dim, depth=2, num_heads=2, attention=attention, convolution=4)
     model = LanguageModel(config)
     sharding = shard_sequence(model, dist.group.WORLD)
     trained = DistributedDataParallel(model)
@@ -65,10 +65,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--attention", default="gated_delta")
+    parser.add_argument("--dim", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
-    train(options.tokens, options.steps, options.attention)
+    train(options.tokens, options.steps, options.attention, options.dim)
     dist.destroy_process_group()
 
 

@@ -26,6 +26,9 @@ def examples(page: Path) -> list[tuple[str, str]]:
 )
 def test_examples_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # what torchrun sets for a single process
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     names = {}
     for code, expected in examples(page):
         exec(code, names)

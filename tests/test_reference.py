@@ -14,7 +14,8 @@ import pytest
 import linattn
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("linattn", "linattn.distributed", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
+BESIDE = ("distributed", "integrations.transformers", "linearize", "states")
+PACKAGES = ("linattn", *(f"linattn.{package}" for package in BESIDE))
 NAMES = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
 EXAMPLES = ROOT / "docs/reference/examples"
 # a line that prints, and what it prints

@@ -28,11 +28,12 @@ def sharded_linear_attention(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> tuple[Float[Tensor, "b h n dv"], LinearState]:
-    """`linattn.causal_linear_attention` of all tokens of the `group`, of which each rank passes its part, in order.
+    """`causal_linear_attention` over all tokens of the `group`, of which each rank passes its part, in order, as `q`,
+    `k` and `v`.
 
     `state` is that before the tokens of the first rank, and the same on all; the state that is returned is that after
-    this rank's tokens. Every rank must differentiate its outputs if one does. Other options, and errors, are those of
-    the operator, but `log_decay` is (b, h, n) or (b, h, n, d)."""
+    this rank's tokens. Every rank must differentiate its outputs if one does. `log_decay` is (b, h, n) or (b, h, n, d);
+    it, `key_mask`, `normalize`, `feature_map` and errors are otherwise as in the operator."""
     line = Line(process_group(group))
     _check(q, k, v)
     tokens = 0 if line.is_last else k.shape[-2]
@@ -62,9 +63,11 @@ def sharded_delta_attention(
     key_mask: Bool[Tensor, "#b #h n"] | None = None,
     scale: float = 1.0,
 ) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h d dv"]]:
-    """`linattn.causal_delta_attention` of all tokens of the `group`, of which each rank passes its part, in order.
+    """`causal_delta_attention` over all tokens of the `group`, of which each rank passes its part, in order, as `q`,
+    `k`, `v` and `beta`.
 
-    What `sharded_linear_attention` says holds for it too."""
+    `state`, `log_decay` and what is returned are as in `sharded_linear_attention`, `key_mask`, `scale` and errors as in
+    the operator."""
     line = Line(process_group(group))
     _check(q, k, v)
     tokens = 0 if line.is_last else k.shape[-2]

@@ -50,7 +50,8 @@ def split_sequence(
     """Return this rank's part of `tokens` (b, n), which all ranks of the `group` have whole, and its labels.
 
     The label of a token is the token, or the number in `labels`, at the next place. As that may be on the next rank, it
-    is moved before the sequence is cut. The last token, and one whose next place is masked, has `NO_LABEL`, −100.
+    is moved before the sequence is cut. The last token, and one whose next place is masked (`key_mask` False), has
+    `NO_LABEL`, −100.
 
     Raises ValueError unless the number of ranks divides n."""
     line = Line(process_group(group))

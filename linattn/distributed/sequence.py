@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +32,7 @@ ENGINES = ("wave", "scan")
 @dataclass
 class SequenceSharding:
     """Records the changes of `shard_sequence` to a model: the `engine`, "wave" or "scan", with the `reason` for it, and
-    the names of the `layers` whose states go from rank to rank."""
+    the names of the `layers` whose states go from rank to rank along the `line` of the group."""
 
     engine: str
     reason: str
@@ -61,22 +62,23 @@ def shard_sequence(
     """Make the `model` take one part of each sequence per rank of the `group`, in place: from the tokens of rank r,
     which follow those of rank r − 1, it makes the outputs that they have in the whole sequence. Gradients are those of
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
-    for instance by DDP or FSDP. Parts may differ in length. What is returned says what was changed; its `undo()` takes it back.
+    for instance by DDP or FSDP. Parts may differ in length. The result's `undo()` takes the changes back.
 
     The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have; what it returns is,
     on the last rank, the state after all tokens, which `last_state` gives to all.
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
-    products, which takes every causal layer; or "scan", where all ranks are at the same layer; None takes the wave
-    unless parameters are sharded over the same ranks, as by FSDP, or by checkpoints. A rank that waits longer than
-    `timeout` seconds (None: the group's own limit) raises a RuntimeError that says for what.
+    products, which takes every causal layer; or "scan", where all ranks are at the same layer. None takes the wave,
+    unless parameters are sharded over the same ranks (call `fully_shard` first) or ranks are more than layers. A rank
+    that waits longer than `timeout` seconds (None: the group's own limit) raises a RuntimeError that says for what.
 
     Raises ValueError, on every rank, for layers that are not causal, that see all tokens at once, or have no rule."""
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     line = Line(process_group(group), timeout)
-    (chosen, reason), layers, problem = _engine(model, line, engine), dict[str, nn.Module](), ""
+    chosen, reason, layers, problem = "", "", dict[str, nn.Module](), ""
     try:
+        chosen, reason = _engine(model, line, engine)
         layers = layers_with_states(model, composed=chosen == "wave")
         obstacle = next(filter(None, map(without_segment, layers.values())), None) if chosen == "scan" else None
         if obstacle is not None:
@@ -100,16 +102,24 @@ def shard_sequence(
 
 
 def _engine(model: nn.Module, line: Line, engine: str | None) -> tuple[str, str]:
+    """Return the engine and the reason for it."""
     if engine is not None:
         return engine, "as was asked for"
-    own = set(torch.distributed.get_process_group_ranks(line.group))
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and len(own & set(parameter.device_mesh.mesh.flatten().tolist())) > 1:
-            for dim, placement in enumerate(parameter.placements):
-                ranks = torch.distributed.get_process_group_ranks(parameter.device_mesh.get_group(dim))
-                if placement.is_shard() and len(own & set(ranks)) > 1:
-                    return "scan", "parameters are sharded over the same ranks, which meet at each layer anyway"
+    if any(_shares_ranks(parameter, line) for parameter in model.parameters()):
+        return "scan", "parameters are sharded over the same ranks, which meet at each layer anyway"
+    layers = layers_with_states(model, composed=True)
+    if line.size > len(layers) and not any(map(without_segment, layers_with_states(model, composed=False).values())):
+        return "scan", "a wave does not gain from more ranks than layers"
     return "wave", "no layer waits for all ranks"
+
+
+def _shares_ranks(parameter: nn.Parameter, line: Line) -> bool:
+    """Tell whether a parameter is sharded over ranks of the group."""
+    if not isinstance(parameter, DTensor):
+        return False
+    own = set(dist.get_process_group_ranks(line.group))
+    groups = [parameter.device_mesh.get_group(dim) for dim, x in enumerate(parameter.placements) if x.is_shard()]
+    return any(len(own.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)
 
 
 def _carry(sharding: SequenceSharding, name: str, layer: Any) -> None:

@@ -89,8 +89,8 @@ class Line:
 
 
 class Format(NamedTuple):
-    """What a message holds: `leaves` of a state of no tokens, with zeros in the place of its tensors. If the state
-    `grows` with the tokens, a header with their sizes comes before it."""
+    """The format of a message: `leaves` are those of a state of no tokens, whose tensors show dtypes and sizes. If the
+    state `grows` with the tokens, a header with the sizes comes before the message."""
 
     leaves: list[Any]
     grows: bool
@@ -173,8 +173,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors])
 
 
-def parted(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose bytes are in the buffer, with the shapes and dtypes of `like`."""
-    parts = buffer.split([num_bytes([x]) for x in like])
+def parted(buffer: Tensor, metas: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors whose bytes are in the buffer, with the shapes and dtypes of `metas`."""
+    parts = buffer.split([num_bytes([x]) for x in metas])
     # copies: a part of the buffer may begin where a number of its dtype may not
-    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, like, strict=True)]
+    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, metas, strict=True)]

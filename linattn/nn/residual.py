@@ -39,7 +39,7 @@ class Stack(nn.Module, ABC):
 
     branches: nn.ModuleList
     packs: bool = True
-    """Whether a causal model moves present tokens in front of missing ones, so that branches need no mask."""
+    """If True, a causal model moves present tokens in front of missing ones, so that branches need no mask."""
 
     @property
     def depth(self) -> int:

@@ -1,4 +1,3 @@
-import torch
 import torch.distributed as dist
 
 import linattn
@@ -9,5 +8,6 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.group.WORLD
 model = linattn.LanguageModel(linattn.LanguageModelConfig(vocab_size=256, dim=32, depth=2, attention="gated_delta"))
 sharding = distributed.shard_sequence(model, group)
-print(type(sharding).__name__, sharding.engine, sharding.layers)  # SequenceSharding wave ['blocks.0.mixer', 'blocks.1.mixer']
+assert isinstance(sharding, distributed.SequenceSharding)
+print(sharding.engine, sharding.layers)  # wave ['blocks.0.mixer', 'blocks.1.mixer']
 dist.destroy_process_group()
