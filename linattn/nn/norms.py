@@ -1,5 +1,6 @@
 """Root-mean-square norms of inputs of any scale, in half precision too. Zeros stay zeros."""
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -10,6 +11,8 @@ from linattn.checks import check_numbers, check_types
 from linattn.nn.checks import check_floats
 
 HEAD_NORM_EPS = 1e-4
+Reduction = Callable[[Tensor, str], Tensor]
+"""The "max" or the "mean" of numbers over the ranks that have the channels of a vector."""
 
 
 @final
@@ -20,6 +23,9 @@ class HeadNorm(nn.Module):
 
     Where q and the state nearly cancel, x is little more than rounding error. An `eps` of 0 makes it as large as all
     other outputs, and its gradient too large for float16; see docs/gates.md for what each value gives."""
+
+    over_ranks: Reduction | None = None
+    """The reduction if every rank has an equal part of the channels, as in `linattn.distributed`; None: it has all."""
 
     @check_types
     def __init__(self, head_dim: int, *, eps: float = HEAD_NORM_EPS):
@@ -33,7 +39,7 @@ class HeadNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return _rms_normalized(x, self.weight, self.eps)
+        return _rms_normalized(x, self.weight, self.eps, self.over_ranks)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"
@@ -61,14 +67,19 @@ class ScaleNorm(nn.Module):
         return f"{self.dim}"
 
 
-def _rms_normalized(x: Float[Tensor, "*b d"], factor: Tensor, eps: float) -> Float[Tensor, "*b d"]:
+def _rms_normalized(
+    x: Float[Tensor, "*b d"], factor: Tensor, eps: float, over_ranks: Reduction | None = None
+) -> Float[Tensor, "*b d"]:
     """Return x / √(mean(x²) + eps) times the factor, computed in float32 or better."""
     check_floats(x, factor)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     # squares of small and of large numbers leave float32's range; a factor of x and √eps changes neither the result nor
     # its gradient
-    largest = x.detach().abs().amax(-1, keepdim=True).clamp(min=eps**0.5)
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    largest = (largest if over_ranks is None else over_ranks(largest, "max")).clamp(min=eps**0.5)
     largest = largest.masked_fill(largest == 0, 1)
     x = x / largest
-    square = x.square().mean(-1, keepdim=True) + (eps**0.5 / largest).square()
+    square = x.square().mean(-1, keepdim=True)
+    square = square if over_ranks is None else over_ranks(square, "mean")
+    square = square + (eps**0.5 / largest).square()
     return (x * square.masked_fill(square == 0, 1).rsqrt() * factor).to(dtype)
