@@ -12,7 +12,7 @@ from torch import Tensor
 from linattn.checks import check_sizes, check_types
 from linattn.generation.requests import BatchState, Request, Row
 from linattn.generation.sampling import Sampling, most_likely, probabilities
-from linattn.generation.streams import Sampler
+from linattn.generation.decoding import Sampler
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states import PrefixCache, concatenate, select
@@ -85,7 +85,7 @@ class ContinuousBatch:
         options = request.max_new_tokens, request.sampling, request.stop_tokens, request.seed
         sampler = Sampler.checked(self.model, [request.prompt], *options, draft=None, complete=False)
         state = self._begin(request.state)
-        self._check_positions(sampler, state)
+        sampler.check_positions(state)
         number, self._count = self._count, self._count + 1
         self._waiting[number] = Row(sampler, state, self.cache if request.state is None else None)
         return number
@@ -122,12 +122,6 @@ class ContinuousBatch:
             _, begun = self.model.extend_hidden(none, state)
         self._empty = begun if state is None else self._empty
         return begun
-
-    def _check_positions(self, sampler: Sampler, state: TokenModelState) -> None:
-        past = 0 if state.position is None else int(state.position)
-        length, limit = past + len(sampler.rows[0]) + sampler.max_new_tokens - 1, self.model.max_length
-        if limit is not None and length > limit:
-            raise ValueError(f"the model's positions end at {limit}, but state, prompt and new tokens need {length}")
 
     def _admit(self) -> None:
         while self._waiting and self.num_rows < self.size:
