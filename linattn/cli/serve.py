@@ -72,7 +72,8 @@ def chat_template(folder: Path) -> Callable[[list[Any]], str] | None:
     settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     # a damaged file may raise any exception
     with explained(f"the tokenizer of {folder} cannot be loaded", Exception):
-        if not template.is_file() and not (settings.is_file() and "chat_template" in json.loads(settings.read_bytes())):
+        has_template = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+        if not has_template and not template.is_file():
             return None
         from transformers import AutoTokenizer
 

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.checks import check_sizes, check_types
+from linattn.generation.decoding import Sampler
 from linattn.generation.requests import BatchState, Request, Row
 from linattn.generation.sampling import Sampling, most_likely, probabilities
-from linattn.generation.decoding import Sampler
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states import PrefixCache, concatenate, select
@@ -131,7 +131,7 @@ class ContinuousBatch:
 
     def _read(self) -> None:
         """Read the next piece of all prompts that are not read to the end. Short rests are padded to one length."""
-        rows = [row for row in self._reading.values() if row.unread]
+        rows = [row for row in self._reading.values() if row.unread][: max(1, PIECE // SHORTEST)]
         if not rows:
             return
         longest = max(SHORTEST, min(PIECE // len(rows), *(row.unread for row in rows)))

@@ -72,7 +72,9 @@ def test_each_row_has_its_own_draft(options):
     model, rows = small_model(options), [PROMPT, [5], [2, 2, 2, 2]]
     free = generate(model, rows, max_new_tokens=8)
     # the token that stops some row, but as late as can be
-    stop = max({*sum(free, [])}, key=lambda token: sum((*row, token).index(token) for row in free))
+    stop = max(
+        {token for row in free for token in row}, key=lambda token: sum((*row, token).index(token) for row in free)
+    )
     plain = [row[: row.index(stop) + 1] if stop in row else row for row in free]
     draft = Oracles([row + new for row, new in zip(rows, free, strict=True)], (10**9, 1, 3))
     options = {"max_new_tokens": 8, "stop_tokens": [stop]}
