@@ -1,19 +1,22 @@
 """The decoding of prompts of any lengths in one batch, in constant memory per token, with a draft or without."""
 
 import operator
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.checks import check_sizes
 from linattn.generation.drafts import Draft, DraftedBatch
 from linattn.generation.sampling import Logits, Sampling, Seen, draw
 from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
-from linattn.ops.nested import checked_kind, for_batch
+from linattn.ops.nested import checked_kind, for_batch, map_state
 
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""
@@ -32,6 +35,7 @@ class Sampler(NamedTuple):
     draft: Draft | None
     complete: bool
     """True if the state after the last tokens is wanted, for which one more token is read."""
+    compiled: bool
 
     @classmethod
     def checked(
@@ -44,6 +48,7 @@ class Sampler(NamedTuple):
         seed: int | None,
         draft: Draft | None,
         complete: bool,
+        compiled: bool = False,
     ) -> "Sampler":
         require_causal(model, "generation")
         rows = _checked_rows(prompts, stop_tokens, model.vocab_size)
@@ -52,7 +57,11 @@ class Sampler(NamedTuple):
             raise ValueError(f"seed must be in [−2⁶³, 2⁶⁴), as torch's generators take it, but is {seed}")
         if draft is not None and not isinstance(draft, Draft):
             raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
-        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), seed, draft, complete)
+        if draft is not None and compiled:
+            raise ValueError("compile is for one token at a time, but a draft makes calls of many lengths: give one")
+        if compiled and (growing := _growing(model)):
+            raise ValueError(f"compile needs a state of constant size, but that of {growing} grows with every token")
+        return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), seed, draft, complete, compiled)
 
     def check_positions(self, state: TokenModelState | None) -> None:
         """Raise ValueError unless the model has positions for the tokens before `state`, the prompts and the new
@@ -80,7 +89,10 @@ class Sampler(NamedTuple):
     @torch.inference_mode()
     def _steps(self, state: Any) -> Generator[list[int | None], None, Any]:
         generator, (logits, state, seen) = self.generator(), _prefill(self.model, self.rows, state)
-        stopped = [False] * len(self.rows)
+        stopped, step = [False] * len(self.rows), _step
+        if self.compiled:
+            # prompts leave other strides than steps do, for which there would be another graph
+            state, step = map_state(_contiguous, state), _compiled_step(self.model, len(self.rows))
         for remaining in reversed(range(self.max_new_tokens)):
             tokens = draw(logits, self.sampling, seen, generator).unsqueeze(1)
             seen.scatter_(1, tokens, True)
@@ -92,12 +104,12 @@ class Sampler(NamedTuple):
                 return None
             # a state that is returned holds no token of a row after its stop token
             masked = self.complete and any(before)
-            present = ~torch.tensor(before, device=tokens.device).unsqueeze(1) if masked else None
             with evaluating(self.model):
-                x, state = self.model.extend_hidden(tokens, state, key_mask=present)
-                if ends:
-                    return state
-                logits = self.model.logits(x.squeeze(1))
+                if masked:
+                    present = ~torch.tensor(before, device=tokens.device).unsqueeze(1)
+                    logits, state = _step(self.model, tokens, state, present)
+                else:
+                    logits, state = step(self.model, tokens, state)
         return state
 
     @torch.inference_mode()
@@ -138,6 +150,41 @@ class Sampler(NamedTuple):
             if token != guess or token in self.stops:
                 break
         return new
+
+
+def _step(
+    model: TokenModel, tokens: Int[Tensor, "b 1"], state: Any, present: Bool[Tensor, "b 1"] | None = None
+) -> tuple[Logits, Any]:
+    x, state = model.extend_hidden(tokens, state, key_mask=present)
+    return model.logits(x.squeeze(1)), state
+
+
+def _contiguous_step(model: TokenModel, tokens: Int[Tensor, "b 1"], state: Any) -> tuple[Logits, Any]:
+    logits, state = _step(model, tokens, state)
+    return logits, map_state(_contiguous, state)
+
+
+_COMPILED = WeakKeyDictionary[TokenModel, dict[int, Callable[..., tuple[Logits, Any]]]]()
+
+
+def _compiled_step(model: TokenModel, rows: int) -> Callable[..., tuple[Logits, Any]]:
+    """Return the compiled step of a model for so many rows, the same at every call."""
+    steps = _COMPILED.setdefault(model, {})
+    if rows not in steps:
+        # a copy of the code, as torch compiles one function for a few calls of other shapes and models at most
+        step = FunctionType(_contiguous_step.__code__.replace(), globals())
+        steps[rows] = torch.compile(step, fullgraph=True, dynamic=False)
+    return steps[rows]
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _growing(model: TokenModel) -> str | None:
+    """Return the name of an attention whose state grows with every token, None if there is none."""
+    parts = (part for part in model.modules() if isinstance(part, InnerAttention))
+    return next((type(part).__name__ for part in parts if part.state_kind is KeysAndValues), None)
 
 
 def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:

@@ -49,9 +49,9 @@ class Draft(ABC):
 
 @final
 class PromptLookup(Draft):
-    """Guesses that the text repeats itself: what followed the earlier place that agrees with the end of the text in
-    most tokens, `shortest` or more, follows again. Agreement beyond `longest` tokens does not count, and of equal places
-    the last is taken. At most `max_tokens` are proposed at a time.
+    """Guesses that the text repeats itself. Among the last earlier places with the `shortest` tokens that the text ends
+    with, it takes the one where most tokens before agree, up to `longest`, and the last of equal ones: what followed
+    there follows again. At most `max_tokens` are proposed at a time.
 
     `shortest=3` suits tokens that are bytes; with larger tokens, 2 finds more.
     https://github.com/apoorvumang/prompt-lookup-decoding"""
@@ -194,7 +194,7 @@ class DraftedBatch:
         self.rows = [DraftedRow(draft, prompt, count) for prompt in prompts]
 
     def read(self) -> list[Tensor]:
-        """Return each row's logits (m + 1, v) after its last token and after each of m guesses; none if it has ended."""
+        """Return each row's logits (m + 1, v) after its last token and each of m guesses; none if it has ended."""
         x = self._extend([row.guess() for row in self.rows])
         sizes = [len(row.guesses) + 1 if row.remaining else 0 for row in self.rows]
         ends = [len(row.waiting) + len(row.guesses) for row in self.rows]

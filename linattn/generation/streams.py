@@ -25,6 +25,7 @@ class _Options(TypedDict, total=False):
     seed: int | None
     state: Any
     draft: Draft | None
+    compile: bool
 
 
 @overload
@@ -54,13 +55,15 @@ def generate(
     seed: int | None = None,
     state: Any = None,
     draft: Draft | None = None,
+    compile: bool = False,
     return_state: bool = False,
 ) -> Any:
     """Return the new tokens of each row, including a stop token, as lists; for a single prompt, [1, 2], return one
     list. For text, return text. See `stream`.
 
     With `return_state`, return them and the state after all of them, for the next call: a conversation goes on."""
-    call = _Call.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, state, draft, return_state)
+    options = max_new_tokens, sampling, stop_tokens, seed, draft, return_state, compile
+    call = _Call.checked(model, prompts, options, begins=state is None)
     new, steps = [list[int]() for _ in call.sampler.rows], call.sampler.steps(state)
     while True:
         try:
@@ -97,6 +100,7 @@ def stream(
     seed: int | None = None,
     state: Any = None,
     draft: Draft | None = None,
+    compile: bool = False,
 ) -> Iterator[Any]:
     """Yield in each step one token per row, None for a row that has stopped (its stop token is given). For a single
     prompt, [1, 2], yield its tokens.
@@ -113,9 +117,12 @@ def stream(
     `state` is the state after the tokens before the prompts, from `extend`; or, for a decoder, that of its context,
     from `begin`. A `draft` guesses tokens, which cost less than others where they are right; the most likely tokens
     stay the same, but for rounding, and draws keep their distribution. Of several rows, each has its own guesses.
+    With `compile`, torch.compile makes one graph of a step, which serves all tokens. The first call of a model takes a
+    minute or so, and one with another number of rows again; attentions whose states grow, as softmax's, are refused.
     With a `seed` the draws are the same every time and touch no other randomness; without one they come from torch's
     default generator. A row's logits are those it would have alone, but its draws depend on its place in the batch."""
-    call = _Call.checked(model, prompts, max_new_tokens, sampling, stop_tokens, seed, state, draft, False)
+    options = max_new_tokens, sampling, stop_tokens, seed, draft, False, compile
+    call = _Call.checked(model, prompts, options, begins=state is None)
     steps: Iterator[Any] = call.sampler.steps(state)
     steps = steps if call.coder is None else _texts(steps, call.sampler, call.coder)
     return (step for (step,) in steps) if call.single else steps
@@ -130,24 +137,14 @@ class _Call(NamedTuple):
     single: bool
 
     @classmethod
-    def checked(
-        cls,
-        model: TokenModel,
-        prompts: Any,
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_tokens: Collection[int],
-        seed: int | None,
-        state: Any,
-        draft: Draft | None,
-        complete: bool,
-    ) -> "_Call":
+    def checked(cls, model: TokenModel, prompts: Any, options: tuple[Any, ...], *, begins: bool) -> "_Call":
+        """Check the prompts, which begin documents if `begins`, and the other arguments of `Sampler.checked`."""
         coder, rows = None, _rows(prompts)
         single = rows is not prompts
         if is_text(rows):
             coder = TextCoder(model)
-            rows, stop_tokens = coder.encode(rows, begins=state is None), (*stop_tokens, *coder.stop_tokens)
-        options = max_new_tokens, sampling, stop_tokens, seed, draft, complete
+            rows, (count, sampling, stops, *rest) = coder.encode(rows, begins=begins), options
+            options = count, sampling, (*stops, *coder.stop_tokens), *rest
         return cls(Sampler.checked(model, rows, *options), coder, single)
 
 

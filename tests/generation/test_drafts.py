@@ -203,6 +203,7 @@ def test_positions_of_the_state_are_counted(draft):
     ("call", "message"),
     [
         (lambda m: stream(m, [[1]], max_new_tokens=1, draft=3), "PromptLookup.*int"),
+        (lambda m: stream(m, [1], max_new_tokens=1, draft=PromptLookup(), compile=True), "but a draft makes calls"),
         (lambda m: PromptLookup(longest=2, shortest=3), "shortest must be at most longest"),
         (lambda m: PromptLookup(max_tokens=0), "max_tokens"),
         (lambda m: ModelDraft(m, max_tokens=0), "max_tokens"),
