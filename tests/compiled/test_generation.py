@@ -43,9 +43,9 @@ def test_a_state_that_grows_is_refused():
             generate(small_model(MODELS[name]), [1], max_new_tokens=3, compile=True)
 
 
-def test_many_numbers_of_rows(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_many_numbers_of_rows():
     """torch compiles a function for a few shapes only."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model = small_model({"attention": "elu"}, depth=1)
     for rows in (1, 2, 3):
         prompts, call = [[1, 2]] * rows, {"max_new_tokens": 3}
