@@ -20,7 +20,8 @@ from linattn.states import PrefixCache, concatenate, select
 PIECE = 2048
 """The tokens of prompts, of all rows together, that one step reads, so that a long prompt does not stall the others."""
 SHORTEST = 64
-"""The length to which shorter prompts are padded, so that they are read in one call."""
+"""The length to which shorter prompts are padded, so that they are read in one call. More rows than `PIECE` has room for
+are read in turns."""
 
 
 class LogitsError(ValueError):
@@ -131,7 +132,7 @@ class ContinuousBatch:
 
     def _read(self) -> None:
         """Read the next piece of all prompts that are not read to the end. Short rests are padded to one length."""
-        rows = [row for row in self._reading.values() if row.unread][: max(1, PIECE // SHORTEST)]
+        rows = [row for row in self._reading.values() if row.unread][: PIECE // SHORTEST]
         if not rows:
             return
         longest = max(SHORTEST, min(PIECE // len(rows), *(row.unread for row in rows)))
