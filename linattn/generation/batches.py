@@ -20,8 +20,7 @@ from linattn.states import PrefixCache, concatenate, select
 PIECE = 2048
 """The tokens of prompts, of all rows together, that one step reads, so that a long prompt does not stall the others."""
 SHORTEST = 64
-"""The length to which shorter prompts are padded, so that they are read in one call. More rows than `PIECE` has room for
-are read in turns."""
+"""The length to which shorter prompts are padded, so that one call reads at most PIECE / SHORTEST of them."""
 
 
 class LogitsError(ValueError):
