@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", default=1.0, **POSITIVE, help="above 1: repeat less (default: 1)")
     add("--seed", **SEED, help="seed; it gives the same text every time")
     add("--stop", metavar="TEXT", help="end before this text")
+    add("--compile", **FLAG, help="compile a step first: a minute, then about three times as fast on a CPU")
     add("--cpu", **FLAG, help="do not use a GPU")
     several = parser.add_argument_group("many prompts")
     add = several.add_argument
@@ -81,6 +82,8 @@ def _check_file_options(arguments: argparse.Namespace) -> None:
         for name in ("out", "batch", "replace"):
             if getattr(arguments, name):
                 raise CommandError(f"--{name} is for the texts of --prompts, which is missing")
+    elif arguments.compile:
+        raise CommandError("--compile is for a single --prompt, but there are --prompts")
     elif arguments.prompt is not None:
         raise CommandError("--prompt is one and --prompts are many: give one of them")
     elif arguments.out is None:
@@ -125,6 +128,7 @@ def _generate(
             stop_tokens=(vocabulary.separator,),
             seed=arguments.seed,
             state=state,
+            compile=arguments.compile,
         )
         new = _timed((token for (token,) in steps if token is not None), times)
         _write(text(vocabulary, tokens[state is None :], new, arguments.stop))
@@ -135,8 +139,8 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     # this takes seconds to import
     from linattn.cli import pretrained
 
-    for name in ("state", "prompts"):
-        if getattr(arguments, name) is not None:
+    for name in ("state", "prompts", "compile"):
+        if getattr(arguments, name):
             raise CommandError(f"--{name} belongs to a run, but {arguments.folder} is none")
     times: list[float] = []
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer, logging
@@ -33,7 +32,8 @@ def load(folder: Path) -> PreTrainedModel:
     """Load a causal language model, in evaluation. Code in the folder does not run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with explained(f"{folder} cannot be loaded", OSError, ValueError, SafetensorError):
+    # a damaged file may raise any exception
+    with explained(f"{folder} cannot be loaded", Exception):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, FIELD, None) is not None:
             return load_linearized(folder).eval()
@@ -105,7 +105,8 @@ def _tokens(folder: Path, tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
         if not getattr(tokenizer, "chat_template", None):
             raise CommandError(f"the tokenizer of {folder} has no chat template: leave --chat out")
         message, options = [{"role": "user", "content": prompt}], {"return_tensors": "pt", "return_dict": True}
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)["input_ids"]
+        with explained(f"the chat template of {folder} cannot be used", Exception):
+            return tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)["input_ids"]
     tokens = list(prompt.encode()) if tokenizer is None else tokenizer(prompt)["input_ids"]
     if not tokens and (begin := getattr(tokenizer, "bos_token_id", None)) is not None:
         tokens = [begin]

@@ -69,11 +69,19 @@ async def _serve(server: "Server", arguments: argparse.Namespace) -> None:
 
 def chat_template(folder: Path) -> Callable[[list[Any]], str] | None:
     """Return the function that writes messages as the chat template of the folder's tokenizer, None without one."""
-    settings = folder / "tokenizer_config.json"
-    has_template = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
-    if not has_template and not (folder / "chat_template.jinja").is_file():
-        return None
-    from transformers import AutoTokenizer
+    settings, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    # a damaged file may raise any exception
+    with explained(f"the tokenizer of {folder} cannot be loaded", Exception):
+        has_template = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+        if not has_template and not template.is_file():
+            return None
+        from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    return lambda messages: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+        def chat(messages: list[Any]) -> str:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+        # a template is a program: one with an error is found here, and not by the first client
+        chat([{"role": "user", "content": "Hello"}])
+    return chat

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.checks import check_sizes, check_types
+from linattn.generation.decoding import Sampler
 from linattn.generation.requests import BatchState, Request, Row
 from linattn.generation.sampling import Sampling, most_likely, probabilities
-from linattn.generation.streams import Sampler
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states import PrefixCache, concatenate, select
@@ -20,7 +20,7 @@ from linattn.states import PrefixCache, concatenate, select
 PIECE = 2048
 """The tokens of prompts, of all rows together, that one step reads, so that a long prompt does not stall the others."""
 SHORTEST = 64
-"""The length to which shorter prompts are padded, so that they are read in one call."""
+"""The length to which shorter prompts are padded, so that one call reads at most PIECE / SHORTEST of them."""
 
 
 class LogitsError(ValueError):
@@ -85,7 +85,7 @@ class ContinuousBatch:
         options = request.max_new_tokens, request.sampling, request.stop_tokens, request.seed
         sampler = Sampler.checked(self.model, [request.prompt], *options, draft=None, complete=False)
         state = self._begin(request.state)
-        self._check_positions(sampler, state)
+        sampler.check_positions(state)
         number, self._count = self._count, self._count + 1
         self._waiting[number] = Row(sampler, state, self.cache if request.state is None else None)
         return number
@@ -123,12 +123,6 @@ class ContinuousBatch:
         self._empty = begun if state is None else self._empty
         return begun
 
-    def _check_positions(self, sampler: Sampler, state: TokenModelState) -> None:
-        past = 0 if state.position is None else int(state.position)
-        length, limit = past + len(sampler.rows[0]) + sampler.max_new_tokens - 1, self.model.max_length
-        if limit is not None and length > limit:
-            raise ValueError(f"the model's positions end at {limit}, but state, prompt and new tokens need {length}")
-
     def _admit(self) -> None:
         while self._waiting and self.num_rows < self.size:
             number = next(iter(self._waiting))
@@ -137,7 +131,7 @@ class ContinuousBatch:
 
     def _read(self) -> None:
         """Read the next piece of all prompts that are not read to the end. Short rests are padded to one length."""
-        rows = [row for row in self._reading.values() if row.unread]
+        rows = [row for row in self._reading.values() if row.unread][: PIECE // SHORTEST]
         if not rows:
             return
         longest = max(SHORTEST, min(PIECE // len(rows), *(row.unread for row in rows)))

@@ -6,6 +6,7 @@ Leviathan et al., Fast Inference from Transformers via Speculative Decoding, htt
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, final
 
 import torch
@@ -14,9 +15,15 @@ from torch import Tensor
 from linattn.checks import check_sizes, check_types
 from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
+from linattn.ops.nested import for_batch
+from linattn.states import concatenate, select
 
-# as many tokens may wait to be read again with a draft; then they are read without one
 WAITING = 16
+"""As many tokens may wait to be read again with a draft; then they are read without one."""
+FEWEST = 8
+"""The number of guesses of a first draft. It doubles while all are right."""
+CANDIDATES = 32
+"""The number of earlier places that are compared with the end of a text."""
 
 
 class Draft(ABC):
@@ -28,7 +35,8 @@ class Draft(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Forget the text before: another one begins."""
+        """Forget the text before: another one begins. Each row of a batch has a shallow copy of the draft, so what
+        belongs to the text must be new objects."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
@@ -41,38 +49,62 @@ class Draft(ABC):
 
 @final
 class PromptLookup(Draft):
-    """Guesses that the text repeats itself: what followed the last earlier place with the same `longest` tokens, or
-    fewer, down to `shortest`, follows again. Up to `max_tokens` are proposed, fewer after wrong guesses.
+    """Guesses that the text repeats itself. Among the last earlier places with the `shortest` tokens that the text ends
+    with, it takes the one where most tokens before agree, up to `longest`, and the last of equal ones: what followed
+    there follows again. At most `max_tokens` are proposed at a time.
 
+    `shortest=3` suits tokens that are bytes; with larger tokens, 2 finds more.
     https://github.com/apoorvumang/prompt-lookup-decoding"""
 
     @check_types
-    def __init__(self, *, max_tokens: int = 16, longest: int = 4, shortest: int = 2):
+    def __init__(self, *, max_tokens: int = 64, longest: int = 8, shortest: int = 3):
         check_sizes(max_tokens=max_tokens, longest=longest, shortest=shortest)
         if shortest > longest:
             raise ValueError(f"shortest must be at most longest, {longest}, but is {shortest}")
         super().__init__()
-        self.max_tokens, self.sizes = max_tokens, range(longest, shortest - 1, -1)
+        self.max_tokens, self.longest, self.shortest = max_tokens, longest, shortest
         self.begin()
 
     def begin(self) -> None:
         self._tokens = list[int]()
-        # where each run of tokens ended last, but for the end of the text
+        # where each run of `shortest` tokens ended last, and for each end of a run the one before
         self._ends = dict[tuple[int, ...], int]()
+        self._earlier = list[int | None]()
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            for size in self.sizes:
-                if len(self._tokens) >= size:
-                    self._ends[tuple(self._tokens[-size:])] = len(self._tokens)
             self._tokens.append(token)
+            run = tuple(self._tokens[-self.shortest :])
+            self._earlier.append(self._ends.get(run))
+            self._ends[run] = len(self._tokens)
 
     def propose(self, count: int) -> Sequence[int]:
-        for size in self.sizes:
-            end = self._ends.get(tuple(self._tokens[-size:])) if len(self._tokens) >= size else None
-            if end is not None:
-                return self._tokens[end : end + min(count, self.max_tokens)]
-        return ()
+        end = self._best_end()
+        if end is None:
+            return ()
+        count, period = min(count, self.max_tokens), len(self._tokens) - end
+        guesses = self._tokens[end : end + count]
+        # what ends with the text itself goes round
+        for i in range(period, count):
+            guesses.append(guesses[i - period])
+        return guesses
+
+    def _best_end(self) -> int | None:
+        best, most, end = None, 0, self._earlier[-1] if self._earlier else None
+        for _ in range(CANDIDATES):
+            if end is None or most == self.longest:
+                break
+            if (size := self._agreement(end)) > most:
+                best, most = end, size
+            end = self._earlier[end - 1]
+        return best
+
+    def _agreement(self, end: int) -> int:
+        """Return how many tokens before `end` are those at the end of the text, at least `shortest`."""
+        size, most = self.shortest, min(self.longest, end)
+        while size < most and self._tokens[end - size - 1] == self._tokens[-size - 1]:
+            size += 1
+        return size
 
 
 @final
@@ -106,42 +138,90 @@ class ModelDraft(Draft):
         return guesses
 
 
-class Verification:
-    """The decoding of one text with a draft. `state` is that before the tokens `waiting`, which are read in the next
-    call, together with the next guesses. If all of those are right, the state after them is the next one; otherwise it
-    holds wrong tokens, and the right ones wait to be read again."""
+class DraftedRow:
+    """A text that is decoded with a draft. The tokens `waiting` are read in the next call, together with `guesses`. The
+    first token waits already: it comes from the logits after the prompt."""
 
-    def __init__(self, model: TokenModel, draft: Draft, state: Any, prompt: list[int]):
-        self.model, self.draft, self.state, self.waiting = model, draft, state, prompt[-1:]
-        draft.begin()
-        draft.extend(prompt)
-        self.allowed = 4
-        self.guesses: Sequence[int] = ()
+    def __init__(self, draft: Draft, prompt: list[int], count: int):
+        self.counts, self.draft = draft, copy(draft)
+        self.draft.begin()
+        self.draft.extend(prompt)
+        self.remaining, self.new = count, list[int]()
+        self.waiting, self.guesses = list[int](), list[int]()
+        self.advances = True
+        """True if the state after the last call is the next one: all its guesses were right."""
+        self._length, self._mean, self._pause, self._pauses = FEWEST, 2.0, 1, 0
 
-    def read(self, remaining: int) -> Tensor:
-        """Return the logits (m + 1, v) after the last token and after each of m guesses, at most `remaining` - 1."""
-        count = min(self.allowed, remaining - 1) if len(self.waiting) < WAITING else 0
-        self.guesses = list(self.draft.propose(count))[:count] if count > 0 else []
-        tokens = torch.tensor([[*self.waiting, *self.guesses]], device=self.model.device)
-        with evaluating(self.model):
-            x, self._after = self.model.extend_hidden(tokens, self.state)
-        return self.model.logits(x[0, -len(self.guesses) - 1 :])
+    def guess(self) -> list[int]:
+        """Return the tokens to be read: those that wait, and new guesses. There are none when the text has ended."""
+        self.guesses = []
+        if not self.remaining:
+            return []
+        self._pauses -= 1
+        count = min(self._length, self.remaining - 1) if len(self.waiting) < WAITING and self._pauses < 0 else 0
+        if count > 0:
+            self.guesses = list(self.draft.propose(count))[:count]
+        return [*self.waiting, *self.guesses]
 
-    def accept(self, tokens: list[int]) -> None:
-        """Take the tokens that were drawn from these logits: the guesses that were right and one more."""
+    def accept(self, tokens: list[int], *, ends: bool) -> None:
+        """Take the tokens that were drawn: the guesses that were right and one more, with which the text may end."""
         right = len(tokens) - 1
-        self.draft.drafted += len(self.guesses)
-        self.draft.accepted += right
         self.draft.extend(tokens)
-        if right == len(self.guesses):
-            self.state, self.waiting = self._after, tokens[-1:]
-        else:
-            self.waiting = self.waiting + tokens
+        self.new += tokens
+        self.remaining = 0 if ends else self.remaining - len(tokens)
+        self.advances = right == len(self.guesses)
+        self.waiting = tokens[-1:] if self.advances else self.waiting + tokens
         if self.guesses:
-            # twice as many after right guesses, as many as were right after a wrong one
-            self.allowed = 2 * self.allowed if right == len(self.guesses) else max(1, right)
+            self.counts.drafted += len(self.guesses)
+            self.counts.accepted += right
+            self._adapt(right)
+
+    def _adapt(self, right: int) -> None:
+        """Guess more while all are right. Pause, longer each time, while there are few right guesses per draft."""
+        self._length = 2 * len(self.guesses) if self.advances else max(FEWEST, min(right, self._length // 2))
+        self._mean = 0.8 * self._mean + 0.2 * min(right, FEWEST)
+        self._pause = 1 if self._mean >= 0.6 else self._pause if right else min(2 * self._pause, 16)
+        self._pauses = self._pause if self._mean < 0.6 else 0
+
+
+class DraftedBatch:
+    """Texts that are decoded with a draft, one per row. If all guesses of a row are right, the state after a call is
+    its next one; otherwise that holds wrong tokens, and the state before them stays, while the right ones wait."""
+
+    def __init__(self, model: TokenModel, draft: Draft, state: Any, prompts: list[list[int]], count: int):
+        self.model, self.state = model, for_batch(state, len(prompts))
+        self._after = self.state
+        self.rows = [DraftedRow(draft, prompt, count) for prompt in prompts]
+
+    def read(self) -> list[Tensor]:
+        """Return each row's logits (m + 1, v) after its last token and each of m guesses; none if it has ended."""
+        x = self._extend([row.guess() for row in self.rows])
+        sizes = [len(row.guesses) + 1 if row.remaining else 0 for row in self.rows]
+        ends = [len(row.waiting) + len(row.guesses) for row in self.rows]
+        last = [each[end - size : end] for each, end, size in zip(x, ends, sizes, strict=True)]
+        return list(self.model.logits(torch.cat(last)).split(sizes))
 
     def finish(self) -> Any:
         """Return the state after all tokens."""
+        if any(row.waiting for row in self.rows):
+            self._extend([row.waiting for row in self.rows])
+        return self._after
+
+    def _extend(self, pieces: list[list[int]]) -> Tensor:
+        advances = [row.advances for row in self.rows]
+        if all(advances):
+            self.state = self._after
+        elif any(advances):
+            chosen = [i + len(pieces) * advance for i, advance in enumerate(advances)]
+            self.state = select(concatenate([self.state, self._after]), chosen)
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        longest = int(lengths.max())
+        tokens = torch.tensor([piece + [0] * (longest - len(piece)) for piece in pieces], device=self.model.device)
+        present = torch.arange(longest) < lengths.unsqueeze(1)
+        mask = None if bool(present.all()) else present.to(tokens.device)
         with evaluating(self.model):
-            return self.model.extend_hidden(torch.tensor([self.waiting], device=self.model.device), self.state)[1]
+            x, self._after = self.model.extend_hidden(tokens, self.state, key_mask=mask)
+        for row in self.rows:
+            # no token of a text that has ended is read
+            row.advances = not row.remaining
+        return x

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linattn.checks import check_fields, check_sizes
+from linattn.generation.decoding import Sampler
 from linattn.generation.sampling import GREEDY, Sampling
-from linattn.generation.streams import Sampler
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, select

@@ -37,6 +37,22 @@ class TextCoder:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def decoder(self) -> Callable[..., str]:
+        """Return a function that takes each next token of a text and returns the piece of text that it completes. With
+        `last=True` it returns the rest, so that all pieces together are what `decode` returns."""
+        from tokenizers.decoders import DecodeStream
+
+        tokens, stream, size = list[int](), DecodeStream(skip_special_tokens=True), 0
+
+        def decode(token: int, *, last: bool) -> str:
+            nonlocal size
+            tokens.append(token)
+            piece = self.decode(tokens)[size:] if last else stream.step(self.tokenizer, token) or ""
+            size += len(piece)
+            return piece
+
+        return decode
+
 
 class TextStream:
     """The text of new tokens, in pieces that no later token changes. It ends before the first of the texts `stops` that

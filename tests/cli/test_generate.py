@@ -10,7 +10,7 @@ import pytest
 from linattn.cli.generate import text as written
 from linattn.cli.main import main
 from linattn.cli.vocabulary import Bytes, Tokenizer
-from linattn.generation import Sampling, generate
+from linattn.generation import Sampling, generate, stream
 from linattn.generation.texts import TextCoder
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
@@ -53,6 +53,11 @@ def test_the_library_generates_from_text(finished, text, tokenizer, tmp_path, ca
         new = generate(model, "the cat", seed=1, **options)
         assert output(capsys, run, *SEEDED) == f"the cat{new}\n"
         assert generate(model, ["the cat"], seed=1, **options) == [new]
+        pieces = list(stream(model, "the cat", seed=1, **options))
+        assert "".join(pieces) == new and 5 < len(pieces) <= 40
+        rows = list(zip(*stream(model, ["the cat", "a"], seed=1, **options), strict=True))
+        texts = ["".join(piece for piece in row if piece is not None) for row in rows]
+        assert texts == generate(model, ["the cat", "a"], seed=1, **options)
         assert [type(each) for each in generate(model, ["the cat", "a"], **options)] == [str, str]
         _, state = generate(model, ["the cat"], max_new_tokens=5, return_state=True)
         tokens = Tokenizer(run / "tokenizer.json").encode(b"a") if run == words else b"a"

@@ -101,3 +101,21 @@ def test_what_cannot_be_is_one_line(linear, finished, tmp_path, capsys):
         assert main(["generate", str(folder), *options]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "3"),
+        ("generation_config.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("chat_template.jinja", "{% for"),
+    ],
+)
+def test_damaged_files_are_one_line(linear, tmp_path, capsys, name, content):
+    shutil.copytree(linear, tmp_path / "damaged")
+    (tmp_path / "damaged" / name).write_text(content)
+    assert main(["generate", str(tmp_path / "damaged"), *GREEDY, "--chat"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "damaged" in line

@@ -24,7 +24,7 @@ SAMPLINGS = (
 def short_pieces(monkeypatch):
     """Prompts of a few tokens are read in several pieces, some of them padded."""
     monkeypatch.setattr(batches, "PIECE", 16)
-    monkeypatch.setattr(batches, "SHORTEST", 3)
+    monkeypatch.setattr(batches, "SHORTEST", 2)
 
 
 def some_requests(seed, count, **more):
@@ -112,6 +112,18 @@ def test_a_long_prompt_does_not_stall_the_others():
     steps = [batch.step() for _ in range(8)]
     assert all(len(step) == 1 for step in steps[:6]) and max(calls) == batches.PIECE
     assert (long, True) in [(token.request, token.last) for step in steps for token in step]
+
+
+def test_many_prompts_need_no_more_memory_than_a_long_one():
+    model, calls = small_model(ELU), []
+    requests = [Request([1, 2, 3, i], max_new_tokens=1) for i in range(12)]
+    batch = ContinuousBatch(model, size=12)
+    for request in requests:
+        batch.add(request)
+    model.embedding.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].numel()))
+    texts = finish(batch)
+    assert max(calls) == batches.PIECE
+    assert [texts[i] for i in range(12)] == [alone(model, request) for request in requests]
 
 
 def test_softmax_keeps_no_keys_of_rows_that_left():

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from linattn.generation import Sampling, generate, stream, streams
+from linattn.generation import Sampling, decoding, generate, stream
 from linattn.generation.sampling import draw
 from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 
@@ -45,7 +45,7 @@ def test_prompts_are_read_in_pieces(monkeypatch, piece):
     whole = generate(model, PROMPTS, max_new_tokens=8)
     lengths = []
     model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
-    monkeypatch.setattr(streams, "PREFILL", piece)
+    monkeypatch.setattr(decoding, "PREFILL", piece)
     assert generate(model, PROMPTS, max_new_tokens=8) == whole
     assert max(lengths) == piece and sum(lengths) == 13 + 7
 
@@ -73,7 +73,7 @@ def test_a_single_prompt_has_a_single_result():
     (row,), state = generate(model, [[1, 2]], max_new_tokens=5, return_state=True)
     for prompt in ([1, 2], (1, 2), torch.tensor([1, 2])):
         assert generate(model, prompt, max_new_tokens=5) == row
-        assert [step for (step,) in stream(model, prompt, max_new_tokens=5)] == row
+        assert list(stream(model, prompt, max_new_tokens=5)) == row
     again = generate(model, [1, 2], max_new_tokens=5, return_state=True)
     assert again[0] == row
     assert generate(model, [3], max_new_tokens=5, state=again[1]) == generate(model, [3], max_new_tokens=5, state=state)

@@ -1,5 +1,6 @@
 """`linattn serve` from its start to its end."""
 
+import json
 import os
 import signal
 import socket
@@ -54,3 +55,21 @@ def test_the_template_of_the_folder_writes_messages(model, tmp_path):
     tokenizer.save_pretrained(run)
     chat = chat_template(run)
     assert chat is not None and chat([{"role": "user", "content": "a"}, {"role": "b", "content": "c"}]) == "<user>a<b>c"
+
+
+def test_damaged_files_of_the_tokenizer_are_one_line(model, tmp_path, capsys):
+    run, tokenizer = write_run(tmp_path / "run", model), byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(run)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        original = (run / name).read_bytes()
+        for content in (b"{% for", b"\xff", *(b"", b"{", b"[]", b"3") * name.endswith("json")):
+            (run / name).write_bytes(content)
+            assert main(["serve", str(run)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"linattn serve: the tokenizer of {run} cannot be loaded: ")
+        (run / name).write_bytes(original)
+    (run / "chat_template.jinja").unlink()
+    settings = json.loads((run / "tokenizer_config.json").read_text())
+    (run / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    assert chat_template(run) is None
