@@ -3,6 +3,8 @@ h heads, hk key heads, n queries or tokens, m keys or tokens of a context, d cha
 
 Types of masks and of contexts include None: a mask of None means that every token is present."""
 
+from collections.abc import Callable
+
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -12,6 +14,9 @@ Keys = Float[Tensor, "b hk m d"]
 Values = Float[Tensor, "b hk m dv"]
 Outputs = Float[Tensor, "b h n dv"]
 KeyMask = Bool[Tensor, "#b #hk m"] | None
+
+Reduction = Callable[[Tensor, str], Tensor]
+"""The "max" or the "mean" of numbers over the ranks that have the channels of a vector."""
 
 # the tokens of a model
 Tokens = Float[Tensor, "b n d"]

@@ -1,6 +1,5 @@
 """Root-mean-square norms of inputs of any scale, in half precision too. Zeros stay zeros."""
 
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -9,23 +8,20 @@ from torch import Tensor, nn
 
 from linattn.checks import check_numbers, check_types
 from linattn.nn.checks import check_floats
+from linattn.types import Reduction
 
 HEAD_NORM_EPS = 1e-4
-Reduction = Callable[[Tensor, str], Tensor]
-"""The "max" or the "mean" of numbers over the ranks that have the channels of a vector."""
 
 
 @final
 class HeadNorm(nn.Module):
     """y = w ⊙ x / √(mean(x²) + eps) over the `head_dim` channels of a head, which un-normalised attention needs.
-    Sun et al., Retentive Network, https://arxiv.org/abs/2307.08621; Qin et al., TransNormer,
-    https://arxiv.org/abs/2210.10340
+    Sun et al., RetNet, https://arxiv.org/abs/2307.08621; Qin et al., TransNormer, https://arxiv.org/abs/2210.10340
 
     Where q and the state nearly cancel, x is little more than rounding error. An `eps` of 0 makes it as large as all
     other outputs, and its gradient too large for float16; see docs/gates.md for what each value gives."""
 
-    over_ranks: Reduction | None = None
-    """The reduction if every rank has an equal part of the channels, as in `linattn.distributed`; None: it has all."""
+    over_ranks: Reduction | None = None  # where each rank of `linattn.distributed` has a part of the channels
 
     @check_types
     def __init__(self, head_dim: int, *, eps: float = HEAD_NORM_EPS):
@@ -67,9 +63,7 @@ class ScaleNorm(nn.Module):
         return f"{self.dim}"
 
 
-def _rms_normalized(
-    x: Float[Tensor, "*b d"], factor: Tensor, eps: float, over_ranks: Reduction | None = None
-) -> Float[Tensor, "*b d"]:
+def _rms_normalized(x: Tensor, factor: Tensor, eps: float, over_ranks: Reduction | None = None) -> Tensor:
     """Return x / √(mean(x²) + eps) times the factor, computed in float32 or better."""
     check_floats(x, factor)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))

@@ -38,8 +38,7 @@ class Stack(nn.Module, ABC):
     """Branches that run in turn. The state of a stack is a tuple with that of each branch."""
 
     branches: nn.ModuleList
-    packs: bool = True
-    """If True, a causal model moves present tokens in front of missing ones, so that branches need no mask."""
+    packs: bool = True  # a causal model moves present tokens in front of missing ones, so that branches need no mask
 
     @property
     def depth(self) -> int:
