@@ -1,9 +1,12 @@
 """What holds for every test: one thread, a seed of its own, and uninitialised memory full of NaN."""
 
+import gc
 import os
 import signal
 import zlib
 
+# imports and the collection of tests make no garbage worth a search
+gc.disable()
 # the processes that tests start take one thread too; read when torch is imported, so set before
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -24,6 +27,14 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose single tests take longest: with them last, other processes would wait for one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported from the garbage collector: transformers' Trainer collects after every run, and searching
+    a million objects of torch takes longer than a tiny run."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
