@@ -16,7 +16,8 @@ def nothing_compiled_before():
 
 
 def compiled(module):
-    return torch.compile(module, fullgraph=True, backend="aot_eager")
+    """One graph for every length at once, without one for the first length alone."""
+    return torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
 
 
 MASKS = {
