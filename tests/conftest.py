@@ -4,9 +4,8 @@ import gc
 import os
 import signal
 import zlib
+from collections.abc import Generator
 
-# imports and the collection of tests make no garbage worth a search
-gc.disable()
 # the processes that tests start take one thread too; read when torch is imported, so set before
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -29,12 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def pytest_collection_finish() -> None:
-    """Exempt what is imported from the garbage collector: transformers' Trainer collects after every run, and searching
-    a million objects of torch takes longer than a tiny run."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt all imported objects from the garbage collector: transformers' Trainer collects after every run, and a
+    search of torch's million objects takes longer than a tiny run."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
     gc.enable()
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -600,7 +600,7 @@ def outcomes_of(case: Case, setting: Options) -> dict[str, Outcome]:
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.constructor.__module__ + "." + case.constructor.__name__)
 def test_every_option_has_an_effect_or_is_named_in_a_warning(case):
-    """In each setting, a warning names every option without effect and no other; in some setting, each has an effect."""
+    """A warning names every option without effect in a setting, and no other. In some setting, each has an effect."""
     # those of a PerformerEncDec's parts have their settings in the case of PerformerLM
     of_parts = {name for name in case.values if case.constructor is PerformerEncDec and name[:4] in ("enc_", "dec_")}
     idle, wrong = case.values.keys() - of_parts, {}

@@ -85,7 +85,7 @@ def with_gates(inner: InnerAttention) -> InnerAttention:
 
 
 def kind(name: str) -> tuple[object, ...]:
-    """Return what an exported attention depends on, beside the functions of its feature map: see test_feature_maps.py."""
+    """Return what an exported attention depends on. Feature maps are exported alone, in test_feature_maps.py."""
     inner = make(name)
     state = with_gates(inner).extend(*heads(3))[1]
     feature_map, normalize, decay = (getattr(inner, part, None) for part in ("feature_map", "normalize", "decay"))

@@ -43,7 +43,7 @@ def test_the_benchmark_runs_and_all_kernels_compile() -> None:
     """Without a GPU, in the processes that it starts; and for a GPU that is not there."""
     run_script("gpu.py", "--smallest", "--only", "step", TRITON_INTERPRET="1")
     text = run_script(
-        "gpu_compile.py", "--widths", "128", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
+        "gpu_compile.py", "--widths", "32", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
     )
     for kernel in ("forward", "query_gradient", "key_gradients", "key_sums", "query_sums", "enter", "step", "read"):
         assert f"kernel {kernel} " in text
