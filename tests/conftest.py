@@ -9,6 +9,8 @@ from collections.abc import Generator
 # the processes that tests start take one thread too; read when torch is imported, so set before
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# a pool of compiling processes imports torch in each, which takes longer than the few kernels
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # a test never asks a hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"
 
