@@ -22,12 +22,15 @@ CHECKED := test_conftest.py attention feature_maps nn compat/weights models/test
            states/test_rows.py ops/fast ops/test_features.py ops/test_linear.py
 CHECKED := $(CHECKED:%=tests/%)
 
-.PHONY: demo test lint types checked compiled laws docs package kernels hooks clean
+.PHONY: demo test lint types checked laws docs package kernels hooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m linattn.cli.demo
 
-test: lint types checked compiled laws
+# pyright has one process, beside which the tests use what it leaves of two cores
+test: lint
+	$(MAKE) --jobs=2 types checked
+	$(MAKE) laws
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -35,15 +38,12 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# its tests share nothing, so that a process without work takes over the next test of any file
-compiled: $(INSTALLED)
-	$(PYTEST) tests/compiled $(subst --dist=loadfile --no-loadscope-reorder,--dist=worksteal,$(PYTEST_OPTIONS))
-
 checked: $(INSTALLED)
 	$(PYTEST) --jaxtyping-packages=linattn,tests.checked $(CHECKED) $(PYTEST_OPTIONS)
 
+# tests/compiled is among them, because torch.compile cannot trace the checks
 laws: $(INSTALLED)
-	$(PYTEST) --ignore=tests/compiled $(CHECKED:%=--ignore=%) $(PYTEST_OPTIONS)
+	$(PYTEST) $(CHECKED:%=--ignore=%) $(PYTEST_OPTIONS)
 
 # a warning is an error: a name without a page, a link that leads nowhere
 docs: $(INSTALLED)

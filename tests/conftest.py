@@ -1,12 +1,16 @@
 """What holds for every test: one thread, a seed of its own, and uninitialised memory full of NaN."""
 
+import gc
 import os
 import signal
 import zlib
+from collections.abc import Generator
 
 # the processes that tests start take one thread too; read when torch is imported, so set before
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# a pool of compiling processes imports torch in each, which takes longer than the few kernels
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # a test never asks a hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -24,6 +28,18 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose single tests take longest: with them last, other processes would wait for one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt all imported objects from the garbage collector: transformers' Trainer collects after every run, and a
+    search of torch's million objects takes longer than a tiny run."""
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -4,22 +4,22 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from tests.cli.conftest import SHORT, TINY
 from tests.cli.shard_on_cpus import shard_on_cpus
-from tests.processes import needs_processes, run_in_two
+from tests.processes import METHOD, needs_processes, run_in_two
 
 OPTIONS = (*TINY, *SHORT, "--accumulate", "2", "--cpu")
-TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +32,38 @@ def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
-def launch(*command: str) -> str:
-    """Run the command in two processes as its user does, and return what both report."""
-    command = (sys.executable, "-m", *TORCHRUN, "-m", "linattn.cli", *command)
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ON_CPUS)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+def launch(folder: Path, *command: str) -> str:
+    """Run the command in two processes in the environment that torchrun gives them, and return what both report."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    reports = [folder / "first", folder / "second"]
+    mp.start_processes(main_by_torchrun, (port, reports, command), nprocs=2, start_method=METHOD)
+    return "".join(report.read_text() for report in reports)
+
+
+def main_by_torchrun(rank: int, port: int, reports: list[Path], command: tuple[str, ...]) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    main_of_two(rank, reports, command)
+    # the command leaves its group to the end of its process; together, as torchrun waits for both
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def launch_sharding(folder: Path, *command: str) -> str:
     """Run the command in two processes, whose CPUs share the weights, and return what both report."""
     reports = [folder / "first", folder / "second"]
-    run_in_two(main_of_two, reports, command)
+    run_in_two(main_sharding, reports, command)
     return "".join(report.read_text() for report in reports)
+
+
+def main_sharding(rank: int, reports: list[Path], command: tuple[str, ...]) -> None:
+    shard_on_cpus()
+    main_of_two(rank, reports, command)
 
 
 def main_of_two(rank: int, reports: list[Path], command: tuple[str, ...]) -> None:
     os.environ |= ON_CPUS | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shard_on_cpus()
     with reports[rank].open("w") as report, contextlib.redirect_stderr(report):
         assert main(command) == 0, reports[rank].read_text()
 
@@ -69,10 +83,10 @@ def assert_run_of_two(run: Path, alone: Path, report: str) -> None:
     assert report.count("is complete") == 1
 
 
-@pytest.mark.slow
+@needs_processes
 def test_two_processes_are_one(text, alone, tmp_path):
     run = tmp_path / "run"
-    report = launch("train", str(text), "--out", str(run), *OPTIONS)
+    report = launch(tmp_path, "train", str(text), "--out", str(run), *OPTIONS)
     assert_run_of_two(run, alone, report)
 
 

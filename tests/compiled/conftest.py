@@ -4,9 +4,6 @@ import os
 
 import pytest
 
-# a pool of compiling processes imports torch in each, which takes longer than the few kernels
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def fresh_cache(tmp_path_factory):

@@ -16,6 +16,7 @@ from linattn.feature_maps import FEATURE_MAPS
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.attention.cases import GatesFromKeys
 from tests.laws import tokens
+from tests.models.causal import structure
 from tests.operators import causal, decaying, gated, over_all, sharing
 
 LENGTH = Dim("n", min=2, max=100_000)
@@ -79,20 +80,33 @@ def make(name: str) -> InnerAttention:
     return named_attention(name, causal=True, **sizes).double()
 
 
-CAUSAL = [*(name for name in ATTENTIONS if traits(name).causal), "local+elu"]
-# one name for each kind of gates: every name is exported for any length, and the same code for one length
-ONE_LENGTH = {repr(make(name).needs): name for name in reversed(CAUSAL)}
+def with_gates(inner: InnerAttention) -> InnerAttention:
+    return inner if inner.needs is None else GatesFromKeys(inner)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_every_causal_attention(name: str) -> None:
+def kind(name: str) -> tuple[object, ...]:
+    """Return what an exported attention depends on. Feature maps are exported alone, in test_feature_maps.py."""
     inner = make(name)
-    inner = inner if inner.needs is None else GatesFromKeys(inner)
+    state = with_gates(inner).extend(*heads(3))[1]
+    feature_map, normalize, decay = (getattr(inner, part, None) for part in ("feature_map", "normalize", "decay"))
+    scaled = feature_map is not None and feature_map.key(heads(3)[1]).log_scale is not None
+    return structure(state), type(inner), scaled, normalize, decay is None, repr(inner.needs)
+
+
+CAUSAL = [*(name for name in ATTENTIONS if traits(name).causal), "local+elu"]
+KINDS = {kind(name): name for name in reversed(CAUSAL)}.values()
+# one name for each kind of gates: every kind is exported for any length, and the same code for one length
+ONE_LENGTH = {repr(make(name).needs): name for name in KINDS}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_causal_attention(name: str) -> None:
+    inner = with_gates(make(name))
     # what is traced without gradients may be asked for them, and the other way round
     modes = [(True, torch.enable_grad)]
     if name in ONE_LENGTH.values():
         modes += [(False, torch.no_grad)]
-    if name == "elu":
+    if name == "identity":
         modes += [(False, torch.enable_grad), (True, torch.no_grad)]
     for dynamic, traced in modes:
         with traced():
@@ -153,7 +167,7 @@ def test_convolutions_take_lengths_below_their_width(options: dict[str, object])
 
 
 def test_the_default_language_model() -> None:
-    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=32, depth=2)).eval().double()
+    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=16, depth=1)).eval().double()
     shape = {0: Dim("b", max=100), 1: LENGTH}
     example = (torch.randint(50, (2, 70)), torch.rand(2, 70) < 0.7)
     program = export(model, example[:1], {"key_mask": example[1]}, dynamic_shapes=[shape, shape])

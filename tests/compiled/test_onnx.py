@@ -64,7 +64,7 @@ def test_an_attention(name: str, causal: bool, masked: bool) -> None:
 
 @torch.no_grad()
 def test_the_default_language_model() -> None:
-    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=32, depth=2)).eval()
+    model = LanguageModel(LanguageModelConfig(vocab_size=50, dim=16, depth=1)).eval()
     exported = session(model, (torch.randint(50, (2, 70)),), [{0: Dim("b", max=100), 1: LENGTH}])
     for b, n in ((2, 2), (3, 70), (1, 300)):
         text = torch.randint(50, (b, n))

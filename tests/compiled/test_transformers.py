@@ -62,7 +62,7 @@ def test_the_trainer_compiles(tmp_path):
 
 def test_our_attention_in_a_stock_model_is_one_graph():
     torch._dynamo.reset()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)).double().eval()
     model.set_attn_implementation("linattn:local+favor")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -77,7 +77,7 @@ def test_our_attention_in_a_stock_model_is_one_graph():
 
 def test_a_linearized_model_takes_every_token_by_the_same_graph():
     torch._dynamo.reset()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=31, num_key_value_heads=2, **sizes)).double().eval()
     tokens, counter = torch.randint(31, (2, 20)), CompileCounter()
     convert(model, plan(model, window=3, key_dim=4), [{"input_ids": tokens}])

@@ -16,6 +16,11 @@ ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted(path.stem for path in (ROOT / "docs/tutorials").glob("*.ipynb"))
 # how long its training takes, and what a model writes then, differs from machine to machine
 VARYING = {"language_model"}
+# sizes at which the asserts hold too, in half the time
+SMALLER = {
+    "own_model": {"LENGTH, CLASSES = 128": "LENGTH, CLASSES = 64", "[256, 512, 1024, 2048, 4096]": "[256, 512]"},
+    "language_model": {"--steps 60": "--steps 6"},
+}
 
 
 def notebook(name: str = "four_methods") -> nbformat.NotebookNode:
@@ -46,6 +51,9 @@ def test_it_runs_and_prints_what_it_shows(name, jupyter):
     book = notebook(name)
     shown = printed(book)
     assert any(shown)
+    for old, new in SMALLER.get(name, {}).items():
+        (cell,) = (cell for cell in book.cells if cell.cell_type == "code" and old in cell.source)
+        cell.source = cell.source.replace(old, new)
     client(book).execute()
     if name not in VARYING:
         assert printed(book) == shown

@@ -69,15 +69,15 @@ def some_tokens(b: int, n: int) -> Tensor:
     return torch.randint(VOCABULARY, (b, n))
 
 
-def _structure(state: Any) -> Any:
+def structure(state: Any) -> Any:
     """What a state is made of, without its sizes."""
-    return (type(state), *map(_structure, state)) if isinstance(state, tuple) else type(state)
+    return (type(state), *map(structure, state)) if isinstance(state, tuple) else type(state)
 
 
 def _kind(options: dict[str, Any]) -> Any:
     model = small_model(options)
     needs = [repr(part.inner.needs) for part in model.modules() if isinstance(part, MultiheadAttention)]
-    return _structure(model.extend(some_tokens(1, 2))[1]), *needs
+    return structure(model.extend(some_tokens(1, 2))[1]), *needs
 
 
 # one model of each kind of state and gates, for what does not depend on feature maps: those that come first

@@ -41,9 +41,9 @@ def test_laws_hold_in_the_interpreter() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 def test_the_benchmark_runs_and_all_kernels_compile() -> None:
     """Without a GPU, in the processes that it starts; and for a GPU that is not there."""
-    run_script("gpu.py", "--smallest", "--only", "step,contenders", TRITON_INTERPRET="1")
+    run_script("gpu.py", "--smallest", "--only", "step", TRITON_INTERPRET="1")
     text = run_script(
-        "gpu_compile.py", "--widths", "128", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
+        "gpu_compile.py", "--widths", "32", "--dtypes", "bfloat16", "--extras", "decay", TRITON_INTERPRET="0"
     )
     for kernel in ("forward", "query_gradient", "key_gradients", "key_sums", "query_sums", "enter", "step", "read"):
         assert f"kernel {kernel} " in text

@@ -141,14 +141,15 @@ def test_lm_eval_measures_the_bits_of_our_own_logits(folder, tmp_path):
     found = alone(
         """
 import json, sys
-from lm_eval.__main__ import cli_evaluate
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 folder, here = sys.argv[1:]
 model = f"pretrained={folder},trust_remote_code=True,add_bos_token=False"
-sys.argv[1:] = ["--model", "hf", "--model_args", model, "--tasks", "tiny", "--include_path", here]
-sys.argv += ["--device", "cpu", "--output_path", f"{here}/out"]
-cli_evaluate()
-import pathlib
-print(json.dumps(json.loads(next(pathlib.Path(here, "out").rglob("*.json")).read_text())["results"]["tiny"]))
+# without the thousands of tasks that it brings
+tasks = TaskManager(include_path=here, include_defaults=False)
+found = simple_evaluate("hf", model, ["tiny"], device="cpu", task_manager=tasks)
+assert not any(name.startswith("linattn.cli") for name in sys.modules)
+print(json.dumps(found["results"]["tiny"]))
 """,
         folder,
         tmp_path,
