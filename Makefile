@@ -4,6 +4,7 @@
 # make package   the wheel and the source distribution, in build/dist, tried in two clean environments, with the command
 #                line and without any extra
 # make kernels   compiles every GPU kernel for an H100, without a GPU, and reads the machine code for hazards; minutes
+# make sweep     our attention in every class of transformers that can be built small: docs/stock_models.md; 10 minutes
 # make hooks     ruff and pyright before each commit
 # All build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
 # TORCH=2.11.0, or newest, chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
@@ -22,7 +23,7 @@ CHECKED := test_conftest.py attention feature_maps nn compat/weights models/test
            states/test_rows.py ops/fast ops/test_features.py ops/test_linear.py
 CHECKED := $(CHECKED:%=tests/%)
 
-.PHONY: demo test lint types checked laws docs package kernels hooks clean
+.PHONY: demo test lint types checked laws docs package kernels sweep hooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m linattn.cli.demo
@@ -64,6 +65,10 @@ package: $(INSTALLED)
 
 kernels: $(INSTALLED)
 	PYTHONPATH=. $(BIN)/python benchmarks/gpu_compile.py --capability 90
+
+# a second call goes on where the first one stopped
+sweep: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.transformers.stock_attention.sweep --page docs/stock_models.md
 
 hooks: $(INSTALLED)
 	$(BIN)/pre-commit install

@@ -14,7 +14,7 @@ from linattn.attention import InnerAttention, LocalAttention, SoftmaxAttention
 from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
 from linattn.feature_maps.per_head_linear import PerHeadLinear
-from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
+from linattn.integrations.transformers.documents import document_numbers, document_rows, present_keys
 from linattn.integrations.transformers.stock_attention.attention import OWN, attention_of
 from linattn.integrations.transformers.stock_attention.cache import AttentionLayer
 from linattn.linearize.initialization import initialize_decays, with_decay
@@ -143,9 +143,11 @@ class LinearizedAttention(InnerAttention):
 
     def _convolved(self, x: Tensor, mask: Tensor | None, layer: AttentionLayer | None) -> Tensor:
         assert self.convolution is not None
-        if mask is not None and mask.dtype == DOCUMENTS:
-            rows = document_rows(mask)
+        documents = document_numbers(mask)
+        if documents is not None:
+            rows = document_rows(documents)
             return rows.join(self.convolution(rows.split(x), key_mask=rows.present))
+        mask = present_keys(mask)
         mask = None if mask is None else mask[:, mask.shape[1] - x.shape[1] :]
         convolution = self.convolution
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linattn.attention import InnerAttention
-from linattn.integrations.transformers.documents import DOCUMENTS
+from linattn.integrations.transformers.documents import DOCUMENTS, document_numbers, present_keys
 from linattn.integrations.transformers.stock_attention.attention import is_causal_call
-from linattn.integrations.transformers.stock_attention.cache import CachedKeys
+from linattn.integrations.transformers.stock_attention.cache import tensor_of
 from linattn.integrations.transformers.stock_attention.hooks import PREFIX, watched
 from linattn.integrations.transformers.stock_attention.masks import attend_per_document
 from linattn.nn.modes import evaluating
@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
     def present_tokens(self, x: Float[Tensor, "b hx m d"]) -> Float[Tensor, "hx tokens d"]:
         """Concatenate the present tokens of all rows; x are queries, keys or outputs."""
         tokens = x.transpose(0, 1).flatten(1, 2)
-        if self.mask is None or self.mask.dtype != torch.bool or self.mask.shape[1] != x.shape[2]:
+        if self.mask is None or self.mask.dtype == DOCUMENTS or self.mask.shape[1] != x.shape[2]:
             return tokens
         return tokens[:, self.mask.flatten()]
 
@@ -87,11 +87,13 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[AttentionCall]
         dims[module] = x.shape[-1] if encoder is None else None
 
     def see(module: nn.Module, q: Tensor, k: Any, v: Tensor, mask: Tensor | None = None, **options: Any) -> None:
-        scaling, causal = options.get("scaling"), is_causal_call(module, options.get("is_causal"))
+        scaling, causal = options.get("scaling"), is_causal_call(module, mask, options.get("is_causal"), q.shape[2])
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        keys, window = k.new if isinstance(k, CachedKeys) else k, options.get("sliding_window")
-        gates = options.get("gates")
-        note(AttentionCall(names[module], module, q, keys, v, mask, scaling, causal, window, dims[module], gates))
+        k, v = tensor_of(k), tensor_of(v)
+        documents = document_numbers(mask)
+        mask = present_keys(mask) if documents is None else documents
+        window, gates = options.get("sliding_window"), options.get("gates")
+        note(AttentionCall(names[module], module, q, k, v, mask, scaling, causal, window, dims[module], gates))
 
     with ExitStack() as stack:
         for module in names:

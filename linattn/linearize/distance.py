@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from linattn.integrations.transformers.documents import present_keys
 from linattn.linearize.attention import LinearizedAttention, linearized_layers, named_arguments, own_attention
 from linattn.linearize.calls import Batch, run
 from linattn.models.loss import NO_LABEL
@@ -142,9 +143,9 @@ def layer_outputs(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch
                 y = layer(*args, **options)[0]
             mask = named_arguments(own, args, options).get("attention_mask")
             # the mask of cross-attention is that of the other sequence
-            is_of_tokens = isinstance(mask, Tensor) and mask.dtype == torch.bool and own.spec.dim > 0
+            mask = present_keys(mask) if own.spec.dim > 0 else None
             # later layers may add to this output in place
-            outputs[own.spec.index] = LayerOutputs(y, output[0].clone(), mask if is_of_tokens else None)
+            outputs[own.spec.index] = LayerOutputs(y, output[0].clone(), mask)
 
         return hook
 

@@ -1,4 +1,4 @@
-"""Rows that hold several documents: the number of each token's document, and the documents in rows of their own."""
+"""The masks of tokens: which are present, whether attention is causal, and rows that hold several documents."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,24 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+CAUSAL = torch.int8
+"""The dtype of causal masks (b 1 1 m), which are 1 where a key is present, and may have no columns if all keys are.
+Masks that show the same keys to all queries are bool."""
 DOCUMENTS = torch.int32
-"""The dtype of masks that number documents, which no mask of transformers has."""
+"""The dtype of causal masks (b 1 1 n) that number the document of each token."""
 MARK = "linattn_documents"
 """A keyword argument that only calls inside a model after `speed_up` have: the number of each token's document, or None
 for one document per row."""
+
+
+def present_keys(mask: Shaped[Tensor, "b 1 1 m"] | None) -> Bool[Tensor, "b m"] | None:
+    """Return which keys are present, None if all are. A mask of documents hides no key."""
+    return None if mask is None or mask.dtype == DOCUMENTS or not mask.shape[-1] else mask[:, 0, 0].bool()
+
+
+def document_numbers(mask: Shaped[Tensor, "b 1 1 n"] | None) -> Int[Tensor, "b n"] | None:
+    """Return the number of each token's document, None if each row is one document."""
+    return None if mask is None or mask.dtype != DOCUMENTS else mask[:, 0, 0]
 
 
 class DocumentRows(NamedTuple):

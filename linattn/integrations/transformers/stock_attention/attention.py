@@ -14,18 +14,20 @@ from torch.nn import functional as F
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
 from linattn.attention.named import untrained_attention
-from linattn.integrations.transformers.documents import DOCUMENTS, MARK
-from linattn.integrations.transformers.stock_attention.cache import CachedKeys
+from linattn.integrations.transformers.documents import CAUSAL, DOCUMENTS, MARK, document_numbers, present_keys
+from linattn.integrations.transformers.stock_attention.cache import CachedKeys, tensor_of
 from linattn.integrations.transformers.stock_attention.masks import attend_per_document
 
 OWN = "linear_attention"
 """The name of the submodule that attends in place of the method in a layer with weights of its own for this."""
 
+MASKS = (torch.bool, CAUSAL, DOCUMENTS)
 # arguments of models that change nothing here: positions are in q and k already, and packing is in the mask
 NEUTRAL = {
     MARK,
     "cache_position",
     "deterministic",
+    "logits_to_keep",
     "num_items_in_batch",
     "output_hidden_states",
     "position_embeddings",
@@ -49,7 +51,7 @@ def attention_forward(
     module: nn.Module,
     query: Float[Tensor, "b h n d"],
     key: Float[Tensor, "b hk m d"] | CachedKeys,
-    value: Float[Tensor, "b hk m dv"],
+    value: Float[Tensor, "b hk m dv"] | CachedKeys,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -65,7 +67,8 @@ def attention_forward(
     Our methods multiply q·k by 1/√d themselves, so q is multiplied by `scaling` · √d: some models scale q themselves
     and pass a scaling of 1. In training `dropout` drops keys, each for all queries of its head."""
     _refuse(module, attention_mask, options)
-    keys, layer = key if isinstance(key, CachedKeys) else (key, None)
+    layer = key.layer if isinstance(key, CachedKeys) else None
+    keys, value = tensor_of(key), tensor_of(value)
     (h, n, d), (hk, m) = query.shape[1:], keys.shape[1:3]
     factor = 1.0 if scaling is None else scaling * sqrt(d)
     if not isclose(factor, 1):
@@ -73,17 +76,19 @@ def attention_forward(
     if dropout:
         # a missing value for all queries, as no single weight is ever computed; see `TorchMultiheadAttention`
         value = value * F.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-    causal = is_causal_call(module, is_causal)
+    causal = is_causal_call(module, attention_mask, is_causal, n)
     inner = attention_of(module)
     if inner is None:
         method, window = sliding_method(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
         sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
         inner = _inner(method, query.device, dtype, **sizes)
-    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
-        return attend_per_document(inner, query, keys, value, attention_mask, gates).transpose(1, 2).contiguous(), None
+    documents = document_numbers(attention_mask)
+    if documents is not None:
+        return attend_per_document(inner, query, keys, value, documents, gates).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
-    key_mask = None if attention_mask is None else attention_mask[:, None, attention_mask.shape[1] - m :]
+    present = present_keys(attention_mask)
+    key_mask = None if present is None else present[:, None, present.shape[1] - m :]
     if layer is not None:
         attend = partial(layer.extend, gates=gates) if causal else layer.read
         y = attend(inner, query, keys, value, key_mask)
@@ -141,21 +146,28 @@ def _add_inner(key: tuple[Any, ...], sizes: dict[str, int]) -> None:
         _INNERS[key] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
 
 
-def is_causal_call(module: nn.Module, is_causal: bool | None) -> bool:
-    """Return the argument of the call if it has one, else the module's attribute."""
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if isinstance(causal, bool):
-        return causal
-    raise ValueError(f"{type(module).__name__} does not say whether it is causal: linattn's attention needs to know")
+def is_causal_call(module: nn.Module, mask: Tensor | None, is_causal: bool | None, queries: int) -> bool:
+    """Return whether a call is causal: by its mask, else by its argument `is_causal`, else by the module's attribute.
+
+    Some modules pass is_causal=False for a single query, which sees all keys in either case."""
+    name = type(module).__name__
+    if mask is not None and mask.dtype in (CAUSAL, DOCUMENTS):
+        return True
+    causal = getattr(module, "is_causal", None) if is_causal is None or (not is_causal and queries == 1) else is_causal
+    if not isinstance(causal, bool):
+        raise ValueError(f"{name} does not say whether it is causal: linattn's attention needs to know")
+    if causal and mask is not None:
+        raise ValueError(f"{name} is causal, but its mask is not: linattn's attention does not know which is meant")
+    return causal
 
 
 def _refuse(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
     name = type(module).__name__
-    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.dtype not in (torch.bool, DOCUMENTS)):
+    if attention_mask is not None and (attention_mask.dtype not in MASKS or attention_mask.shape[1:-1] != (1, 1)):
         raise ValueError(
             f"{name} gives a mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}, but linattn's "
-            "attention takes (batch, tokens) and booleans, which keys are present: it cannot choose or weigh them per "
-            "query, as relative positions do"
+            "attention takes (batch, 1, 1, tokens) and booleans, which keys are present: it cannot choose or weigh "
+            "them per query, as relative positions do"
         )
     for option, value in options.items():
         if value is not None and value is not False and option not in NEUTRAL:

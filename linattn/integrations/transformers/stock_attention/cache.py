@@ -1,6 +1,8 @@
 """The layer of transformers' DynamicCache for a stock model that attends by our methods."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,12 +15,64 @@ ATTENTION_LAYER = "linattn"
 """The name by which transformers' DynamicCache finds our layer."""
 
 
-class CachedKeys(NamedTuple):
-    """The new keys, and the cache layer with the past. A model passes this pair from the cache to the attention
-    function, where it would pass all keys."""
+@dataclass(frozen=True)
+class CachedKeys:
+    """The `new` keys and the cache `layer` with the past. A model passes this object from the cache to the attention
+    function, where it would pass all keys.
+
+    What a model computes from it is computed from the new keys and keeps the layer: some models cache a latent, and
+    expand the keys of all heads from it. It is no subclass of Tensor, which torch.compile could not unwrap."""
 
     new: Tensor
     layer: "AttentionLayer"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self.new, name)
+        if not callable(value):
+            return _join(value, self.layer)
+        return lambda *args, **options: self._call(value, args, options)
+
+    def __getitem__(self, index: Any) -> "CachedKeys":
+        return CachedKeys(self.new[index], self.layer)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(keys for keys in _flat((args, kwargs)) if isinstance(keys, CachedKeys))
+        return first._call(function, args, kwargs or {})
+
+    def _call(self, function: Callable[..., Any], args: Any, options: Any) -> Any:
+        return _join(function(*_split(args), **_split(options)), self.layer)
+
+
+def tensor_of(keys: Tensor | CachedKeys) -> Tensor:
+    """Return the new keys, or values that were computed from them, without the layer."""
+    return keys.new if isinstance(keys, CachedKeys) else keys
+
+
+def _join(values: Any, layer: "AttentionLayer") -> Any:
+    """Give the layer to all tensors in the result of a function."""
+    if isinstance(values, Tensor):
+        return CachedKeys(values, layer)
+    return tuple(_join(each, layer) for each in values) if type(values) in (tuple, list) else values
+
+
+def _split(values: Any) -> Any:
+    """Return the arguments of a function with tensors in the places of cached keys."""
+    if isinstance(values, dict):
+        return {name: _split(each) for name, each in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(_split(each) for each in values)
+    return tensor_of(values)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, (dict, tuple, list)):
+        for each in values.values() if isinstance(values, dict) else values:
+            yield from _flat(each)
+    else:
+        yield values
 
 
 class AttentionLayer(StateLayer):

@@ -18,7 +18,8 @@ from linattn.attention.named import SYNONYMS
 from linattn.checks import check_types
 from linattn.integrations.transformers.stock_attention.attention import attention_forward
 from linattn.integrations.transformers.stock_attention.cache import ATTENTION_LAYER
-from linattn.integrations.transformers.stock_attention.masks import attention_mask
+from linattn.integrations.transformers.stock_attention.masks import ALWAYS_MASKED, attention_mask
+from linattn.integrations.transformers.stock_attention.obstacles import check_model, keeps_own_attention
 from linattn.names import did_you_mean
 
 PREFIX = "linattn:"
@@ -128,6 +129,8 @@ def _with_checked_name(
     original: Callable[..., str], model: PreTrainedModel, requested: str | None, *args: Any, **options: Any
 ) -> str:
     if is_ours(requested):
+        if keeps_own_attention(model):
+            return original(model, None, *args, **options)
         _check_model(model)
         register_attention(requested.removeprefix(PREFIX))
     return original(model, requested, *args, **options)
@@ -148,11 +151,9 @@ def _attends(model: nn.Module) -> bool:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} computes its attention without transformers' AttentionInterface (as models with "
-            "alibi or relative positions and some older ones do), so linattn's cannot replace it"
-        )
+    check_model(model)
+    if not model._supports_sdpa:
+        ALWAYS_MASKED.add(type(model.config))
 
 
 def _with_our_layers(

@@ -7,18 +7,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
-from linattn.integrations.transformers.documents import DOCUMENTS, document_rows
+from linattn.integrations.transformers.documents import CAUSAL, DOCUMENTS, document_rows
 from linattn.ops.nested import map_state
 
 MaskFunction = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 """Returns True where the query sees the key; the arguments are indices of row, head, query and key, which broadcast."""
 
+ALWAYS_MASKED: set[type[PreTrainedConfig]] = set()
+"""The configurations of models without sdpa. Some of their modules are causal by the mask alone, so that their causal
+masks are never left out."""
+
 
 def attention_mask(
     *,
+    config: PreTrainedConfig,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -31,8 +37,11 @@ def attention_mask(
     local_size: int | None = None,
     device: torch.device | None = None,
     **_: Any,
-) -> Bool[Tensor, "b m"] | Int[Tensor, "b n"] | None:
-    """Return which keys are present, or the number of each token's document, or None for neither.
+) -> Bool[Tensor, "b 1 1 m"] | Int[Tensor, "b 1 1 m"] | None:
+    """Return which keys are present, or the number of each token's document, or None for neither. The dtype of causal
+    masks is `CAUSAL` or `DOCUMENTS`.
+
+    They have four dimensions because transformers leaves such masks as they are where one model passes them to another.
 
     transformers' AttentionMaskInterface calls this once per forward. The `mask_function` is evaluated only where it may
     differ from a causal mask: a document begins at each token that does not see the token before it."""
@@ -41,8 +50,15 @@ def attention_mask(
             "the model overlays a mask function of its own, but linattn's attention knows padding and packing"
         )
     present = _checked_padding(attention_mask, kv_length)
-    is_plain = allow_is_causal_skip and (local_size is None or kv_length <= local_size)
-    if is_plain or allow_is_bidirectional_skip is not None:
+    present = None if present is None else present[:, None, None]
+    if allow_is_bidirectional_skip is not None:
+        return present
+    if present is not None:
+        present = present.to(CAUSAL)
+    elif type(config) in ALWAYS_MASKED:
+        present = torch.ones(batch_size, 1, 1, 0, dtype=CAUSAL, device=device)
+    # a window of 0 belongs to no layer
+    if allow_is_causal_skip and (not local_size or kv_length <= local_size):
         return present
     row = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, q_length, device=device) + q_offset
@@ -51,11 +67,11 @@ def attention_mask(
     starts = torch.broadcast_to(~mask_function(row, 0, later, later - 1), (batch_size, len(later)))
     if not starts.any():
         return present
-    if present is not None or q_length != kv_length:
+    if attention_mask is not None or q_length != kv_length:
         raise ValueError(
             "documents or chunks in a row do not go together with padding or a cache in linattn's attention"
         )
-    return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))
+    return F.pad(starts.cumsum(-1, dtype=DOCUMENTS), (1, 0))[:, None, None]
 
 
 def attend_per_document(
