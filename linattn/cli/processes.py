@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,16 +69,29 @@ def is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def join_processes(*, cpu: bool) -> None:
+    """Join the processes that torchrun has started, each with a GPU unless `cpu` forbids it."""
+    on_gpu, options = torch.cuda.is_available() and not cpu, dict[str, Any]()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if is_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store, where processes would find the addresses of those that have ended
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        options["store"] = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+
+
+def must_join() -> bool:
+    """Tell whether torchrun has started several processes, which have not joined yet."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized()
+
+
 @contextmanager
 def joined_processes(*, cpu: bool) -> Iterator[dist.ProcessGroup | None]:
-    """Join the processes that torchrun has started, each with a GPU unless `cpu` forbids it. Return their group, None
-    if there is one process."""
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    if joins:
-        on_gpu = torch.cuda.is_available() and not cpu
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+    """Join the processes inside the block. Return their group, None if there is one process."""
+    if joins := must_join():
+        join_processes(cpu=cpu)
     try:
         yield dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     finally:

@@ -131,8 +131,8 @@ class Reading:
         from tqdm.auto import tqdm
 
         started = saved = time.monotonic()
-        shown = {"bar_format": BAR} if size else {}
-        bar = tqdm(total=size or None, dynamic_ncols=True, disable=self.rank > 0 or None, leave=False, **shown)
+        form = BAR if size else None
+        bar = tqdm(total=size or None, bar_format=form, dynamic_ncols=True, disable=self.rank > 0 or None, leave=False)
         try:
             for piece, bytes_read in tokens:
                 part = torch.as_tensor(piece, dtype=torch.long)

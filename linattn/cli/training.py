@@ -23,6 +23,9 @@ from linattn.cli.processes import (
     end_after_loss,
     first_process_only,
     has_lost_process,
+    is_restart,
+    join_processes,
+    must_join,
     reported_by_first,
     sequences_per_update,
     with_updates_of,
@@ -50,6 +53,8 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
         own = LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator)
         require_weights(partial(LinattnForCausalLM, own), options)
         model = LinattnForCausalLM(own)
+    if is_restart() and must_join():
+        join_processes(cpu=options.cpu)
     with explained("this cannot be run here", ValueError, ImportError):
         args = training_arguments(options, arguments.out)
     require_activations(model, options, args)
