@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# documented, but not in the list of what the module exports
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from linattn.cli.options import TrainOptions
 from linattn.console.errors import CommandError, one_line, writing
 from linattn.console.lock import locked
@@ -76,8 +79,9 @@ def join_processes(*, cpu: bool) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if is_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store, where processes would find the addresses of those that have ended
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        options["store"] = dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False)
+        options["store"] = PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("nccl" if on_gpu else "gloo", **options)
 

@@ -1,5 +1,5 @@
-"""One of several processes is killed: the others end with one line. The same command, started again as torchrun does it,
-goes on to the weights of a run that lost none."""
+"""One of several processes is killed: the others end with one line, and the same command, started again as torchrun
+does it, goes on to the weights of a run that lost none."""
 
 import contextlib
 import os
