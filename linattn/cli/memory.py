@@ -39,13 +39,14 @@ def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: 
     if args.device.type != "cpu":
         return
     count = sum(parameter.numel() for parameter in model.parameters())
-    length = min(options.segment or options.context, options.context)
+    own = options.context // options.sequence_parallel
+    length = min(options.segment or own, own)
     activations = _bytes_per_token(model, options, args, length) * options.batch * length
     needs = {
         WEIGHTS.format(count): TRAINED_BYTES * count,
         f"the activations of {options.batch:,} × {length:,} tokens": activations,
     }
-    if length < options.context:
+    if length < own:
         segments = math.ceil(options.context / length)
         size = options.batch * segments * _state_bytes(model, length)
         needs[f"the states between {segments:,} segments"] = size

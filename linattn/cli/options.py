@@ -82,8 +82,11 @@ class TrainOptions(ModelOptions):
     segment: int | None = training(
         None, "tokens that are in memory at a time, of a sequence of any length; the gradients are those of all of it"
     )
-    batch: int = training(16, "sequences per process and batch")
-    accumulate: int = training(1, "batches per update")
+    sequence_parallel: int = training(
+        1, "with several processes: so many share each sequence, of which each has a part", free=True
+    )
+    batch: int = training(16, "sequences per process, or group of them that share sequences, and batch", free=True)
+    accumulate: int = training(1, "batches per update", free=True)
     lr: float = training(2e-3, "highest learning rate of AdamW")
     warmup: float | None = training(
         None,

@@ -6,25 +6,35 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from linattn.cli.argument_types import FLAG
+from linattn.cli.processes import (
+    end_after_loss,
+    first_process_only,
+    has_lost_process,
+    joined_processes,
+    reported_by_first,
+)
 from linattn.cli.run_folder import open_run
 from linattn.cli.vocabulary import Bytes, Vocabulary
 from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 from linattn.console.lock import locked
+from linattn.distributed import last_state, shard_sequence
 from linattn.models import LanguageModel
 from linattn.nn.modes import evaluating
 from linattn.states import describe_state, load_state, save_state
 
 SMALLER = "a smaller model"
 SUMMARY = "read texts, once, and keep what was read in a file"
-# tokens per call, bytes per read of a file, and seconds between two saves of what was read so far
+# tokens per call and process, bytes per read of a file, and seconds between two saves of what was read so far
 PIECE, BLOCK, SAVED = 8192, 2**20, 20.0
 BAR = "{percentage:3.0f}% |{bar}| {postfix} [{elapsed}<{remaining}]"
 
@@ -45,12 +55,32 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
     vocabulary, model = described.vocabulary(), described.model()
-    if torch.cuda.is_available() and not arguments.cpu:
-        model = model.cuda()
-    with locked(arguments.out):
-        reading = Reading(model, arguments)
-        reading.read(pieces(vocabulary, files), sum(file.stat().st_size for file in files))
+    with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if not files and group is not None:
+            raise CommandError("only the first process has stdin: name files instead of -")
+        if torch.cuda.is_available() and not arguments.cpu:
+            model = model.cuda()
+
+        def begin() -> None:
+            stack.enter_context(locked(arguments.out))
+            for path in (arguments.out, unfinished(arguments.out)):
+                remove_partial_files(path)
+            if arguments.replace:
+                unfinished(arguments.out).unlink(missing_ok=True)
+
+        first_process_only(rank, arguments.out, begin)
+        if group is not None:
+            with explained("these processes cannot share a text", ValueError), redirect_stdout(None):
+                shard_sequence(model, group)
+        reading = Reading(model, arguments, group)
+        reading.read(pieces(vocabulary, files, PIECE * ranks), sum(file.stat().st_size for file in files))
     return 0
+
+
+def unfinished(out: Path) -> Path:
+    """Return the file of the state until everything is read."""
+    return out.with_name(f".{out.name}.unfinished")
 
 
 class Place(NamedTuple):
@@ -64,11 +94,15 @@ class Place(NamedTuple):
 class Reading:
     """The reading of the texts, saved now and then, so that the same command goes on after an interruption. `place` is
     how far it is; it changes in one assignment, so that an interruption finds the old one or the new one. `before` is
-    the number of tokens in the state of --state, `done` that of tokens read before an interruption."""
+    the number of tokens in the state of --state, `done` that of tokens read before an interruption.
 
-    def __init__(self, model: LanguageModel, arguments: argparse.Namespace) -> None:
-        self.model, self.out = model, arguments.out
-        self.unfinished = arguments.out.with_name(f".{arguments.out.name}.unfinished")
+    The processes of a `group` read each piece together. All of them have the state after it, and the first one writes
+    and reports."""
+
+    def __init__(self, model: LanguageModel, arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
+        self.model, self.out, self.group = model, arguments.out, group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.unfinished = unfinished(arguments.out)
         self.before, self.done, self.begun, state = 0, 0, "", None
         self.expected: str | None = None
         with explained("the state cannot be extended", ValueError, FileNotFoundError):
@@ -77,11 +111,7 @@ class Reading:
                 self.before = describe_state(arguments.state).num_tokens or 0
                 self.begun = hashlib.sha256(arguments.state.read_bytes()).hexdigest()
         self.place = Place(state, 0, hashlib.sha256())
-        for path in (self.out, self.unfinished):
-            remove_partial_files(path)
-        if arguments.replace:
-            self.unfinished.unlink(missing_ok=True)
-        elif self.unfinished.exists():
+        if self.unfinished.exists():
             self._resume()
 
     def _resume(self) -> None:
@@ -101,7 +131,8 @@ class Reading:
         from tqdm.auto import tqdm
 
         started = saved = time.monotonic()
-        bar = tqdm(total=size or None, bar_format=BAR if size else None, dynamic_ncols=True, disable=None, leave=False)
+        form = BAR if size else None
+        bar = tqdm(total=size or None, bar_format=form, dynamic_ncols=True, disable=self.rank > 0 or None, leave=False)
         try:
             for piece, bytes_read in tokens:
                 part = torch.as_tensor(piece, dtype=torch.long)
@@ -118,17 +149,29 @@ class Reading:
             if self.place.num_tokens <= self.done:
                 raise
             self._save(self.unfinished)
-            count = self.place.num_tokens
-            raise CommandError(f"interrupted after {count:,} tokens: the same command goes on", status=130) from None
+            with reported_by_first(self.rank):
+                raise CommandError(f"interrupted after {self._goes_on()}", status=130) from None
+        except RuntimeError as error:
+            if self.group is None or not has_lost_process(error):
+                raise
+            if self.place.num_tokens > self.done:
+                self._save(self.unfinished)
+            message = f"another process has ended after {self._goes_on()}"
+            raise end_after_loss(self.rank, self.out, message) from error
         finally:
             bar.close()
         if self.place.num_tokens < self.done:
             raise CommandError(f"{self.unfinished} is left of a longer reading: --replace starts over")
         self._save(self.out)
+        if self.rank > 0:
+            return
         self.unfinished.unlink(missing_ok=True)
         count, size = self.before + self.place.num_tokens, self.out.stat().st_size
         print(f"{self.out}: {count:,} tokens, {size:,} bytes", flush=True)
         print(f"[{self._speed(started)}]", file=sys.stderr)
+
+    def _goes_on(self) -> str:
+        return f"{self.place.num_tokens:,} tokens: the same command goes on"
 
     def _skip(self, part: torch.Tensor) -> None:
         """Pass over tokens that were read before the command was interrupted. They must be the same."""
@@ -139,13 +182,20 @@ class Reading:
 
     @torch.inference_mode()
     def _extend(self, part: torch.Tensor) -> None:
+        own = part
+        if self.group is not None:
+            own = part.tensor_split(dist.get_world_size(self.group))[self.rank]
         with evaluating(self.model):
-            _, state = self.model.extend_hidden(part.unsqueeze(0).to(self.model.device), self.place.state)
+            _, state = self.model.extend_hidden(own.unsqueeze(0).to(self.model.device), self.place.state)
+        if self.group is not None:
+            state = last_state(state, group=self.group)
         digest = self.place.digest.copy()
         digest.update(part.numpy().tobytes())
         self.place = Place(state, self.place.num_tokens + len(part), digest)
 
     def _save(self, path: Path) -> None:
+        if self.rank > 0:
+            return
         state, count, digest = self.place
         notes = {"sha256": digest.hexdigest(), "begun": self.begun}
         save_state(state, path, model=self.model, num_tokens=self.before + count, notes=notes)
@@ -156,9 +206,9 @@ class Reading:
         return f"{count:,} tokens, {speed:,.0f} tokens/s"
 
 
-def pieces(vocabulary: Vocabulary, files: Sequence[Path]) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield the tokens of the files, of stdin if there is none, in pieces, each with the number of bytes of its text.
-    Every text begins with the separator."""
+def pieces(vocabulary: Vocabulary, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield the tokens of the files, of stdin if there is none, in pieces of at most `length` tokens, each with the
+    number of bytes of its text. Every text begins with the separator."""
     for path in files or (None,):
         yield [vocabulary.separator], 0
         with sys.stdin.buffer if path is None else path.open("rb") as file:
@@ -166,8 +216,8 @@ def pieces(vocabulary: Vocabulary, files: Sequence[Path]) -> Iterator[tuple[Sequ
             size = BLOCK if isinstance(vocabulary, Bytes) else -1
             while block := file.read(size):
                 tokens, left = vocabulary.encode(block), len(block)
-                for start in range(0, len(tokens), PIECE):
-                    part = tokens[start : start + PIECE]
-                    share = left if start + PIECE >= len(tokens) else len(block) * len(part) // len(tokens)
+                for start in range(0, len(tokens), length):
+                    part = tokens[start : start + length]
+                    share = left if start + length >= len(tokens) else len(block) * len(part) // len(tokens)
                     left -= share
                     yield list(part), share

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from linattn.cli.options import add_options, given_options, new_options, resumed_options
-from linattn.cli.run_folder import open_run, require_free
+from linattn.cli.processes import is_restart
+from linattn.cli.run_folder import is_run, open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
 
@@ -23,8 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
 
 
+def _resume_begun(arguments: argparse.Namespace) -> None:
+    """After a restart by torchrun, let the same command go on with the run that it began. A complete one that is to be
+    replaced was there before."""
+    begun = open_run(arguments.out).description
+    if begun["paths"] == arguments.data and not (arguments.replace and begun["finished"]):
+        arguments.resume, arguments.replace, arguments.data = True, False, []
+
+
 def run(arguments: argparse.Namespace) -> int:
     given = given_options(arguments)
+    if is_restart() and is_run(arguments.out) and not arguments.resume:
+        _resume_begun(arguments)
     if arguments.resume:
         if arguments.data or arguments.replace:
             raise CommandError("--resume goes on with the run's own data, so it takes neither DATA nor --replace")

@@ -3,7 +3,7 @@
 Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
 from functools import lru_cache
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import token_dtype
 from linattn.console.errors import CommandError
+from linattn.models.loss import NO_LABEL
 
 
 def open_tokens(run: Run, part: str) -> np.ndarray:
@@ -66,3 +67,25 @@ def validation_windows(tokens: np.ndarray, context: int, *, most: int) -> list[d
     fitting = (len(tokens) - 1) // (context - 1)
     chosen = np.linspace(0, fitting - 1, min(most, fitting)).round().astype(np.int64)
     return [window(tokens, start * (context - 1), context) for start in chosen.tolist()]
+
+
+def padded(windows: list[dict[str, Tensor]], multiple: int) -> list[dict[str, Tensor]]:
+    """Return the windows, and after them some without labels, so that a `multiple` divides their number."""
+    blank = windows[-1] | {"labels": torch.full_like(windows[-1]["labels"], NO_LABEL)}
+    return windows + [blank] * (-len(windows) % multiple)
+
+
+@final
+class RepeatedBatches(Dataset):
+    """Batches of windows, each of which comes `times` in a row. Accelerate distributes batches over the processes in
+    turn, so that as many processes, side by side, have the same windows."""
+
+    def __init__(self, windows: Any, batch: int, times: int) -> None:
+        self.windows, self.batch, self.times = windows, batch, times
+
+    def __len__(self) -> int:
+        return len(self.windows) * self.times
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, row = divmod(index, self.batch)
+        return self.windows[number // self.times * self.batch + row]

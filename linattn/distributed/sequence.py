@@ -208,7 +208,8 @@ def _prepare(sharding: SequenceSharding, module: Any) -> None:
         # what stands behind packed tokens would be part of the state
         sharding.replace(module, "packs", False)
     if isinstance(module, TokenModel) and module.positions is not None:
-        sharding.replace(module, "embed", _with_positions(sharding.line, module.embed))
+        later = _with_positions if sharding.engine == "wave" else _with_gathered_positions
+        sharding.replace(module, "embed", later(sharding.line, module.embed))
     scans = sharding.engine == "scan" and isinstance(module, MultiheadAttention)
     if scans and module.rotary is not None and not module.is_cross_attention:
         _gather_positions(sharding, module)
@@ -223,6 +224,19 @@ def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]
         if not line.is_last:
             send_leaves(line, line.rank + 1, form, [after], tokens.device)
         return x, after
+
+    return embed_later
+
+
+def _with_gathered_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:
+    """Let all ranks reach the embedding at the same time, as they all have a part of its weights under FSDP."""
+
+    def embed_later(
+        tokens: Tensor, position: Tensor | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        present = torch.ones_like(tokens, dtype=torch.bool) if key_mask is None else key_mask
+        before = torch.stack(line.gather(present.sum(1)))[: line.rank].sum(0)
+        return embed(tokens, before if position is None else before + position, key_mask=key_mask)
 
     return embed_later
 

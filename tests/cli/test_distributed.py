@@ -120,10 +120,11 @@ def test_sharding_needs_devices_to_share(text, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_with_as_many_processes(alone, tmp_path, capsys):
+def test_a_run_of_which_no_update_can_be_made_does_not_go_on(alone, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(alone, run)
-    description = json.loads((run / "run.json").read_text()) | {"finished": None, "processes": 2}
+    description = json.loads((run / "run.json").read_text()) | {"finished": None}
     (run / "run.json").write_text(json.dumps(description))
-    assert main(["train", "--out", str(run), "--resume"]) == 2
-    assert "the run began with 2 processes, so it cannot go on with 1" in capsys.readouterr().err
+    assert main(["train", "--out", str(run), "--resume", "--batch", "6"]) == 2
+    message = "an update of the run takes 16 sequences, but 1 processes with --batch 6 take another number"
+    assert f"{message}: choose --batch 1, 2, 4, 8 or 16" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from linattn.cli import demo
 from linattn.cli.main import main
-from linattn.cli.training import RunTrainer
+from linattn.cli.trainer import RunTrainer
 from linattn.console.atomic import copy_atomically, write_atomically
 from linattn.console.errors import CommandError, writing
 from tests.cli.conftest import SHORT, TINY

@@ -72,6 +72,7 @@ ELSEWHERE = {
     "segment": "test_resume.py",
     "cpu": "test_a_gpu_is_left_alone",
     "fsdp": "test_distributed.py",
+    "sequence_parallel": "test_sequence_parallel.py",
     "evaluate_every": "test_reports_come_as_often_as_asked",
     "evaluate_tokens": "test_validation_takes_as_many_tokens_as_asked",
     "log_every": "test_reports_come_as_often_as_asked",

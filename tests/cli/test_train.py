@@ -17,7 +17,7 @@ from linattn.cli.checkpoints import last_step
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.cli.schedule import Schedule
-from linattn.cli.training import RunTrainer
+from linattn.cli.trainer import RunTrainer
 from linattn.cli.windows import validation_windows
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY

@@ -1,0 +1,87 @@
+"""One of several processes is killed: the others end with one line, and the same command, started again as torchrun
+does it, goes on to the weights of a run that lost none."""
+
+import contextlib
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from linattn.cli.main import main
+from linattn.cli.run_folder import open_run
+from linattn.cli.windows import TrainingWindows
+from tests.cli.conftest import SHORT, TINY
+from tests.cli.test_sequence_parallel import ON_CPUS
+from tests.processes import needs_processes, run_in_another
+
+OPTIONS = (*TINY, *SHORT, "--cpu", "--steps", "4", "--save-every", "1", "--evaluate-every", "4")
+
+
+def start(folder: Path, command: list[str], *, killed: int | None) -> tuple[list[int | None], list[str]]:
+    """Start two processes, one of which is `killed` in the third step. Return how they end and what they report."""
+    attempt = f"{folder}/{killed}"
+
+    def process(rank: int) -> int | None:
+        return run_in_another(train_as, rank, attempt, command, killed)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(process, range(2)))
+    return ends, [Path(f"{attempt}-report-{rank}").read_text() for rank in range(2)]
+
+
+def train_as(rank: int, attempt: str, command: list[str], killed: int | None) -> None:
+    torch.set_num_threads(1)
+    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= ON_CPUS | here | {"TORCHELASTIC_RESTART_COUNT": str(int(killed is None))}
+    dist.init_process_group("gloo", init_method=f"file://{attempt}-meeting", rank=rank, world_size=2)
+    read = TrainingWindows.__getitem__
+
+    def read_or_die(self, index):
+        if rank == killed and index >= 2 * 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, index)
+
+    TrainingWindows.__getitem__ = read_or_die
+    with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
+        status = main(command)
+        report.flush()
+        sys.exit(status)
+
+
+@needs_processes
+@pytest.mark.parametrize(("killed", "options"), [(1, ()), (0, ("--batch", "2")), (1, ("--replace",))])
+def test_the_others_end_and_a_restart_goes_on(text, finished_of_four, tmp_path, killed, options):
+    """With each sequence over both processes, or two sequences at a time on each."""
+    run, shared = tmp_path / "run", () if "--batch" in options else ("--sequence-parallel", "2")
+    command = ["train", str(text), "--out", str(run), *OPTIONS, *shared, *options]
+    ends, reports = start(tmp_path, command, killed=killed)
+    assert ends[killed] == -signal.SIGKILL and ends[1 - killed] == 1, reports
+    (line,) = [line for report in reports for line in report.splitlines() if "another process" in line]
+    saved = open_run(run).saved_steps()[-1]
+    assert saved in (1, 2)
+    assert line.endswith(f"linattn train --resume --out {run} goes on from step {saved}")
+    assert "Traceback" not in "".join(reports)
+    ends, reports = start(tmp_path, command, killed=None)
+    assert ends == [0, 0] and f"from step {saved}" in reports[0], reports
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, finished_of_four))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def finished_of_four(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("four") / "run"
+    assert main(["train", str(text), "--out", str(run), *OPTIONS]) == 0
+    return run
+
+
+def test_a_restart_takes_no_other_run(text, finished, tmp_path, monkeypatch, capsys):
+    """Without the same data, a run that exists is refused as ever."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["train", str(text / "a.txt"), "--out", str(finished)]) == 2
+    assert "there is a run in" in capsys.readouterr().err

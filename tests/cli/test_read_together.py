@@ -1,0 +1,36 @@
+"""Processes that read a text together leave the state that one process leaves."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from linattn.cli.main import main
+from linattn.states import describe_state
+from tests.cli.test_sequence_parallel import launch
+from tests.processes import needs_processes
+
+
+@needs_processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_state_is_that_of_one_process(finished, text, tmp_path, capsys, size):
+    """Pieces may be shorter than the number of processes: the first one is a separator alone."""
+    alone, together = tmp_path / "alone.state", tmp_path / "together.state"
+    assert main(["read", str(finished), str(text), "--out", str(alone), "--cpu"]) == 0
+    report = launch(size, tmp_path, "read", str(finished), str(text), "--out", str(together), "--cpu")
+    ours, theirs = load_file(together), load_file(alone)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert describe_state(together).num_tokens == describe_state(alone).num_tokens
+    assert report.count("tokens/s]") == 1
+    arguments = ["--prompt", "the cat", "--temperature", "0", "--max-new-tokens", "20"]
+    texts = []
+    for state in (alone, together):
+        capsys.readouterr()
+        assert main(["generate", str(finished), "--state", str(state), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@needs_processes
+def test_only_files_are_read_together(finished, tmp_path):
+    report = launch(2, tmp_path, "read", str(finished), "-", "--out", str(tmp_path / "x.state"), status=2)
+    assert "only the first process has stdin: name files instead of -" in report
