@@ -17,7 +17,7 @@ from linattn.distributed.layers import layers_with_states, without_segment
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
 from linattn.distributed.segments import position_segment, segment
-from linattn.distributed.transport import Format, Line, leaves_of, receive_leaves, send_leaves, tensors_in
+from linattn.distributed.transport import Line, leaves_of, tensors_in
 from linattn.distributed.wave import carried
 from linattn.models.token_model import TokenModel
 from linattn.names import unknown_name
@@ -208,28 +208,15 @@ def _prepare(sharding: SequenceSharding, module: Any) -> None:
         # what stands behind packed tokens would be part of the state
         sharding.replace(module, "packs", False)
     if isinstance(module, TokenModel) and module.positions is not None:
-        later = _with_positions if sharding.engine == "wave" else _with_gathered_positions
-        sharding.replace(module, "embed", later(sharding.line, module.embed))
+        sharding.replace(module, "embed", _with_positions(sharding.line, module.embed))
     scans = sharding.engine == "scan" and isinstance(module, MultiheadAttention)
     if scans and module.rotary is not None and not module.is_cross_attention:
         _gather_positions(sharding, module)
 
 
 def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:
-    def embed_later(tokens: Tensor, position: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
-        form = Format([torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)], grows=False)
-        if not line.is_first:
-            (position,) = receive_leaves(line, line.rank - 1, form, tokens.device, "the positions")
-        x, after = embed(tokens, position, **options)
-        if not line.is_last:
-            send_leaves(line, line.rank + 1, form, [after], tokens.device)
-        return x, after
-
-    return embed_later
-
-
-def _with_gathered_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:
-    """Let all ranks reach the embedding at the same time, as they all have a part of its weights under FSDP."""
+    """Let positions begin after the present tokens of the ranks before. All ranks tell their numbers at the same time,
+    because under FSDP they all have a part of the embedding."""
 
     def embed_later(
         tokens: Tensor, position: Tensor | None = None, *, key_mask: Tensor | None = None
