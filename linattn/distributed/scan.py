@@ -123,7 +123,7 @@ def _summed(line: Line, grads: list[list[Tensor]], own: list[Tensor], grows: boo
         row[: len(flat)] = flat
     line.bytes_sent += longest * rows.element_size()
     mine = torch.empty(longest, dtype=exact, device=device)
-    dist.reduce_scatter_tensor(mine, rows.flatten(), group=line.group)
+    dist.reduce_scatter(mine, list(rows), group=line.group)
     parts = mine[:count].split([x.numel() for x in own])
     return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, own, strict=True)]
 

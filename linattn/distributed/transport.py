@@ -59,9 +59,9 @@ class Line:
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the x of all ranks, which have the same number of elements."""
         self.bytes_sent += x.numel() * x.element_size()
-        everything = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(everything.flatten(0, 1) if x.ndim else everything, x, group=self.group)
-        return list(everything)
+        everything = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(everything, x, group=self.group)
+        return everything
 
     def descriptions(self, mine: str) -> list[str]:
         """Return the texts that the ranks gave, of at most 1,000 bytes each."""
