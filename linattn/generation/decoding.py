@@ -183,8 +183,11 @@ def _contiguous(x: Tensor) -> Tensor:
 
 def _growing(model: TokenModel) -> str | None:
     """Return the name of an attention whose state grows with every token, None if there is none."""
-    parts = (part for part in model.modules() if isinstance(part, InnerAttention))
-    return next((type(part).__name__ for part in parts if part.state_kind is KeysAndValues), None)
+    for part in model.modules():
+        kind = part.state_kind if isinstance(part, InnerAttention) else None
+        if KeysAndValues in (kind, *getattr(kind, "__annotations__", {}).values()):
+            return type(part).__name__
+    return None
 
 
 def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:

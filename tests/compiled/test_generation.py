@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from linattn.cli.main import main
+from linattn.compat.linear_attention_transformer import LinearAttentionTransformerLM
 from linattn.generation import Sampling, decoding, generate
 from tests.models.causal import MODELS, small_model
 from tests.serving.conftest import write_run
@@ -41,6 +42,10 @@ def test_a_state_that_grows_is_refused():
     for name in ("softmax", "grouped keys"):
         with pytest.raises(ValueError, match="constant size, but that of SoftmaxAttention grows"):
             generate(small_model(MODELS[name]), [1], max_new_tokens=3, compile=True)
+    # between its blocks
+    model = LinearAttentionTransformerLM(13, 16, 1, 9, heads=2, causal=True, blindspot_size=4, n_local_attn_heads=1)
+    with pytest.raises(ValueError, match="constant size, but that of BlindspotAttention grows"):
+        generate(model, [1], max_new_tokens=3, compile=True)
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
