@@ -48,7 +48,7 @@ def with_updates_of(options: TrainOptions, sequences: int, processes: int, accum
     groups, choices = processes // options.sequence_parallel, list[str]()
     if not rest and batches % options.batch == 0:
         numbers = [options.sequence_parallel * number for number in _numbers(batches // options.batch, accumulate)]
-        choices.append(f"{_listed(numbers)} processes")
+        choices.append(f"{_listed(numbers)} {'process' if numbers == [1] else 'processes'}")
     if not rest and batches % groups == 0:
         choices.append(f"--batch {_listed(_numbers(batches // groups, accumulate))}")
     raise CommandError(

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         first_process_only(rank, arguments.out, begin)
         if group is not None:
-            with explained("these processes cannot share a text", ValueError), redirect_stdout(None):
+            with explained("these processes cannot share a text", ValueError):
                 shard_sequence(model, group)
         reading = Reading(model, arguments, group)
         reading.read(pieces(vocabulary, files, PIECE * ranks), sum(file.stat().st_size for file in files))

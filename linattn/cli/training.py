@@ -5,7 +5,7 @@ Every process builds the model, the data and the Trainer; the first one writes f
 import argparse
 import shlex
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -191,8 +191,7 @@ def share_sequences(
     mesh = init_device_mesh(args.device.type, shape, mesh_dim_names=("data", "sequence"))
     # FSDP shards later, so that the engine cannot be chosen by the weights
     engine = "scan" if options.fsdp else None
-    # the command announces it instead
-    with explained("this cannot be run here", ValueError), redirect_stdout(None):
+    with explained("this cannot be run here", ValueError):
         return shard_sequence(model.model, mesh["sequence"], engine=engine)
 
 
