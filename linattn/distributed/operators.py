@@ -35,7 +35,7 @@ def sharded_linear_attention(
     this rank's tokens. Every rank must differentiate its outputs if one does. `log_decay` is (b, h, n) or (b, h, n, d);
     it, `key_mask`, `normalize`, `feature_map` and errors are otherwise as in the operator."""
     line = Line(process_group(group))
-    _check(q, k, v)
+    _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
     tokens = 0 if line.is_last else k.shape[-2]
     decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
     mask = None if key_mask is None else key_mask[..., :tokens].unsqueeze(2)
@@ -69,7 +69,7 @@ def sharded_delta_attention(
     `state`, `log_decay` and what is returned are as in `sharded_linear_attention`, `key_mask`, `scale` and errors as in
     the operator."""
     line = Line(process_group(group))
-    _check(q, k, v)
+    _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
     tokens = 0 if line.is_last else k.shape[-2]
     keys, values, strengths = (x[:, :, :tokens].unsqueeze(2) for x in (k, v, beta))
     decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
@@ -80,7 +80,13 @@ def sharded_delta_attention(
     return delta.causal_delta_attention(q, k, v, beta, before, log_decay=log_decay, key_mask=key_mask, scale=scale)
 
 
-def _check(*tensors: Tensor) -> None:
-    for name, x in zip("qkv", tensors, strict=True):
+def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """Raise ValueError, on every rank, for calls that differ between ranks, but for the number of tokens."""
+    sizes = [f"{name} {(*x.shape[:-2], 'n', *x.shape[-1:])} of {x.dtype}" for name, x in tensors.items()]
+    line.agree(", ".join([*sizes, *(name for name, x in options.items() if x is not None)]))
+    for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (b, h, n, d), but is {tuple(x.shape)}")
+    log_decay = options["log_decay"]
+    if log_decay is not None and log_decay.ndim not in (3, 4):
+        raise ValueError(f"log_decay must be (b, h, n) or (b, h, n, d), but is {tuple(log_decay.shape)}")

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from linattn.distributed.transport import (
     Line,
     header_of,
-    joined,
     leaves_of,
     num_bytes,
-    parted,
+    packed,
     tensors_in,
+    unpacked,
     with_leaves,
     with_sizes,
 )
 from linattn.models.loss import NO_LABEL
+from linattn.ops.tokens.compaction import compact, pack, real, unpack
 from linattn.types import TokenIds, TokenMask
 
 Group = DeviceMesh | dist.ProcessGroup
@@ -49,9 +50,9 @@ def split_sequence(
 ) -> SequencePart:
     """Return this rank's part of `tokens` (b, n), which all ranks of the `group` have whole, and its labels.
 
-    The label of a token is the token, or the number in `labels`, at the next place. As that may be on the next rank, it
-    is moved before the sequence is cut. The last token, and one whose next place is masked (`key_mask` False), has
-    `NO_LABEL`, −100.
+    The label of a token is the next token, or the number in `labels` at its place. As that may be on the next rank, it
+    is moved before the sequence is cut. Masked tokens (`key_mask` False) are missing ones: the label is that of the
+    next present token. They, and the last one of a row, have `NO_LABEL`, −100.
 
     Raises ValueError unless the number of ranks divides n."""
     line = Line(process_group(group))
@@ -61,11 +62,17 @@ def split_sequence(
         raise ValueError(f"labels must be as the tokens, {tuple(tokens.shape)}, but are {tuple(labels.shape)}")
     if n % line.size:
         raise ValueError(f"the number of ranks, {line.size}, must divide that of tokens, but there are {n}")
-    if key_mask is not None:
-        labels = labels.masked_fill(~key_mask, NO_LABEL)
     part = slice(line.rank * n // line.size, (line.rank + 1) * n // line.size)
-    targets = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+    targets = _next_labels(labels, key_mask)
     return SequencePart(tokens[:, part], targets[:, part], None if key_mask is None else key_mask[:, part])
+
+
+def _next_labels(labels: Tensor, key_mask: TokenMask) -> Tensor:
+    if key_mask is None:
+        return F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+    where = compact(key_mask)
+    targets = _next_labels(pack(labels.unsqueeze(-1), where).squeeze(-1).masked_fill(~real(where), NO_LABEL), None)
+    return unpack(targets.unsqueeze(-1), where, key_mask).squeeze(-1).masked_fill(~key_mask, NO_LABEL)
 
 
 def sequence_loss(logits: Float[Tensor, "b n v"], labels: TokenIds, *, group: Group) -> Float[Tensor, ""]:
@@ -93,10 +100,6 @@ def last_state(state: Any, *, group: Group) -> Any:
     header = header_of(leaves).to(device)
     dist.broadcast(header, group=line.group, group_src=line.size - 1)
     metas = with_sizes(leaves, header)
-    sizes = tensors_in(metas)
-    buffer = (
-        joined(tensors_in(leaves)) if line.is_last else torch.empty(num_bytes(sizes), dtype=torch.uint8, device=device)
-    )
+    buffer = packed(leaves) if line.is_last else torch.empty(num_bytes(metas), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, group=line.group, group_src=line.size - 1)
-    tensors = iter(parted(buffer, sizes))
-    return with_leaves(state, [next(tensors) if isinstance(x, Tensor) else x for x in metas])
+    return with_leaves(state, unpacked(buffer, metas))

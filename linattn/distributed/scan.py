@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,11 +17,11 @@ from linattn.distributed.transport import (
     Line,
     header_of,
     is_learned,
-    joined,
     leaves_of,
     num_bytes,
-    parted,
+    packed,
     tensors_in,
+    unpacked,
     with_leaves,
     with_sizes,
 )
@@ -52,11 +53,10 @@ class _Fold:
         if _grows(self.own):
             device = next(x.device for x in tensors_in(leaves))
             metas = [with_sizes(leaves, header) for header in line.gather(header_of(leaves).to(device))]
-        self.sizes = [num_bytes(tensors_in(meta)) for meta in metas]
-        buffers = line.gather(_padded(joined(tensors_in(leaves)), max(self.sizes)))
-        for meta, size, buffer in zip(metas[: line.rank], self.sizes, buffers, strict=False):
-            tensors = iter(parted(buffer[:size], tensors_in(meta)))
-            self.segments.append([next(tensors) if isinstance(x, Tensor) else x for x in meta])
+        sizes, own = [num_bytes(meta) for meta in metas], packed(leaves)
+        # segments that grow may differ in length
+        buffers = line.gather(F.pad(own, (0, max(sizes) - len(own))))[: line.rank]
+        self.segments = [unpacked(x[:size], meta) for x, size, meta in zip(buffers, sizes, metas, strict=False)]
 
     def __call__(self, segments: list[list[Any]], state: list[Any]) -> list[Any]:
         """Return the leaves of the state that these leaves of segments make of `state`."""
@@ -133,10 +133,6 @@ def _grows(own: Any) -> bool:
     found: list[Any] = []
     map_state(found.append, own, leaf=SoftmaxSegment)
     return bool(found)
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(size - len(x))])
 
 
 def _differentiable(x: Any) -> Any:

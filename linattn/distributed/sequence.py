@@ -23,6 +23,7 @@ from linattn.models.token_model import TokenModel
 from linattn.names import unknown_name
 from linattn.nn import MultiheadAttention
 from linattn.nn.attention import AttentionState
+from linattn.nn.modes import evaluating
 from linattn.nn.residual import ReversibleSequence, Stack
 from linattn.ops.nested import map_state
 
@@ -83,6 +84,9 @@ def shard_sequence(
         obstacle = next(filter(None, map(without_segment, layers.values())), None) if chosen == "scan" else None
         if obstacle is not None:
             raise ValueError(f"the scan has no map of a segment for {type(obstacle).__name__}: take engine='wave'")
+        for name, layer in layers.items():
+            if "extend" in vars(layer):
+                raise ValueError(f"{name or 'the model'} is sharded already: call undo() of what that returned")
     except ValueError as error:
         problem = str(error)
     for rank, other in enumerate(line.descriptions(problem)):
@@ -128,7 +132,9 @@ def _carry(sharding: SequenceSharding, name: str, layer: Any) -> None:
     count, axis = (3, 2) if isinstance(layer, InnerAttention) else (1, 1)
 
     def extend(inputs: tuple[Tensor, ...], state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
-        empty, grows = _example(examples, own_extend, inputs, options, axis)
+        with evaluating(layer):
+            # dropout would draw numbers
+            empty, grows = _example(examples, own_extend, inputs, options, axis)
         x, *others = inputs
 
         def after(x: Tensor, past: Any) -> tuple[Tensor, Any]:
@@ -183,7 +189,7 @@ def _example(
     everything = tensors_in([*inputs, *leaves_of(tuple(options.values()))])
     device = inputs[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    key = tuple((x.shape[:axis], x.dtype) for x in everything), tuple(options), autocast
+    key = tuple((*x.shape[:axis], *x.shape[axis + 1 :], x.dtype) for x in everything), tuple(options), autocast
     if key not in known:
         with torch.no_grad():
             states = [extend(*_first(inputs, axis, n), None, **_first(options, axis, n))[1] for n in (0, 1)]

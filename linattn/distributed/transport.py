@@ -142,39 +142,34 @@ def send_leaves(line: Line, rank: int, form: Format, leaves: Sequence[Any], devi
     """Send the tensors among the `leaves` of a state to the `rank`."""
     if form.grows:
         line.send(header_of(leaves).to(device), rank)
-    tensors = tensors_in(leaves)
-    if num_bytes(tensors):
-        line.send(joined(tensors), rank)
+    if num_bytes(leaves):
+        line.send(packed(leaves), rank)
 
 
 def receive_leaves(line: Line, rank: int, form: Format, device: torch.device, what: str) -> list[Any]:
-    """Return what `send_leaves` sent."""
+    """Return what `send_leaves` sent; `what` names it in errors."""
     leaves = form.leaves
     if form.grows:
-        header = line.receive(header_of(leaves).to(device), rank, what)
-        leaves = with_sizes(leaves, header)
-    buffer = torch.empty(num_bytes(tensors_in(leaves)), dtype=torch.uint8, device=device)
-    if len(buffer):
-        line.receive(buffer, rank, what)
-    tensors = iter(parted(buffer, tensors_in(leaves)))
-    return [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        leaves = with_sizes(leaves, line.receive(header_of(leaves).to(device), rank, what))
+    buffer = torch.empty(num_bytes(leaves), dtype=torch.uint8, device=device)
+    return unpacked(line.receive(buffer, rank, what) if len(buffer) else buffer, leaves)
 
 
 def tensors_in(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+def num_bytes(leaves: Sequence[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_in(leaves))
 
 
-def joined(tensors: Sequence[Tensor]) -> Tensor:
+def packed(leaves: Sequence[Any]) -> Tensor:
     """Return the bytes of all tensors, one after the other."""
-    return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors])
+    return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors_in(leaves)])
 
 
-def parted(buffer: Tensor, metas: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose bytes are in the buffer, with the shapes and dtypes of `metas`."""
-    parts = buffer.split([num_bytes([x]) for x in metas])
+def unpacked(buffer: Tensor, leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves, in the place of whose tensors are those of the same shapes and dtypes in the buffer."""
+    parts = iter(buffer.split([num_bytes([x]) for x in tensors_in(leaves)]))
     # copies: a part of the buffer may begin where a number of its dtype may not
-    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, metas, strict=True)]
+    return [next(parts).clone().view(x.dtype).view(x.shape) if isinstance(x, Tensor) else x for x in leaves]

@@ -14,12 +14,12 @@ from linattn.distributed.transport import (
     Format,
     Line,
     is_learned,
-    joined,
     leaves_of,
     num_bytes,
-    parted,
+    packed,
     receive_leaves,
     send_leaves,
+    unpacked,
     with_leaves,
 )
 
@@ -68,7 +68,7 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
         own = [grad for grad, learned in zip(grads, ctx.learned, strict=True) if learned]
         if own:
-            ctx.line.send(joined(own), ctx.line.rank - 1)
+            ctx.line.send(packed(own), ctx.line.rank - 1)
         return None, None, None, dx, None
 
 
@@ -88,9 +88,9 @@ class _Departure(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
-        own, line, grads = [x for x in ctx.metas if x is not None], ctx.line, iter(())
-        if own:
-            buffer = torch.empty(num_bytes(own), dtype=torch.uint8, device=dy.device)
+        line, grads = ctx.line, ctx.metas
+        if num_bytes(grads):
+            buffer = torch.empty(num_bytes(grads), dtype=torch.uint8, device=dy.device)
             what = f"the gradient of the state of {ctx.what}"
-            grads = iter(parted(line.receive(buffer, line.rank + 1, what), own))
-        return None, None, None, dy, None, *(None if x is None else next(grads) for x in ctx.metas)
+            grads = unpacked(line.receive(buffer, line.rank + 1, what), grads)
+        return None, None, None, dy, None, *grads

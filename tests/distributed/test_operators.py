@@ -84,6 +84,14 @@ def every_call(rank: int, size: int) -> None:
                 compare(rank, size, "causal_delta_attention", delta, past, **shared, **options)
     with pytest.raises(ValueError, match=r"q must be \(b, h, n, d\), but is \(5, 4\)"):
         sharded_linear_attention(torch.ones(5, 4), drawn(5, 4), drawn(5, 4), group=dist.group.WORLD)
+    x = drawn(5, 4)
+    with pytest.raises(ValueError, match=r"log_decay must be \(b, h, n\) or \(b, h, n, d\), but is \(3, 5\)"):
+        sharded_linear_attention(x, x, x, group=dist.group.WORLD, log_decay=-torch.ones(3, 5))
+    wider = drawn(5, 6 if rank else 4)
+    with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1 "):
+        sharded_linear_attention(wider, wider, x, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1 "):
+        sharded_linear_attention(x, x, x, group=dist.group.WORLD, key_mask=x[..., 0] > 0 if rank else None)
 
 
 @pytest.mark.parametrize("size", CUTS)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from linattn import causal_linear_attention
 from linattn.attention import named_attention
 from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence
 from linattn.distributed.sequence import ENGINES
@@ -143,6 +144,50 @@ def modules_equal(rank: int, engine: str, name: str, module: nn.Module, x: Tenso
     sharding.undo()
 
 
+def widths(rank: int, engine: str) -> None:
+    """An attention takes heads of any width, one after another; dropout of what shows a state's sizes draws nothing."""
+    attention = named_attention("elu", num_heads=2, head_dim=4, causal=True)
+    shard_sequence(attention, dist.group.WORLD, engine=engine)
+    for width in (4, 6):
+        torch.manual_seed(width)
+        q, k, v = torch.randn(3, 1, 2, 20, width, dtype=torch.float64).unbind()
+        own = attention(*(x.chunk(2, 2)[rank] for x in (q, k, v)))
+        expected, _ = causal_linear_attention(q, k, v, feature_map="elu_plus_one")
+        assert error(own, expected.chunk(2, 2)[rank]) <= CLOSE
+    layer = MultiheadAttention(8, 2, named_attention("elu", num_heads=2, head_dim=4, causal=True), dropout=0.5)
+    shard_sequence(layer, dist.group.WORLD, engine=engine)
+    x, seen = torch.randn(1, 4, 8), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer(x)
+        seen.append(torch.rand(1).item())
+    assert seen[0] == seen[1]
+
+
+@every_engine
+def test_what_a_layer_is_called_with_may_change(engine: str):
+    run_in_group(2, widths, engine)
+
+
+def labels(rank: int) -> None:
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    model, tokens = small_model({"attention": "elu"}), some_tokens(3, 24)
+    left, holes = torch.ones(3, 24, dtype=torch.bool), torch.rand(3, 24) < 0.6
+    left[0, :7], left[1, :13] = False, False
+    for key_mask in (None, left, holes, left.flip(1)):
+        expected = next_token_loss(model(tokens, key_mask=key_mask), tokens, key_mask=key_mask)
+        sharding = shard_sequence(model, group)
+        part = split_sequence(tokens, group=group, key_mask=key_mask)
+        found = sequence_loss(model(part.tokens, key_mask=part.key_mask), part.labels, group=group)
+        assert abs(found - expected) <= CLOSE * expected
+        sharding.undo()
+
+
+def test_the_loss_is_that_of_the_next_present_tokens():
+    run_in_group(2, labels)
+
+
 def other_modules(rank: int, engine: str) -> None:
     torch.manual_seed(0)
     for name, options in SEQUENCE_KINDS.items():
@@ -254,6 +299,8 @@ def errors(rank: int) -> None:
             call()
     with pytest.raises(ValueError, match="number of ranks, 2, must divide that of tokens, but there are 7"):
         split_sequence(tokens[:, :7], group=group)
+    with pytest.raises(ValueError, match=r"blocks.0.mixer is sharded already: call undo\(\) of what that returned"):
+        shard_sequence(model, group)
     assert sharding.layers == ["blocks.0.mixer", "blocks.1.mixer"]
     assert "2 layers" in str(sharding)
     before = model.eval()(tokens)
