@@ -20,8 +20,8 @@ from tests.cli.shard_on_cpus import shard_on_cpus
 from tests.processes import needs_processes, run_in_group
 
 OPTIONS = (*TINY, *SHORT, "--cpu", "--steps", "4", "--log-every", "1", "--save-every", "2", "--evaluate-every", "2")
-# learned positions, and a number of validation windows that no batch divides
-POSITIONS = ("--positions", "learned", "--evaluate-tokens", "352", "--accumulate", "2")
+# learned positions, and 7 windows for validation, a number that no batch divides
+POSITIONS = ("--positions", "learned", "--evaluate-tokens", "224", "--accumulate", "2")
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
