@@ -100,7 +100,9 @@ def _task(name: str, title: str, group: Group) -> Task:
             "ssd": model("ssd", head_norm=True),
             "delta": model("delta", head_norm=True),
             **{
-                f"{name}+beta2": model(name, head_norm=True, beta_limit=2.0) for name in ("delta", "gated_delta", "kda")
+                f"{name}+beta2{suffix}": model(name, head_norm=True, beta_limit=2.0, **options)
+                for suffix, options in (("", {}), ("+writes2", {"writes": 2}))
+                for name in ("delta", "gated_delta", "kda")
             },
         },
         prepare=partial(Tracking, group=group),

@@ -48,10 +48,10 @@ def checked_needs(needs: GateNeeds) -> GateNeeds:
     return needs
 
 
-def needs_strength(needs: AnyNeeds) -> bool:
-    """Tell whether an attention, or a part of it, writes with a strength β."""
+def needs_strength(needs: AnyNeeds, *, in_each: bool = False) -> bool:
+    """Tell whether an attention writes with a strength β: a part of it or, if `in_each`, every part."""
     if isinstance(needs, SplitNeeds):
-        return any(map(needs_strength, needs.parts))
+        return (all if in_each else any)(needs_strength(part, in_each=in_each) for part in needs.parts)
     return needs is not None and needs.write == "strength"
 
 

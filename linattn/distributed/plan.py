@@ -91,14 +91,16 @@ class Plan:
     def attention(self, module: MultiheadAttention, name: str) -> Iterator[Share]:
         projections = (module.q_proj, module.k_proj, module.v_proj, module.g_proj, module.o_proj)
         self._check_linear(name, *projections, dropout=module.hidden_dropout)
-        num_heads, num_key_heads = (x.out_features // module.key_dim for x in (module.q_proj, module.k_proj))
+        writes, key_dim, head_dim = module.writes, module.key_dim, module.head_dim
+        num_heads, key_writes = (x.out_features // key_dim for x in (module.q_proj, module.k_proj))
+        num_key_heads = key_writes // writes
         heads = _heads_of_parts(module.inner, num_heads)
         key_heads = tuple(count * num_key_heads // num_heads for count in heads)
         for what, counts in (("heads", heads), ("key heads", key_heads)):
             for count in counts:
                 self._check_divides(name, count, f"{what} of each part, {counts}" if len(counts) > 1 else what)
-        q, k = (_Axis(counts, module.key_dim) for counts in (heads, key_heads))
-        v, y = (_Axis(counts, module.head_dim) for counts in (key_heads, heads))
+        q, k = _Axis(heads, key_dim), _Axis(key_heads, writes * key_dim)
+        v, y = _Axis(key_heads, writes * head_dim), _Axis(heads, head_dim)
         for layer, axis in zip(projections[:-1], (q, k, v, y), strict=True):
             yield from self._shares(layer, {"weight": 0, "bias": 0}, axis)
         yield from self._last(module.o_proj, y)

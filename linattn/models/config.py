@@ -17,7 +17,8 @@ from linattn.checks import check_numbers, check_sizes, check_type
 from linattn.models.presets import PRESETS
 from linattn.names import did_you_mean, unknown_name
 from linattn.nn import GatedConvolution, MultiheadAttention
-from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS, checked_head_dim
+from linattn.nn.attention import CONVOLUTIONS_ON, GATE_FUNCTIONS
+from linattn.nn.checks import checked_head_dim
 
 # names that other packages use, of fields and of their values
 SYNONYMS = {
@@ -87,6 +88,7 @@ class LanguageModelConfig:
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
     convolution: int = _attention_option("convolution", least=0)
     convolution_on: str = _attention_option("convolution_on", choices=CONVOLUTIONS_ON)
+    writes: int = _attention_option("writes")
     beta_limit: float = _attention_option("beta_limit")
     value_skip: bool = _attention_option("value_skip")
     gate: bool = _attention_option("gate")
@@ -159,7 +161,7 @@ class LanguageModelConfig:
         )
         options = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name in _ARGUMENTS}
         if not needs_strength(inner.needs):
-            del options["beta_limit"]
+            del options["beta_limit"], options["writes"]
         return MultiheadAttention(inner=inner, **options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,8 +236,9 @@ def _check_layers(config: LanguageModelConfig) -> None:
     if len(names) != config.depth:
         raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
     has_strength = _has_strength(config)
-    if config.beta_limit != 1 and not has_strength:
-        raise ValueError(f"beta_limit is of the delta rule, but is {config.beta_limit} and no layer has one")
+    for option, value in (("beta_limit", config.beta_limit), ("writes", config.writes)):
+        if value != 1 and not has_strength:
+            raise ValueError(f"{option} is of the delta rule, but is {value} and no layer has one")
 
 
 # transformers reads each field of the same configuration many times

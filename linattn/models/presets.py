@@ -104,6 +104,15 @@ PRESETS = {
         key_width=0.75,
         value_width=1.5,
     ),
+    "gated_deltaproduct": Preset(
+        "Gated DeltaProduct",
+        "https://arxiv.org/abs/2502.10297",
+        ("gated_delta",),
+        {**_ON_PROJECTIONS, "writes": 2, "beta_limit": 2.0, "head_norm": True, "gate": True, "rotary": None},
+        "none; the paper has models of up to four writes per token, too",
+        key_width=0.75,
+        value_width=1.5,
+    ),
     "kimi_linear": Preset(
         "Kimi Linear",
         "https://arxiv.org/abs/2510.26692",

@@ -15,11 +15,12 @@ from linattn.attention.rotary import count_positions
 from linattn.checks import check_sizes, check_types, given
 from linattn.feature_maps.base import unit
 from linattn.names import unknown_name
-from linattn.nn.checks import check_mask, check_tokens
+from linattn.nn.checks import check_mask, check_tokens, checked_head_dim
 from linattn.nn.convolution import ProjectionConvolutions, ShortConvolution
 from linattn.nn.gates import token_gates
 from linattn.nn.norms import HEAD_NORM_EPS, HeadNorm
 from linattn.nn.starts import UNKNOWN, ages, first_present
+from linattn.nn.writes import at_last, fade_at_first, for_each, read_at_last
 from linattn.ops.nested import check_part, checked_kind, for_batch
 from linattn.ops.tokens.rotary import rotate_by, rotations
 from linattn.types import Context, ContextMask, TokenMask, Tokens
@@ -69,6 +70,7 @@ class MultiheadAttention(nn.Module):
 
     Gates:
 
+    - `writes`: keys and values that each token writes, for delta, gated_delta and kda, as in DeltaProduct
     - `beta_limit`: largest write strength of delta, gated_delta and kda, at most 2; above 1 a layer can track states
     - `value_skip`: add D v to each head's output, with a learned D, as in Mamba-2
     - `gate`: multiply the attention's output by silu(W x), as in RetNet
@@ -102,6 +104,7 @@ class MultiheadAttention(nn.Module):
         rotary: float | None = None,
         convolution: int = 0,
         convolution_on: str = "inputs",
+        writes: int = 1,
         beta_limit: float = 1.0,
         value_skip: bool = False,
         gate: bool = False,
@@ -116,28 +119,30 @@ class MultiheadAttention(nn.Module):
         hidden_dropout: float = 0.0,
     ):
         super().__init__()
-        check_sizes(dim=dim, num_heads=num_heads)
+        check_sizes(dim=dim, num_heads=num_heads, writes=writes)
         check_sizes(**given(num_key_heads=num_key_heads, head_dim=head_dim, key_dim=key_dim))
         check_sizes(convolution=convolution, least=0)
         _check_choices(rotary, convolution, convolution_on, gate, gate_function)
         key_heads = num_heads if num_key_heads is None else num_key_heads
         self.head_dim = checked_head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
-        self.rotary, self.dim, self.unit_keys = rotary, dim, unit_keys
+        self.rotary, self.dim, self.unit_keys, self.writes = rotary, dim, unit_keys, writes
         width = num_heads * self.head_dim
         self.source_dim = source = dim if context_dim is None else context_dim
         self.inner = resolved_attention(inner, num_heads=num_heads, head_dim=self.key_dim, num_key_heads=num_key_heads)
         self.q_proj = nn.Linear(dim, num_heads * self.key_dim, bias=bias)
-        self.k_proj = nn.Linear(source, key_heads * self.key_dim, bias=bias)
-        self.v_proj = nn.Linear(source, key_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(source, key_heads * writes * self.key_dim, bias=bias)
+        self.v_proj = nn.Linear(source, key_heads * writes * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
         self.convolution_on, self.gate_function = convolution_on, gate_function
         self.convolution = self._make_convolution(convolution)
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
+        if writes != 1 and not needs_strength(self.inner.needs, in_each=True):
+            raise ValueError(f"writes is of attentions with the delta rule in every head, but is {writes} for another")
         self.gates = token_gates(
-            self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit
+            self.inner.needs, dim, num_key_heads=key_heads, key_dim=self.key_dim, beta_limit=beta_limit, writes=writes
         )
         self.value_skip = nn.Parameter(torch.empty(num_heads)) if value_skip else None
         self.head_norm = HeadNorm(self.head_dim, eps=head_norm_eps) if head_norm else None
@@ -169,13 +174,13 @@ class MultiheadAttention(nn.Module):
             self._check_cross_attention()
             check_tokens(x, self.dim, layer=self.q_proj)
             q, (k, v) = _split(self.q_proj(x), self.key_dim), self._keys(context, key_mask)
-        y = self.inner(q, k, v, key_mask=_over_heads(key_mask), gates=self._gates(x, key_mask, starts))
+        y = self.inner(q, k, v, key_mask=self._over_heads(key_mask), gates=self._gates(x, key_mask, starts))
         return self._merge(x, y, v)
 
     def summarize(self, context: Float[Tensor, "b m c"], *, key_mask: ContextMask = None) -> Any:
         """Return what `read` needs of the context; for linear attention, the sums over its tokens."""
         self._check_cross_attention()
-        return self.inner.summarize(*self._keys(context, key_mask), key_mask=_over_heads(key_mask))
+        return self.inner.summarize(*self._keys(context, key_mask), key_mask=self._over_heads(key_mask))
 
     def read(self, x: Tokens, summary: Any) -> Tokens:
         """Return the output of `forward` for any number of queries, given the summary of the context."""
@@ -196,7 +201,7 @@ class MultiheadAttention(nn.Module):
                 check_part("convolution", state.convolution, None if self.convolution is None else x.dtype)
         q, k, v, convolution, position = self._project(x, state, key_mask, starts)
         inner, gates = None if state is None else state.inner, self._gates(x, key_mask, starts)
-        y, inner = self.inner.extend(q, k, v, inner, key_mask=_over_heads(key_mask), gates=gates)
+        y, inner = self.inner.extend(q, k, v, inner, key_mask=self._over_heads(key_mask), gates=gates)
         return self._merge(x, y, v), AttentionState(inner, convolution, position)
 
     def _project(
@@ -214,7 +219,7 @@ class MultiheadAttention(nn.Module):
         q, k, v = self.q_proj(mixed), self.k_proj(mixed), self.v_proj(mixed)
         if self.convolution is not None and self.convolution_on == "projections":
             (q, k, v), convolution = self.convolution.extend((q, k, v), past, key_mask=key_mask, starts=starts)
-        q, k, v = _split(q, self.key_dim), _split(k, self.key_dim), _split(v, self.head_dim)
+        q, k, v = _split(q, self.key_dim), _split(k, self.key_dim, self.writes), _split(v, self.head_dim, self.writes)
         if self.unit_keys:
             q, k = unit(q), unit(k)
         if self.rotary is not None:
@@ -224,12 +229,17 @@ class MultiheadAttention(nn.Module):
                 positions = torch.where(age < UNKNOWN, age, positions)
                 position = torch.where(after < UNKNOWN, after, position)
             rotation = rotations(positions.unsqueeze(1), self.key_dim, x.dtype, base=self.rotary)
-            q, k = rotate_by(q, *rotation), rotate_by(k, *rotation)
+            q = rotate_by(q, *rotation)
+            k = rotate_by(k, *(for_each(part, self.writes, -2) for part in rotation))
+        if self.writes != 1:
+            q = read_at_last(q, self.writes)
         return q, k, v, convolution, position
 
     def _gates(self, x: Tensor, key_mask: Tensor | None, starts: Tensor | None) -> AnyGates:
         gates = None if self.gates is None else self.gates(x)
-        return gates if starts is None else begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
+        if starts is not None:
+            gates = begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
+        return gates if self.writes == 1 else fade_at_first(gates, self.writes)
 
     def _keys(self, context: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         check_tokens(context, self.source_dim, key_mask, name="context", layer=self.k_proj)
@@ -242,7 +252,12 @@ class MultiheadAttention(nn.Module):
             return ShortConvolution(self.dim, width)
         return ProjectionConvolutions([x.out_features for x in (self.q_proj, self.k_proj, self.v_proj)], width)
 
+    def _over_heads(self, key_mask: Tensor | None) -> Tensor | None:
+        return None if key_mask is None else for_each(key_mask, self.writes, -1).unsqueeze(1)
+
     def _merge(self, x: Tensor, y: Tensor, v: Tensor | None = None) -> Tensor:
+        if self.writes != 1:
+            y, v = at_last(y, self.writes), v if v is None else at_last(v, self.writes)
         if self.value_skip is not None and v is not None:
             y = y + (self.value_skip.view(v.shape[1], -1, 1, 1) * v.unsqueeze(2)).flatten(1, 2)
         if self.head_norm is not None:
@@ -276,21 +291,6 @@ def _check_choices(rotary: float | None, convolution: int, convolution_on: str, 
         raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
 
 
-def checked_head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
-    """Return head_dim or dim / num_heads. Raise ValueError if it or num_heads / num_key_heads is no integer."""
-    if num_heads % num_key_heads:
-        raise ValueError(f"num_key_heads must divide num_heads, but they are {num_key_heads} and {num_heads}")
-    if head_dim is not None:
-        return head_dim
-    if dim % num_heads:
-        raise ValueError(f"num_heads must divide dim, or head_dim be given, but they are {num_heads} and {dim}")
-    return dim // num_heads
-
-
-def _split(x: Tensor, channels: int) -> Tensor:
-    """Split x (b n h·c) into heads (b h n c) of c = `channels`. A tensor-parallel rank may hold only some of them."""
-    return x.unflatten(-1, (-1, channels)).transpose(1, 2)
-
-
-def _over_heads(key_mask: Tensor | None) -> Tensor | None:
-    return None if key_mask is None else key_mask.unsqueeze(1)
+def _split(x: Tensor, channels: int, writes: int = 1) -> Tensor:
+    """Split x (b n h·w·c) into heads (b h n·w c) of `channels` and w writes. A tensor-parallel rank has some of h."""
+    return x.unflatten(-1, (-1, writes, channels)).transpose(1, 2).flatten(2, 3)

@@ -76,3 +76,14 @@ def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
 def out_of_range(what: str, indices: Tensor, size: int) -> ValueError:
     """Return the error for `indices` of which some are not in a table of `size` rows; `what` is their name."""
     return ValueError(f"{what} must be in [0, {size}), but go from {int(indices.min())} to {int(indices.max())}")
+
+
+def checked_head_dim(dim: int, num_heads: int, num_key_heads: int, head_dim: int | None) -> int:
+    """Return head_dim or dim / num_heads. Raise ValueError if it or num_heads / num_key_heads is no integer."""
+    if num_heads % num_key_heads:
+        raise ValueError(f"num_key_heads must divide num_heads, but they are {num_key_heads} and {num_heads}")
+    if head_dim is not None:
+        return head_dim
+    if dim % num_heads:
+        raise ValueError(f"num_heads must divide dim, or head_dim be given, but they are {num_heads} and {dim}")
+    return dim // num_heads

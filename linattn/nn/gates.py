@@ -24,23 +24,24 @@ PerChannel = Float[Tensor, "b hk n c"]
 
 @check_types
 def token_gates(
-    needs: AnyNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0
+    needs: AnyNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0, writes: int = 1
 ) -> nn.Module | None:
     """Make the module from `dim` input channels to the gates that an inner attention `needs`, None if it needs none.
 
     There are `num_key_heads` key heads of `key_dim` channels. A strength is at most `beta_limit`: 1, or 2 for a delta
-    rule that can also change signs."""
+    rule that can also change signs. With several `writes` per token there is a strength for each."""
     if needs is None:
         return None
+    options = {"key_dim": key_dim, "beta_limit": beta_limit, "writes": writes}
     if isinstance(needs, SplitNeeds):
         total = sum(needs.heads)
         shares = [heads * num_key_heads // total for heads in needs.heads]
         parts = [
-            token_gates(part, dim, num_key_heads=share, key_dim=key_dim, beta_limit=beta_limit)
+            token_gates(part, dim, num_key_heads=share, **options)
             for share, part in zip(shares, needs.parts, strict=True)
         ]
         return PartGates(parts)
-    return TokenGates(needs, dim, num_key_heads=num_key_heads, key_dim=key_dim, beta_limit=beta_limit)
+    return TokenGates(needs, dim, num_key_heads=num_key_heads, **options)
 
 
 @final
@@ -48,7 +49,16 @@ class TokenGates(nn.Module):
     """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` if there
     is a write, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit` or the step Δ of the decay."""
 
-    def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float = 1.0):
+    def __init__(
+        self,
+        needs: GateNeeds,
+        dim: int,
+        *,
+        num_key_heads: int,
+        key_dim: int,
+        beta_limit: float = 1.0,
+        writes: int = 1,
+    ):
         super().__init__()
         self.needs = needs
         self.decay = self.strength = None
@@ -58,7 +68,7 @@ class TokenGates(nn.Module):
             kind = SigmoidDecay if needs.write is None else ChannelDecay
             self.decay = kind(dim, num_key_heads, key_dim)
         if needs.write == "strength":
-            self.strength = WriteStrength(dim, num_key_heads, limit=beta_limit)
+            self.strength = WriteStrength(dim, num_key_heads, limit=beta_limit, writes=writes)
 
     def forward(self, x: Tokens) -> Gates:
         if self.needs.write == "step":
@@ -147,18 +157,19 @@ class SigmoidDecay(nn.Module):
 
 @final
 class WriteStrength(nn.Module):
-    """β = `limit` · σ(W x) per head and token, with a limit of 1 or 2: above 1 a write changes the sign of the value
-    that the state predicts for its key, which lets a layer track states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
+    """β = `limit` · σ(W x) per head and write of a token, with a limit of 1 or 2: above 1 a write changes the sign of
+    what the state predicts for its key, so a layer can track states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
 
-    def __init__(self, dim: int, num_heads: int, *, limit: float = 1.0):
+    def __init__(self, dim: int, num_heads: int, *, limit: float = 1.0, writes: int = 1):
         super().__init__()
         if not 0 < limit <= 2:
             raise ValueError(f"beta_limit must be above 0 and at most 2, but is {limit}")
-        self.limit = limit
-        self.proj = nn.Linear(dim, num_heads, bias=False)
+        self.limit, self.writes = limit, writes
+        self.proj = nn.Linear(dim, num_heads * writes, bias=False)
 
-    def forward(self, x: Tokens) -> PerHead:
-        return self.limit * self.proj(x).sigmoid().transpose(1, 2)
+    def forward(self, x: Tokens) -> Float[Tensor, "b hk m"]:
+        beta = self.limit * self.proj(x).sigmoid()
+        return beta.unflatten(-1, (-1, self.writes)).transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()

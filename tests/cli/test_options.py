@@ -28,6 +28,7 @@ CONFIGURED = {
     "rotary": ("none", None),
     "convolution": ("0", 0),
     "convolution_on": ("projections", "projections"),
+    "writes": (("2", "--attention", "delta"), 2),
     "beta_limit": (("2", "--attention", "delta"), 2.0),
     "unit_keys": ((), True),
     "value_skip": ((), True),

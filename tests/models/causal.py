@@ -30,6 +30,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "gate": True,
         "rotary": None,
     },
+    "several writes": {
+        "attention": "kda+gated_delta",
+        "writes": 3,
+        "convolution": 2,
+        "convolution_on": "projections",
+        "value_skip": True,
+    },
     "state space": {"attention": "ssd", "key_dim": 6, "value_skip": True, "gate": True, "gated_norm": True},
     "mixture with gates": {"attention": "local:4+kda:2+ssd:2", "num_heads": 8},
     "layers": {"attention": ("convolution:3", "local"), "feed_forward": "none"},

@@ -62,7 +62,7 @@ def test_widths_follow_the_sizes():
 
 @every_preset
 def test_options_win_over_the_preset(name):
-    own = {"attention": "elu", "rotary": 100.0, "norm": "layer", "key_dim": 6, "head_dim": 10, "gate_function": "silu"}
+    own = {"attention": "kda", "rotary": 100.0, "norm": "layer", "key_dim": 6, "head_dim": 10, "gate_function": "silu"}
     config = LanguageModelConfig.preset(name, vocab_size=7, **own)
     assert {field: getattr(config, field) for field in own} == own
 
