@@ -1,5 +1,5 @@
-"""The blocks of all chunked forms: a sequence is cut into chunks of C tokens, and as many chunks as the cache holds are
-one block. Blocks are computed one after another; within a block each step is one operation on all of its chunks.
+"""The blocks of all chunked forms: a sequence is cut into chunks of C tokens, and as many chunks as the processor's
+cache holds are one block. Blocks are computed one after another; in a block, each step is one operation on all chunks.
 Shapes: *b are the leading dimensions of states, *g those in which several queries share a state; a block has c chunks
 of b sequences, as one batch cb.
 
@@ -93,7 +93,7 @@ class Place(NamedTuple):
     lead: int
 
     def chunks(self, x: Tensor) -> Tensor:
-        """View the block's chunks of x (*b *g n d), with the chunks in front: (c *b *g C d)."""
+        """Return the block's chunks of x (*b *g n d), filled up with zeros, with the chunks in front: (c *b *g C d)."""
         x = x[self.rows].narrow(-2, self.start, self.number * self.tokens)
         x = F.pad(x, (0, 0, 0, self.chunk - self.tokens)) if self.chunk > self.tokens else x
         return x.unflatten(-2, (self.number, self.chunk)).movedim(-3, 0)
@@ -122,8 +122,8 @@ class Place(NamedTuple):
 
 class Sizes(NamedTuple):
     """Sizes of a call's blocks: `rows` entries of the first dimension times `length` tokens, a multiple of `chunk`, the
-    tokens per chunk. The rest of a sequence is a block of one shorter chunk; if `padded`, zeros fill it up to a power
-    of two of tokens."""
+    tokens per chunk. The last block may have fewer chunks; the n mod `chunk` tokens that are left are a block of one
+    short chunk, which zeros fill up to a power of two of tokens if `padded`."""
 
     rows: int
     length: int
@@ -132,9 +132,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def fit(cls, q: Tensor, S: Tensor, *, longest: int, segment: int, padded: bool) -> "Sizes":
-        """Choose sizes for queries (*lead n d) and states S (*lead d dv), so that a block fits the cache but has
-        `segment` tokens at least. A chunk has half as many tokens as the shorter side of a state, as a power of two
-        from 16 to `longest`. Where queries of the first dimension share a state, that dimension is not cut."""
+        """Choose sizes for queries (*lead n d) and states S (*lead d dv), so that a block fits the cache, but
+        `segment` tokens of a sequence at least. A chunk has half as many tokens as the shorter side of a state, as a
+        power of two from 16 to `longest`. Where queries of the first dimension share a state, that is not cut."""
         (*lead, n, _), (d, dv), chunk = q.shape, S.shape[-2:], SHORTEST_CHUNK
         while chunk < min(longest, min(d, dv) / 2):
             chunk *= 2

@@ -26,9 +26,9 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sum_crossing(pair_terms: Tensor, row_terms: Tensor, key_terms: Tensor) -> Tensor:
-    """Return the gradient of log α_t (B C 1), which sums x · dx over all x that α_t multiplies: `pair_terms` (B C C),
-    of the products of rows i and keys j, for j < t ≤ i; `row_terms` (B C 1), of rows times r, for i ≥ t; `key_terms`
-    (B C 1), of keys times w, for j < t. Pairs are summed directly: a difference of sums over more pairs would leave
-    rounding errors where decays are strong."""
+    """Return the gradient of log α_t (B C 1), the sum of x · dx over the x α_t multiplies. `pair_terms` (B C C) are
+    x · dx of the products of rows i and keys j, for j < t ≤ i; `row_terms` (B C 1) of rows times r, for i ≥ t;
+    `key_terms` (B C 1) of keys times w, for j < t. Pairs are summed directly: differences of sums over more pairs would
+    leave rounding errors where decays are strong."""
     before = row_terms + pair_terms @ pair_terms.new_ones(pair_terms.shape[1:]).triu(1)
     return before.tril().sum(1).unsqueeze(-1) + F.pad(key_terms[:, :-1].cumsum(1), (0, 0, 1, 0))

@@ -155,7 +155,7 @@ class PerChannel(Decays):
         return self.tree_gradient(dproducts, drows, dkeys, (self.a * da).mT.unsqueeze(1))
 
     def tree_gradient(self, dproducts: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Do the same as `gradient`, but from `dlog`, that of log a (B 1 1 d): walk from the root to the leaves."""
+        """Do the same as `gradient`, given the gradient `dlog` of log a (B 1 1 d): walk from root to leaves."""
         for joint in reversed(self.joints):
             dlog = joint.gradient(off_diagonal(dproducts, joint.size).movedim(1, 2), drows, dkeys, dlog)
         # a token's product with itself does not decay; its rounding would stay in differences of sums over pairs
@@ -171,9 +171,9 @@ class PerChannel(Decays):
 @final
 class _Joint:
     """The m pairs of 2m neighbouring blocks of s tokens. `since` (B g C d) are all rows, decayed since their block
-    began, and `until` (B C d) all keys, decayed until it ends; in place, they are decayed over the joined blocks.
-    `rows` (B m g s d) are those of second blocks and `keys` (B m s d) those of first ones as they were before. `decays`
-    (B 2m 1 d) are the decays over the blocks, `decay` (B m 1 d) those over the pairs."""
+    began, and `until` (B C d) all keys, decayed until it ends; both are changed in place, to blocks of a pair each.
+    `rows` (B m g s d) and `keys` (B m s d) are copies from before: rows of second blocks and keys of first ones.
+    `decays` (B 2m 1 d) are the decays over the blocks, `decay` (B m 1 d) those over the pairs."""
 
     def __init__(self, decays: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size = since.shape[-2] // decays.shape[1]
@@ -189,9 +189,9 @@ class _Joint:
         return halves(as_blocks(rows, self.size))[1].movedim(1, 2), halves(as_blocks(keys, self.size))[0]
 
     def gradient(self, G: Tensor, drows: Tensor, dkeys: Tensor, dlog: Tensor) -> Tensor:
-        """Turn `drows` and `dkeys` in place from the gradients of `since` and `until` after the joint into those before
-        it. G (B m g s s) is the gradient of the products of `rows` and `keys`, and `dlog` that of log `decay`. Return
-        that of log `decays`."""
+        """Turn `drows` and `dkeys` in place from the gradients of the changed `since` and `until` into those of the
+        original ones. G (B m g s s) is the gradient of the products of `rows` and `keys`, `dlog` that of the pairs' log
+        decays. Return the gradient of the log decays of blocks."""
         dsecond, dfirst = self._sides(drows, dkeys)
         dlog_first = self.of_first * (self.rows * dsecond).sum((2, 3)).unsqueeze(-2)
         dlog_second = self.of_second * (self.keys * dfirst).sum(2, keepdim=True)
@@ -203,7 +203,7 @@ class _Joint:
 
 @final
 class _Tokens:
-    """Leaves of one token, with decays alpha (B C 1 d). Write decayed rows to `since`, and keys to `until`."""
+    """Leaves of one token, with decays alpha (B C 1 d). Write rows times alpha to `since`, and the keys to `until`."""
 
     size = 1
 
@@ -233,8 +233,8 @@ class _Leaves:
     token to token i, times a constant: D_ij = f_i / f_j, so P = tril((f ∘ rows) (keys / f)ᵀ). Write the rows, decayed
     since their leaf began, to `since`, and keys, decayed until it ends, to `until`.
 
-    From the first token on whose decay would take f out of its range, the rows of a leaf are computed by `exact`, a
-    tree whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""
+    A decay may take f below its range: the rows of a leaf, from that token on, are then computed by the tree `exact`,
+    whose leaves are single tokens. So a row depends on no later token, not even in its rounding."""
 
     def __init__(self, rows: Tensor, keys: Tensor, alpha: Tensor, since: Tensor, until: Tensor, work: Workspace):
         self.size, self.work, self.exact = alpha.shape[-2], work, None

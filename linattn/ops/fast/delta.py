@@ -61,7 +61,8 @@ def empty(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def saved_view(saved: Tensor, place: Place) -> Tensor:
-    """View the chunks of the block at `place` in `saved`, of all chunks (c b … C e). The last one may be shorter."""
+    """View the chunks of the block at `place` in `saved` (c b … C e), which has all chunks. Of a short chunk, of fewer
+    than C tokens, the view has only its tokens."""
     first = place.start // saved.shape[-2]
     return saved[first : first + place.number, place.states, ..., : place.chunk, :]
 
@@ -72,7 +73,7 @@ def sizes(call: DeltaCall) -> Sizes:
 
 def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]:
     """Return the call with views of q as (*b *g n d), of k, v, β and decays as (*b n d), and of the state as (b d dv),
-    and views of `outputs`, or gradients of them, as of q. Each view has one leading dimension at least."""
+    and views of `outputs`, or of their gradients, laid out as that of q. Each view has a leading dimension at least."""
     lead, per_query = call.S.shape[:-2] or (1,), [call.q, *outputs]
     if call.S.ndim == 2:
         per_query = [x.unsqueeze(0) for x in per_query]
@@ -86,9 +87,9 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
 
 
 class Block:
-    """The chunks of the block at `place`, in the accumulation dtype: `rows` (B g+1 C d), which are scaled queries and
-    keys, `keys` β k (B C d), β (B C 1), the `decays` of rows and keys, the intra-chunk `products` [P, A] (B g+1 C C)
-    and M = (1 + A)⁻¹. `matrices` are [P, A, M] (c b g+2 C C) as the forward saved them; None: they are computed."""
+    """The chunks of the block at `place`, in the accumulation dtype: `rows` (B g+1 C d), scaled queries and then keys,
+    `keys` β k (B C d), β (B C 1), the `decays` of rows and keys, the intra-chunk `products` [P, A] (B g+1 C C), and
+    M = (1 + A)⁻¹. `matrices` are [P, A, M] (c b g+2 C C) as the forward saved them; None: they are computed."""
 
     def __init__(self, call: DeltaCall, place: Place, work: Workspace, matrices: Tensor | None = None):
         q, k, self.place, self.work, self.scale = place.chunks(call.q), place.chunks(call.k), place, work, call.scale
@@ -120,8 +121,8 @@ class Block:
             part.copy_(self.place.per_chunk(x))
 
     def outputs(self, v: Tensor, S: Tensor, E: Tensor) -> Tensor:
-        """Return the outputs (B gC dv) for values v (c *b C dv), chunk by chunk, as errors depend on the state: write
-        them to E (c b C dv), and overwrite S (b d dv), the state before the block, with the state after it."""
+        """Return the outputs (B gC dv) for values v (c *b C dv), chunk by chunk, as errors depend on the state. Write
+        the errors to E (c b C dv), and overwrite S (b d dv), the state before the block, with the state after it."""
         (B, _, C, _), dv = self.rows.shape, v.shape[-1]
         y = self.work("y", (B, self.P.shape[1], dv))
         reads = self.work("reads", (len(S), self.rows_since_start.shape[1], dv))

@@ -64,7 +64,7 @@ def sizes(call: CausalCall) -> Sizes:
 
 def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor]]:
     """Return the call with views of q as (*b *g n d), k and v as (*b n d), mask and decays as (*b n 1), decays per
-    channel as (*b n f), S as (b f dv) and z as (b 1 f), and views of `outputs`, or gradients of them, as of q."""
+    channel as (*b n f), S as (b f dv), z as (b 1 f), and views of `outputs`, or of their gradients, laid out as q's."""
     lead = call.z.shape[:-1]
     q, *others = (group_view(x, lead, call.q.shape) for x in (call.q, *outputs))
     k, v, S, z = call.k.expand(*lead, -1, -1), call.v.expand(*lead, -1, -1), call.S, call.z.unsqueeze(-2)
@@ -74,8 +74,8 @@ def arrange(call: CausalCall, *outputs: Tensor) -> tuple[CausalCall, list[Tensor
 
 
 class Block:
-    """The chunks of the block at `place`, in the accumulation dtype. `features` (B gC f) are φ(q) and `q` (B g C f) the
-    same, but divided by the running sums of keys, which start from z (b 1 f), if `normalize` is "keys"; `k` (B C f) are
+    """The chunks of the block at `place`, in the accumulation dtype. `features` (B gC f) are φ(q); if `normalize` is
+    "keys", `q` (B g C f) are φ(q) divided by the running sums of keys from z (b 1 f) on, else the same; `k` (B C f) are
     φ(k), `v` (B C dv) values. The `decays` of q and k give r q as `q_since_start` (B gC f), w k as `k_until_end`, and a
     for S and for z as `chunk_decays`."""
 
@@ -120,7 +120,7 @@ class Block:
         return y if d is None else y.div_(d)
 
     def similarities(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return A (B gC C), and the denominators (B gC 1) or None, from the z (B 1 f) that enter the chunks."""
+        """Return A (B gC C), and the denominators (B gC 1), None without a quotient, from the z before each chunk."""
         A = self.products = self.decays.products().flatten(1, 2)
         if self.normalize != "output":
             return A, None

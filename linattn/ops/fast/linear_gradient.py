@@ -54,7 +54,7 @@ def _block_gradient(
     block: Block, start: Pair, dN: Tensor, dend: Pair
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Pair]:
     """Return the gradients of queries, keys, values and decays, and that of `start`, the state (S, z) before the block.
-    `dN` (B gC dv) is the gradient of the outputs, and overwritten; `dend` is that of the state after the block."""
+    `dN` (B gC dv) comes in as dy and is divided by d in place; `dend` is the gradient of the state after the block."""
     work, b, (S_ends, z_ends) = block.work, len(dend[0]), block.states(*start)
     S, z = S_ends[:-b], z_ends[:-b]
     A, d = block.similarities(z)
@@ -84,8 +84,8 @@ def _block_gradient(
 
 
 def _denominator_gradient(block: Block, A: Tensor, z: Tensor, d: Tensor, dq: Tensor, G: Tensor) -> Tensor:
-    """Add the gradients through the denominators d to `dq`, that of r φ(q), and to G, that of A. Return that of z, the
-    sums that enter the chunks (B 1 f), through d: (r φ(q))ᵀ dd."""
+    """Compute dd from `dq` = dN Sᵀ and `G` = dN vᵀ, and add what comes through the denominators d: dd zᵀ to `dq` and
+    dd 1ᵀ to `G`. Return the gradient of z, the sums before each chunk (B 1 f), through d: (r φ(q))ᵀ dd."""
     work = block.work
     # dN·N from the products in memory: y itself was rounded
     dd = torch.mul(block.q_since_start, dq, out=work("scratch")).sum(-1, keepdim=True)
@@ -96,8 +96,8 @@ def _denominator_gradient(block: Block, A: Tensor, z: Tensor, d: Tensor, dq: Ten
 
 
 def _state_gradients(block: Block, dN: Tensor, dz_reads: Tensor | None, dend: Pair) -> Pair:
-    """Return the gradients of the states at the c + 1 ends of chunks, S (cb+b f dv) and z (cb+b 1 f), from `dend`, that
-    of the last state. `dz_reads` (B 1 f) is that of each chunk's z through denominators, if there are any."""
+    """Return the gradients of the states at the c + 1 ends of chunks, S (cb+b f dv) and z (cb+b 1 f), from `dend`, the
+    gradient of the last state. `dz_reads` (B 1 f) is what z gets from the denominators of its chunk, or None."""
     b, names = len(dend[0]), zip(("dS", "dz"), dend, strict=True)
     dS_ends, dz_ends = (block.work(name, (len(block.k) + b, *x.shape[1:])) for name, x in names)
     dS_ends[-b:], dz_ends[-b:] = dend

@@ -83,7 +83,7 @@ def write_states(states: Tensor, call: CausalCall, S: Tensor, z: Tensor) -> None
 
 class Block:
     """The chunks of the block at `place`, in the accumulation dtype: q and k (B C f), v (B H C e), decays D (B H C C),
-    r and w (B H C 1) and a, as `chunk_decay` (c b 1 He), the undecayed `products` q kᵀ (B C C) and A (B H C C)."""
+    r and w (B H C 1) and a, as `chunk_decay` (c b 1 He), the undecayed `products` q kᵀ (B C C) and A = q kᵀ ∘ D."""
 
     def __init__(self, call: CausalCall, place: Place, work: Workspace):
         phi = ELEMENTWISE[call.feature_map]

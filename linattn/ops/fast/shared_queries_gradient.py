@@ -48,7 +48,7 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys, values, decays and `S_start`, the state before the block (b f He). `dN`
-    (B H C e) is the gradient of the outputs, and overwritten; `dS_end` is that of the state after the block."""
+    (B H C e) comes in as [dy, 0] and becomes dN in place; `dS_end` is the gradient of the state after the block."""
     b, work = len(S_start), block.work
     S = block.states(S_start)[:-b]
     reads = block.reads(S)
