@@ -32,12 +32,14 @@ def bits() -> Group:
     return Group(np.array([[0, 1], [1, 0]]), (0, 1))
 
 
-def permutations_of_3(*, swaps: bool = False) -> Group:
-    """Return the six permutations of 3 things, in alphabetical order; as generators all, or those that move none or
-    swap two."""
-    elements = list(permutations(range(3)))
-    products = [[elements.index(tuple(i[place] for place in j)) for j in elements] for i in elements]
-    return Group(np.array(products), (0, 1, 2, 5) if swaps else tuple(range(6)))
+def permutations_of(things: int, *, swaps: bool = False) -> Group:
+    """Return the permutations of some things, in alphabetical order; as generators all, or those that move none or swap
+    two."""
+    elements = list(permutations(range(things)))
+    index = {element: i for i, element in enumerate(elements)}
+    products = [[index[tuple(i[place] for place in j)] for j in elements] for i in elements]
+    moved = [sum(i != place for place, i in enumerate(element)) for element in elements]
+    return Group(np.array(products), tuple(i for i, count in enumerate(moved) if count <= 2 or not swaps))
 
 
 def generate(rng: np.random.Generator, count: int, group: Group, *, length: int) -> tuple[Tensor, Tensor]:
@@ -85,12 +87,12 @@ def _model(elements: int, attention: str, **options: Any) -> LanguageModelConfig
     )
 
 
-def _task(name: str, title: str, group: Group) -> Task:
+def _task(name: str, title: str, group: Group, *, steps: int = 750, writes: tuple[int, ...] = (1, 2)) -> Task:
     model = partial(_model, len(group.products))
     return Task(
         name=name,
         title=title,
-        training=Training(steps=750, lr=3e-3, every=150, solved=0.999, weight_decay=0.01),
+        training=Training(steps=steps, lr=3e-3, every=150, solved=0.999, weight_decay=0.01),
         metric="accuracy",
         length=LENGTH,
         methods={
@@ -100,8 +102,10 @@ def _task(name: str, title: str, group: Group) -> Task:
             "ssd": model("ssd", head_norm=True),
             "delta": model("delta", head_norm=True),
             **{
-                f"{name}+beta2{suffix}": model(name, head_norm=True, beta_limit=2.0, **options)
-                for suffix, options in (("", {}), ("+writes2", {"writes": 2}))
+                f"{name}+beta2" + f"+writes{count}" * (count > 1): model(
+                    name, head_norm=True, beta_limit=2.0, writes=count
+                )
+                for count in writes
                 for name in ("delta", "gated_delta", "kda")
             },
         },
@@ -111,6 +115,7 @@ def _task(name: str, title: str, group: Group) -> Task:
 
 TASKS = (
     _task("parity", "parity of bits", bits()),
-    _task("swaps", "swaps of 2 of 3 things", permutations_of_3(swaps=True)),
-    _task("permutations", "permutations of 3 things", permutations_of_3()),
+    _task("swaps", "swaps of 2 of 3 things", permutations_of(3, swaps=True)),
+    _task("permutations", "permutations of 3 things", permutations_of(3)),
+    _task("permutations5", "permutations of 5 things", permutations_of(5), steps=3000, writes=(1, 2, 4)),
 )
