@@ -110,7 +110,7 @@ class InnerAttention(nn.Module, ABC):
 
 
 class KeysAndValues(NamedTuple):
-    """The summary, or the past, of attentions that need every key and value: it grows with every token."""
+    """Keys and values: the summary or the causal state of attentions that cannot sum them up, such as softmax."""
 
     k: Keys
     v: Values
@@ -118,7 +118,7 @@ class KeysAndValues(NamedTuple):
 
 
 def checked_ungated(inner: InnerAttention, where: str) -> InnerAttention:
-    """Return `inner`. Raise ValueError if it needs gates, because the caller, which `where` names, makes none."""
+    """Return `inner`. Raise ValueError if it needs gates; `where` is the name of the caller, which makes no gates."""
     if inner.needs is not None:
         raise ValueError(
             f"{where} makes no gates, but {type(inner).__name__} needs some: MultiheadAttention makes them"

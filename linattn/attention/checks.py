@@ -30,8 +30,8 @@ def check_keys(k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
 def checked_heads(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Any = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Return q, k, v and the state, those with a batch of 1 expanded to that of the others. Raise ValueError for shapes
-    or devices that do not fit together, and if `causal` for another number of queries than of keys."""
+    """Return q, k, v and the state, with a batch of 1 expanded to the batch size of the other tensors. Raise ValueError
+    if shapes or devices do not fit together or, with `causal`, if there are not as many queries as keys."""
     # each shape is read once, as checks should cost little beside a step of one token
     past = None if state is None else first_tensor(state)
     if not on_one_device(q, k, v) or (past is not None and past.device != q.device):

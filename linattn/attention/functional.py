@@ -26,15 +26,15 @@ def attend(
 ) -> Float[Tensor, "*b n dv"]:
     """Attend by any method on raw `q`, `k` and `v`, which are laid out as for `scaled_dot_product_attention`.
 
-    Heads precede tokens, (…, h, n, d); k and v may have fewer, each serving consecutive heads of q. `method` is a name
-    in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention. Random
-    features come from a fixed seed. If `is_causal`, a query sees the keys up to its own; an inner attention must have
-    been made so. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all heads.
+    Heads precede tokens, (…, h, n, d). k and v may have fewer heads, each for consecutive heads of q. `method` is a
+    name in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention, whose
+    `causal` must equal `is_causal`. If `is_causal`, a query sees the keys up to its own. Random features come from a
+    fixed seed. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all heads.
 
-    `attn_mask` is such a mask as `scaled_dot_product_attention` takes it, (…, 1, m), the same for all queries. `scale`
-    multiplies q·k in methods that multiply it by 1/√d (None: 1/√d). `window` is that of local heads (None: 128).
+    `attn_mask` is a boolean mask of `scaled_dot_product_attention` with one row for all queries, (…, 1, m). `scale` is
+    the factor of q·k in methods that have one (None: 1/√d). `window` is the reach of local heads in tokens (None: 128).
 
-    Raises ValueError for what does not fit."""
+    Raises ValueError for arguments that do not fit together."""
     check_tensors(q=q, k=k, v=v, **given(key_mask=key_mask, attn_mask=attn_mask))
     if not 2 <= q.ndim == k.ndim == v.ndim:
         raise ValueError(
@@ -56,7 +56,7 @@ def attend(
 
 
 def _same_for_all_queries(attn_mask: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return `attn_mask` (…, 1, m) as a key mask (…, m). Raise ValueError beside a `key_mask` or for another shape."""
+    """Return `attn_mask` (…, 1, m) as a key mask (…, m). Raise ValueError for another shape, or for two masks."""
     if key_mask is not None:
         raise ValueError("give key_mask or attn_mask, not both")
     if attn_mask.dtype != torch.bool or attn_mask.ndim < 2 or attn_mask.shape[-2] != 1:
@@ -95,7 +95,7 @@ def _resolve(
 
 
 def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
-    """Expand a mask, (b, m) for all heads or one that broadcasts, to (…, h, m), the heads and keys of k."""
+    """Expand a key mask to (…, h, m), the heads and keys of k. It is (b, m), for all heads, or broadcasts to k."""
     wanted = k.shape[:-1]
     shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
     if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):

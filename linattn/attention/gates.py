@@ -26,9 +26,8 @@ class SplitNeeds(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """`log_decay` ≤ 0 per key head or channel and token, `beta` per key head and token; None for what is not needed.
-
-    The gates of a `SplitHeads` are a tuple with those of each part, as its state is."""
+    """`log_decay` ≤ 0 per token and key head, or per token and channel of a key; `beta`, a strength or a step, per
+    token and key head; None for a gate that is not needed. A `SplitHeads` takes a tuple with the gates of each part."""
 
     log_decay: Float[Tensor, "b hk n"] | Float[Tensor, "b hk n d"] | None = None
     beta: Float[Tensor, "b hk n"] | None = None
@@ -70,7 +69,7 @@ def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]
 
 
 def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates, ...]:
-    """Return (gates,), or () if the attention needs none. Raise ValueError unless gates have the shapes for keys k."""
+    """Return arguments to pass on, (gates,) or, if none are needed, (). Raise ValueError unless they fit the keys k."""
     needs = attention.needs
     if gates is needs is None:
         return ()

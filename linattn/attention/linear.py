@@ -26,8 +26,8 @@ class LinearAttention(InnerAttention):
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
     fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per feature, and a write,
-    which multiplies v and requires `normalize=None`. A decay per feature excludes maps that scale each token's
-    features, as FAVOR+ and exp do. Without `causal`, both `decay` and `needs` raise ValueError."""
+    which multiplies v and requires `normalize=None`. A decay per feature excludes feature maps with a scale per token,
+    such as FAVOR+ and exp. Without `causal`, both `decay` and `needs` raise ValueError."""
 
     state_kind = FeatureState
 
@@ -87,7 +87,7 @@ class LinearAttention(InnerAttention):
         return y.flatten(1, 2), state
 
     def log_decay(self, gate: Tensor | None) -> Tensor | None:
-        """Return the fixed log decay (hk 1 1), the gate's (b hk 1 n) or (b hk 1 n d), or the sum of both."""
+        """Return the fixed log decay (hk 1 1) plus the gate (b hk 1 n) or (b hk 1 n d), of which either may be None."""
         gate = None if gate is None else gate.unsqueeze(2)
         if self.decay is None:
             return gate

@@ -50,11 +50,11 @@ class SequenceProjection(nn.Module, ABC):
 
 @final
 class LearnedProjection(SequenceProjection):
-    """x̄_r = Σ_j E_rj x_j with a learned matrix E of `projected_length` rows and `max_length` columns, one for all
+    """x̄_i = Σ_j E_ij x_j with a learned matrix E of `projected_length` rows and `max_length` columns, one for all
     heads, or one per head if `num_key_heads` is given.
 
     Column j multiplies the j-th *present* token, so padding changes nothing; a shorter sequence leaves columns unused.
-    E starts as the paper's Johnson–Lindenstrauss matrix, E_rj ~ N(0, 1/r)."""
+    E starts as the paper's Johnson–Lindenstrauss matrix, E_ij ~ N(0, 1/`projected_length`)."""
 
     @check_types
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
@@ -75,8 +75,8 @@ class LearnedProjection(SequenceProjection):
 
 @final
 class MeanPooling(SequenceProjection):
-    """Takes the mean of each ⌈max_length / projected_length⌉ present tokens, or fewer at the end, so that `max_length`
-    tokens become at most `projected_length`. It has no weights."""
+    """Takes the mean of each window of ⌈max_length / projected_length⌉ present tokens, of which the last may be
+    shorter, so that `max_length` tokens become at most `projected_length`. It has no weights."""
 
     def forward(self, x: Keys, *, key_mask: KeyMask = None) -> tuple[_Projected, _Present]:
         return pool_sequence(x, self.window, key_mask=key_mask)
@@ -106,8 +106,8 @@ class StridedConvolution(SequenceProjection):
 def pool_sequence(
     x: Keys, size: int, *, weight: Float[Tensor, "size d"] | None = None, key_mask: KeyMask = None
 ) -> tuple[_Projected, _Present]:
-    """Reduce consecutive windows of `size` present tokens, fewer in the last one, to their means or, with a `weight`
-    for each token of a window and channel, to weighted sums. Also return which windows are not empty (None: all)."""
+    """Return the mean of each window of `size` present tokens or, with a `weight` per place in a window and channel,
+    the weighted sum; and a mask of the windows that are not empty (None: all). The last window may be shorter."""
     count = torch.full(x.shape[:1], x.shape[-2], device=x.device).view(-1, 1)
     if key_mask is not None:
         where = compact(key_mask.expand(x.shape[0], -1, -1))
@@ -124,7 +124,7 @@ def pool_sequence(
 @final
 class LinformerAttention(InnerAttention):
     """y_i = Σ_r softmax_r(q_i·k̄_r / √d) v̄_r with k̄ and v̄ the keys and values after `key_projection` and
-    `value_projection` (None: the same). More keys than either was made for raise ValueError.
+    `value_projection` (None: the same). Raises ValueError for more keys than the `max_length` of either.
 
     To share weights as the paper does, pass the same object: one projection for keys and values (the default), or for
     all layers. Every output depends on every key, so there is no causal form."""

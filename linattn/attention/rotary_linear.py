@@ -21,7 +21,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class RotaryLinearAttentionState(NamedTuple):
-    """The sums of rotated keys and values, those of plain keys and ones, and the number of tokens seen."""
+    """The sums of rotated keys and values, the sums of plain keys and ones, and the number of tokens seen."""
 
     numerator: LinearState
     denominator: LinearState
@@ -38,7 +38,7 @@ class RotaryLinearAttention(InnerAttention):
     masked tokens have no position. R_i rotates features c and c + ⌊f/2⌋ by i · base^(−c/⌊f/2⌋), so a larger `base`
     rotates more slowly.
 
-    φ is `feature_map`; a call raises ValueError if it scales each token's features, as FAVOR+ and exp do."""
+    φ is `feature_map`; a call raises ValueError if φ has a scale per token, as FAVOR+ and exp have."""
 
     state_kind = RotaryLinearAttentionState
     same_tokens = True

@@ -19,8 +19,8 @@ class SplitHeads(InnerAttention):
     """Splits the heads: in `SplitHeads((4, local), (4, linear))` the first four query heads are local, the rest linear.
 
     Each of `parts` pairs a number of query heads with their attention; all are causal or none. Key heads, if there are
-    fewer, are split in the same proportion. The state is a tuple with the state of each part. If a part needs gates,
-    they are a tuple too, with None for each part that needs none."""
+    fewer, are split in the same proportion. The state is a tuple with the state of each part. The gates, if any part
+    needs some, are a tuple too, with None for each part that needs none."""
 
     def __init__(self, *parts: tuple[int, InnerAttention]):
         super().__init__()

@@ -18,8 +18,8 @@ def attention_weights(
     outputs for one-hot values. Keys that are False in `key_mask` have zeros. `gates` are those that a call of `inner`
     takes. Raises ValueError for a `StridedConvolution`, which has a matrix per channel.
 
-    The rows of softmax and of normalised linear attention sum to one. Those of Linformer need not, and its weights may
-    be negative, as may those of random trigonometric features. Time and memory are quadratic for any method."""
+    Rows sum to one for softmax and for normalised linear attention, but not always for Linformer. Linformer and random
+    trigonometric features may have negative weights. Time and memory are quadratic for any method."""
     inner = checked_inner(inner)
     if any(isinstance(part, StridedConvolution) for part in inner.modules()):
         raise ValueError("a StridedConvolution weights each channel of v differently, so there is no single matrix")

@@ -41,8 +41,8 @@ def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b 
 
 class SamplingOptions(NamedTuple):
     """The options for drawing a token: `filter(logits, thres=thres)` keeps some logits, as `top_k` does, and `penalty`
-    lowers those of each row's `recent` last tokens (Keskar et al., https://arxiv.org/abs/1909.05858, section 4.1). A
-    temperature of 0 takes the most likely token."""
+    lowers the logits of the last `recent` tokens of the same row (Keskar et al., https://arxiv.org/abs/1909.05858,
+    section 4.1). A temperature of 0 takes the most likely token."""
 
     temperature: float
     filter: Filter
@@ -51,7 +51,8 @@ class SamplingOptions(NamedTuple):
     recent: int = 32
 
     def sampling(self, rows: list[list[int]]) -> Sampling:
-        """Return a `Sampling` for `generate`. At each step it reads `rows`, to which the caller adds the new tokens."""
+        """Return a `Sampling` for `generate`. The penalty reads the tokens so far from `rows`, to which the caller adds
+        each new token."""
         if self.penalty <= 0 or self.recent < 1:
             raise ValueError(
                 "repetition_penalty must be positive and repetition_penalty_ctx at least 1, "

@@ -21,7 +21,8 @@ from linattn.names import did_you_mean
 
 @final
 class Required(int):
-    """Marks an option without a default. It is an int, as all such options are, because records are type-checked."""
+    """Marks an option without a default, in the place of the default. It is an int, as fields are type-checked and all
+    such options are ints."""
 
 
 REQUIRED = Required(-1)
@@ -45,7 +46,8 @@ class Options:
                 check_sizes(**{option.name: value}, least=0 if option.default == 0 else 1)
 
     def without_effect(self) -> Idle:
-        """Yield the options that have no effect beside the others, with the reason. A later reason replaces others."""
+        """Yield the options that have no effect beside the others, with the reason. Of two reasons for one option, the
+        later one counts."""
         yield from ()
 
 
@@ -55,7 +57,8 @@ Record = TypeVar("Record", bound=Options)
 def takes(
     record: type[Record], names: str, **defaults: Any
 ) -> Callable[[Callable[[Any, Record], None]], Callable[..., None]]:
-    """Let a constructor of one `record` take the record's fields in `names` as arguments, those after a * by keyword.
+    """Let a constructor whose argument is a `record` take fields of the record as arguments instead. `names` lists
+    them, separated by spaces; those after a * are keyword-only.
 
     `defaults` replace those of the record. The first argument may also be a whole record, from another constructor."""
     signature = _signature(record, names, defaults)
@@ -77,8 +80,8 @@ def takes(
 def read(
     record: type[Record], constructor: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, prefix: str = ""
 ) -> Record:
-    """Return the arguments of a constructor as a record. A warning names those without effect, which keep their
-    defaults, with the `prefix` that their names have for the caller."""
+    """Return the arguments of a constructor as a record. A warning names the arguments without effect, each name after
+    the `prefix`; they keep their defaults."""
     arguments = _bound(inspect.signature(constructor.__init__), constructor, args, kwargs)
     defaults, given = _defaults(arguments.signature), {**arguments.arguments}
     del given["self"]

@@ -1,5 +1,5 @@
-"""Feature maps that act on each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, exp or x, which the
-operator applies in its loop; or queries / √d. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
+"""Feature maps of each number alone: elu(x) + 1, ReLU, squared ReLU, softplus, sigmoid, exp or x, computed inside the
+operator; and a map that divides queries by √d. Katharopoulos et al., https://arxiv.org/abs/2006.16236, eq. 7"""
 
 from typing import final
 
@@ -18,7 +18,7 @@ class ElementwiseFeatureMap(FeatureMap):
     """φ(x) = ELEMENTWISE[function](x), the same for queries and keys. Any other `function` raises ValueError.
 
     With "exp", φ(q)·φ(k) = Σ_c exp(q_c + k_c), which is not softmax's exp(q·k). Any x is in range: channels of a key
-    count as zero from about 70 below the largest of the keys, channels of a query from 87 below its own."""
+    count as zero from about 70 below the largest of all keys, channels of a query from 87 below its largest."""
 
     @check_types
     def __init__(self, function: str):

@@ -1,8 +1,8 @@
 """FAVOR+: random features of exp(q·k), positive ones, and trigonometric ones for comparison.
 Choromanski et al., https://arxiv.org/abs/2009.14794, Lemma 1 and eq. 6
 
-Each head has d = `head_dim` channels and f = `num_features` features, d ln d by default. Maps that make two per row of
-Ω raise ValueError for an odd number. `orthogonal` and `scaling` choose Ω as in `RandomProjection`."""
+Each head has d = `head_dim` channels and f = `num_features` features, d ln d by default. Maps with two features per row
+of Ω raise ValueError for an odd number. `orthogonal` and `scaling` choose Ω as in `RandomProjection`."""
 
 import math
 from typing import final

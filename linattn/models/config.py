@@ -69,8 +69,8 @@ class LanguageModelConfig:
     or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer.
 
     Tokens are numbers below `vocab_size`. Only learned positions have a longest sequence, of `max_length` tokens. If
-    `causal` is False, every token sees all others: an encoder, whose logits are those of the token itself. Other fields
-    are arguments of `MultiheadAttention`, which describes them, or described by `linattn train --help`."""
+    `causal` is False, every token sees all others: an encoder, whose logits are for the token itself.
+    `MultiheadAttention` describes the fields that are its arguments, and `linattn train --help` all other fields."""
 
     vocab_size: int = field(metadata={"least": 1, "choices": ()})
     dim: int = _option(256, "width of the model")
@@ -194,8 +194,8 @@ def preset_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that any version wrote, with a `head_norm_eps` of 0 if norms of heads are
-    used without one: the first versions had no such option."""
+    """Return the fields of a configuration, which any version may have written. The first versions had no
+    `head_norm_eps`: it becomes 0 where norms of heads are used without it."""
     has_norm = fields.get("head_norm") or fields.get("gated_norm")
     return {"head_norm_eps": 0.0, **fields} if has_norm else dict(fields)
 

@@ -19,8 +19,8 @@ class EncoderDecoder(nn.Module):
     """decoder(target, context=encoder(source)): an `encoder` without a head, which is not causal, and a causal
     `decoder` with cross attention.
 
-    For generation each cross attention sums up the encoder's output once: (S, z) if it is linear, whatever the length
-    of the source, and every token reads it."""
+    For generation each cross attention sums up the encoder's output once, and every token reads this summary: for
+    linear attention (S, z), whatever the length of the source."""
 
     def __init__(self, encoder: SequenceModel, decoder: SequenceModel):
         super().__init__()

@@ -50,7 +50,7 @@ class LanguageModel(TokenModel):
     def extend(
         self, tokens: TokenIds, state: TokenModelState | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Float[Tensor, "b n v"], TokenModelState]:
-        """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
+        """Return what `forward` returns, for the next tokens of sequences whose past is in `state`, and the new state.
         Where no logits are needed, `extend_hidden` is cheaper."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask)
         return self.logits(x), state

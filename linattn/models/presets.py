@@ -10,9 +10,9 @@ _ON_PROJECTIONS = {"convolution": 4, "convolution_on": "projections"}
 class Preset(NamedTuple):
     """An architecture of a `paper`, which is at its `url`; `differences` says what here is not as in the paper.
 
-    `attention` names the first layers, which later ones repeat. `options` are the fields that differ from the defaults
-    of `LanguageModelConfig`. `key_width` and `value_width` are the channels of all heads' keys and of their values
-    together, per channel of the model."""
+    `attention` names the attentions of the first layers; later layers repeat them. `options` are the fields that differ
+    from the defaults of `LanguageModelConfig`. `key_width` is the number of channels of a token's keys in all heads
+    together, divided by the model's channels; `value_width` likewise for values."""
 
     paper: str
     url: str

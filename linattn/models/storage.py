@@ -39,7 +39,7 @@ PREFIX = "model."
 def write_model(
     folder: str | os.PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Shaped[Tensor, "..."]]
 ) -> None:
-    """Write the configuration, the weights and the loader. The first two are on the disk before either has its name."""
+    """Write the weights, the configuration and the loader. Where there is a configuration, the weights are complete."""
     # a missing package is an error before there is a folder
     safetensors_library()
     folder = Path(folder)
@@ -97,7 +97,7 @@ def read_config(folder: str | os.PathLike[str]) -> LanguageModelConfig:
 
 
 def check_version(version: Any, path: Path) -> None:
-    """Raise ValueError unless this version wrote the model or is later than the one that did."""
+    """Raise ValueError if a later version of linattn wrote the model, whose configuration is at `path`."""
     try:
         writer, own = ([int(part) for part in text.split(".")[:2]] for text in (str(version), __version__))
     except ValueError as error:

@@ -90,7 +90,7 @@ class TokenModel(nn.Module, ABC):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Tokens, TokenModelState]:
-        """Return what `hidden` does, for the next tokens of sequences whose past is in `state`, and the new state."""
+        """Return the vectors of `hidden` for the next tokens of sequences, whose past is `state`, and the new state."""
         call = self._checked(Call(key_mask, context, context_mask))
         if state is not None:
             state = for_batch(checked_kind(state, TokenModelState), tokens.shape[0])
@@ -102,7 +102,7 @@ class TokenModel(nn.Module, ABC):
     def embed(
         self, tokens: TokenIds, position: Int[Tensor, " b"] | None = None, *, key_mask: TokenMask = None
     ) -> tuple[Tokens, Int[Tensor, " b"] | None]:
-        """Return the stack's input for tokens from `position` on (None: 0), and the position after them, if any."""
+        """Return the stack's input for tokens from `position` (None: 0) on, and the position after the last one."""
         check_indices(tokens, key_mask)
         n, longest = tokens.shape[1], self.max_length
         if longest is not None and key_mask is None and n > longest:
@@ -180,14 +180,14 @@ class SequenceModel(TokenModel):
         context: Context = None,
         context_mask: ContextMask = None,
     ) -> tuple[Float[Tensor, "b n o"], TokenModelState]:
-        """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state.
+        """Return what `forward` returns, for the next tokens of sequences whose past is in `state`, and the new state.
         A context is needed only where there is no state."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
         return self.logits(x) if self.gives_logits else x, state
 
 
 def require_causal(model: TokenModel, purpose: str) -> None:
-    """Raise ValueError if a model is not causal. A stack without attention does not say whether it is."""
+    """Raise ValueError if a model has attention and is not causal; `purpose` names the caller in the message."""
     if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
         raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
 

@@ -31,9 +31,9 @@ ConvolutionState = Float[Tensor, "b w d"] | tuple[Tensor, ...] | None
 
 
 class AttentionState(NamedTuple):
-    """The state after some tokens: `inner` is the inner attention's own, `convolution` holds the last inputs of the
-    short convolution, or of those of q, k and v, `position` the number of present tokens per row, for rotary positions;
-    each is None if there is none."""
+    """The state after some tokens: `inner` is the inner attention's state, `convolution` the last inputs of the short
+    convolution, or of each of the convolutions of q, k and v, and `position` the number of present tokens per row, for
+    rotary positions. Each is None in a layer without such a part."""
 
     inner: Any
     convolution: ConvolutionState

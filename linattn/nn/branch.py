@@ -24,7 +24,8 @@ class Call(NamedTuple):
         return branch(x, **given(**self._asdict()))
 
     def checked(self, attends: bool, reason: str) -> "Call":
-        """Return the call. Raise ValueError for a context if nothing `attends` (`reason`), or a mask without one."""
+        """Return the call. Raise ValueError for a context_mask without a context, or for a context if no layer
+        `attends` to one; the message then gives the `reason`."""
         if self.context is not None and not attends:
             raise ValueError(f"a context was given, but nothing attends to it: {reason}")
         if self.context is None and self.context_mask is not None:

@@ -13,7 +13,7 @@ _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv2d)
 
 
 def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
-    """Raise ValueError for a dtype, outside of autocast, or a device that are not those of the layer's weights."""
+    """Raise ValueError unless x has the device and, outside of autocast, the dtype of the layer's weights."""
     if not isinstance(x, Tensor):
         check_tensors(**{name: x})
     weight: Any = getattr(layer, "weight", None)
@@ -33,7 +33,7 @@ def check_input(x: Tensor, layer: nn.Module, *, name: str = "x") -> None:
 def check_tokens(
     x: Tensor, dim: int | None, key_mask: Tensor | None = None, *, name: str = "x", layer: nn.Module | None = None
 ) -> None:
-    """Raise ValueError unless x is (b, n, dim), None for any dim, as the `layer` needs it, and its mask bool (b, n)."""
+    """Raise ValueError unless x is (b, n, dim), None for any dim, and fits its mask and the weights of the `layer`."""
     check_floats(x, name=name)
     if x.ndim != 3 or dim not in (None, x.shape[2]):
         raise ValueError(f"{name} must be (b, n, {dim or 'channels'}), but is {tuple(x.shape)}")
@@ -53,7 +53,7 @@ def check_floats(x: Tensor, weight: Tensor | None = None, *, name: str = "x") ->
 
 
 def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool = False) -> None:
-    """Raise ValueError unless a key mask, or a mask of `starts`, is boolean (b, n), or None."""
+    """Raise ValueError unless a mask is None or boolean (b, n). With `starts`, messages call it starts."""
     if mask is None:
         return
     what, meaning = ("starts", "a sequence begins") if starts else ("key_mask", "a token is present")

@@ -52,8 +52,8 @@ class ShortConvolution(nn.Module):
     def extend(
         self, x: Tokens, state: Past | None = None, *, key_mask: TokenMask = None, starts: TokenMask = None
     ) -> tuple[Tokens, Past]:
-        """Process the next tokens. The state is the last width - 1 present inputs. `starts` is True for tokens that
-        begin a sequence, which has no neighbours before."""
+        """Process the next tokens. The state is the last width - 1 present inputs. `starts` is True for the first token
+        of each sequence; no token sees beyond it."""
         check_floats(x, self.weight)
         check_tokens(x, self.weight.shape[1], key_mask)
         width = self.weight.shape[0] - 1

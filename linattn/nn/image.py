@@ -25,11 +25,11 @@ class ImageLinearAttention(nn.Module):
     al., Efficient Attention, https://arxiv.org/abs/1812.01243
 
     x has `chan` channels and y `chan_out` (default: `chan`); each of the `heads` has `key_dim` channels of q and k and
-    `value_dim` of v. All four convolutions have the same `kernel_size` and `padding` with zeros. `stride` is that of
-    q's, k's and v's, so it makes the result smaller, as `kernel_size` without `padding` does.
+    `value_dim` of v. All four convolutions have the same `kernel_size` and `padding` with zeros. The convolutions of q,
+    k and v have a `stride`. It makes the result smaller, and so does `kernel_size` without `padding`.
 
     Images need not be square, nor their sizes multiples of anything; no residual is added. With a context, another
-    image or a set of pixels (b, chan, m), queries attend to its pixels and to their own.
+    image or a set of pixels (b, chan, m), queries attend to the pixels of both.
 
     Masks are True for present pixels. The others are treated as lying outside of the image: the convolutions read zeros
     there, and they are no keys. A small image in a corner of a larger one gives what it gives alone."""
@@ -87,7 +87,7 @@ class ImageLinearAttention(nn.Module):
         return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
     def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:
-        """Return the mask of the convolutions' outputs: True for those that the present pixels alone would give."""
+        """Return the mask of the convolutions' outputs: True where the image of present pixels alone has outputs."""
         kernel, stride, padding = self.to_q.kernel_size, self.to_q.stride, self.to_q.padding
         assert not isinstance(padding, str)
         inside = [k - 2 * p for k, p in zip(kernel, padding, strict=True)]
@@ -143,8 +143,8 @@ class ChannelLinearAttention(nn.Module):
 
 
 def _checked(x: Image, mask: PixelMask, channels: int | None = None) -> Image:
-    """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has so many `channels`
-    (None: any number), and the mask its size."""
+    """Return the image with zeros in the place of missing pixels. Raise ValueError unless it has this number of
+    `channels` (None: any number), and the mask the height and width of the image."""
     check_tensors(x=x, **given(mask=mask))
     check_floats(x)
     if x.ndim != 4 or channels not in (None, x.shape[1]):

@@ -18,8 +18,8 @@ class HeadNorm(nn.Module):
     """y = w ⊙ x / √(mean(x²) + eps) over the `head_dim` channels of a head, which un-normalised attention needs.
     Sun et al., RetNet, https://arxiv.org/abs/2307.08621; Qin et al., TransNormer, https://arxiv.org/abs/2210.10340
 
-    Where q and the state nearly cancel, x is little more than rounding error. An `eps` of 0 makes it as large as all
-    other outputs, and its gradient too large for float16; see docs/gates.md for what each value gives."""
+    Where q and the state nearly cancel, x is little more than rounding error. With an `eps` of 0, y is then as large as
+    any other output, and its gradient too large for float16; see docs/gates.md for what each value gives."""
 
     over_ranks: Reduction | None = None  # where each rank of `linattn.distributed` has a part of the channels
 

@@ -17,8 +17,8 @@ from linattn.types import Tokens
 def run_reversibly(branches: Sequence[nn.Module], x: Tokens, call: Call) -> tuple[Tokens, Tokens]:
     """Compute (a, b) ← (b, a + branch(b)) for each branch in turn, from a = b = x.
 
-    Weights and context are inputs of the one autograd function. So they get gradients even if x needs none, those reach
-    `torch.autograd.grad` and DDP's hooks, and what computed the context is differentiated only once."""
+    Weights and context are inputs of the one autograd function. So they get gradients even if x needs none, their
+    gradients reach `torch.autograd.grad` and DDP's hooks, and the context's own graph is differentiated once."""
     if not branches:
         return x, x
     weights = tuple(dict.fromkeys(weight for branch in branches for weight in _weights(branch)))
@@ -78,7 +78,7 @@ def _weights(branch: nn.Module) -> list[nn.Parameter]:
 
 
 def _autocast_regions(x: Tensor) -> list[tuple[str, torch.dtype]]:
-    """Return the devices, of the CPU and that of x, for which autocast is on at this moment, each with its dtype."""
+    """Return the type and the autocast dtype of each device, of the CPU and x's, for which autocast is on now."""
     devices = [device for device in {"cpu", x.device.type} if torch.amp.is_autocast_available(device)]
     return [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
 

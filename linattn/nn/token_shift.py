@@ -14,9 +14,9 @@ from linattn.types import TokenMask, Tokens
 
 @final
 class TokenShift(nn.Module):
-    """y_i = [x_{i−o₁} of the first channels, x_{i−o₂} of the next, …]. The `offsets` (1, 0) take the first half
-    of the channels from the previous token; (1, 0, −1) take a third each from the previous token, itself and the next
-    one. Those that look ahead exclude `extend`.
+    """y_i = [x_{i−o₁} of the first channels, x_{i−o₂} of the next, …]. The `offsets` (1, 0) take the first half of the
+    channels from the previous token; (1, 0, −1) take a third each from the previous token, itself and the next one.
+    With an offset below zero, `extend` raises NotImplementedError.
 
     Channels left over by the division are not shifted. Missing tokens are skipped: the neighbour is the next present
     token, or zeros if there is none."""

@@ -35,7 +35,7 @@ ATTENTIONS: dict[str, Callable[[FeatureMap], InnerAttention]] = {
 
 @check_types
 def elu(head_dim: int) -> FeatureMap:
-    """elu(x) + 1, whatever the number of channels."""
+    """Return the feature map elu(x) + 1, which serves any number of channels."""
     return ElementwiseFeatureMap("elu_plus_one")
 
 
@@ -94,8 +94,8 @@ class TransformerEncoder(_Transformer):
     """The model that `TransformerEncoderBuilder` and `RecurrentEncoderBuilder` build. Causal models have the method
     `extend`. norm(x + attention(x)), then norm(x + feed_forward(x)), `n_layers` times, and a last norm.
 
-    `feature_map` is a function from the channels of a query to a feature map, such as `elu` here. For the `Favor` of
-    fast-transformers, take `HyperbolicFavorFeatureMap`."""
+    `feature_map` is a function from the number of channels of a query to a feature map, such as `elu` here. For the
+    `Favor` of fast-transformers, take `HyperbolicFavorFeatureMap`."""
 
     @takes(TransformerOptions, f"{_SIZES} attention_type feature_map")
     def __init__(self, options: TransformerOptions):
@@ -106,7 +106,7 @@ class TransformerEncoder(_Transformer):
         return self.norm(run_stack(self.layers, self.causal, x, Call(key_mask, None, None)))
 
     def extend(self, x: Tokens, state: Any = None, *, key_mask: TokenMask = None) -> tuple[Tokens, Any]:
-        """Return what `forward` does, for the next tokens of sequences whose past is in `state`, and the new state."""
+        """Return the outputs for the next tokens of sequences whose past is in `state`, and the new state."""
         y, state = self.layers.extend(x, state, key_mask=key_mask)
         return self.norm(y), state
 
@@ -140,7 +140,7 @@ class TransformerDecoder(_Transformer):
         key_mask: TokenMask = None,
         memory_mask: ContextMask = None,
     ) -> tuple[Tokens, Any]:
-        """Return what `forward` does, for the next tokens, and the new state. Only the first call needs the memory."""
+        """Return the outputs for the next tokens, and the new state. Only the first call needs the memory."""
         y, state = self.layers.extend(x, state, key_mask=key_mask, context=memory, context_mask=memory_mask)
         return self.norm(y), state
 

@@ -18,8 +18,8 @@ from linattn.types import Context, ContextMask, TokenMask
 
 @final
 class Autopadder(nn.Module):
-    """Pads sequences to a multiple of the net's `pad_to_multiple`, on the right or, if `pad_left`, on the left; masks
-    the padding, and cuts it off the output, which it does not change.
+    """Pads sequences to a multiple of the net's `pad_to_multiple`, on the right or, if `pad_left`, on the left. The
+    padding is masked, so that it does not change the outputs, and cut off again.
 
     The net takes any length by itself. Padding is useful where lengths should not vary, as for a compiled graph."""
 

@@ -55,8 +55,9 @@ class AutoregressiveWrapper(WrapperBase):
     ) -> Int[Tensor, "*b k"]:
         """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
-        Once a row has `max_seq_len` tokens, each next one sees the last `max_seq_len`, which are read again for it. A
-        temperature of 0 takes the most likely token."""
+        Once a row has `max_seq_len` tokens, the model reads the last `max_seq_len` tokens again for each new one.
+        `filter_logits_fn(logits, thres=filter_thres)` keeps some logits, and a temperature of 0 takes the most likely
+        token."""
         sampling = SamplingOptions(temperature, filter_logits_fn, filter_thres)
         return self.draw_tokens(start_tokens, seq_len, eos_token, sampling, Call(input_mask, context, context_mask))
 

@@ -31,8 +31,8 @@ class BlindspotState(NamedTuple):
 
 @final
 class BlindspotAttention(InnerAttention):
-    """The causal `LinearAttention` `inner`, in which a query does not see its own block: each `size` ≥ 2 present tokens
-    of a row are a block.
+    """Attends as `inner`, a causal `LinearAttention`, but a query does not see its own block. The present tokens of a
+    row form blocks of `size` ≥ 2 tokens.
 
     All queries of a block read the state at its beginning, without further decay; where outputs are normalised, this
     decay would cancel anyway. Memory holds one state per block. Outputs of masked tokens are zeros."""
@@ -69,7 +69,7 @@ class BlindspotAttention(InnerAttention):
         return y[..., held:, :], BlindspotState(past, block, self.size)
 
     def _read(self, q: Tensor, states: FeatureState) -> Tensor:
-        """Attend from the queries (b h n d), block by block, each to the one of the `states` before its block."""
+        """Attend from the queries (b h n d): all queries of a block read the one of the `states` before their block."""
         n, (_, hk, _, blocks, _) = q.shape[-2], states.sums.z.shape
         # all queries before the first complete block read one state
         sizes = blocks, self.size if blocks > 1 else n
@@ -107,8 +107,8 @@ class BlindspotAttention(InnerAttention):
         return keys._replace(log_scale=log_scale if keys.log_scale is None else keys.log_scale + log_scale)
 
     def _decay_per_block(self, blocks: FeatureState, key_mask: Tensor | None) -> Tensor | None:
-        """Return the log decay over each block, 0 over incomplete ones, after a 0 for the past. None if features have
-        no `log_scale`, as without decay."""
+        """Return the log decay over each block, after a 0 for the past. It is 0 over incomplete blocks. Return None if
+        features have no `log_scale`: with a decay they have one."""
         if blocks.log_scale is None:
             return None
         if self.inner.decay is None:
@@ -124,14 +124,14 @@ class BlindspotAttention(InnerAttention):
 
 
 def _cut(features: Features, sizes: tuple[int, int]) -> Features:
-    """Cut features (… n f) into blocks (… blocks size f); `sizes` are the number of blocks and that of their tokens."""
+    """Cut features (… n f) into blocks (… blocks size f); `sizes` is (blocks, size)."""
     x, log_scale, function = features
     log_scale = None if log_scale is None else log_scale.unflatten(-1, sizes)
     return Features(x.unflatten(-2, sizes), log_scale, function)
 
 
 def _zeros(blocks: FeatureState) -> FeatureState:
-    """Return a state of zeros, that before the first block if there is no past, in the shape of one of `blocks`."""
+    """Return the state before the first block of a sequence, zeros in the shape of one of the `blocks`."""
     sums = LinearState(*(x.new_zeros(*x.shape[:3], *x.shape[4:]) for x in blocks.sums))
     scale = blocks.log_scale
     return FeatureState(sums, None if scale is None else scale.new_full((*scale.shape[:3], 1), -torch.inf))
@@ -161,7 +161,8 @@ def _accumulate(first: Tensor, new: Tensor, log_decay: Tensor | None) -> Tensor:
 
 
 def _open_block(k: Tensor, v: Tensor, total: Tensor | None, size: int) -> KeysAndValues:
-    """Copy the tokens after the last complete block of each row's first `total` (None: all); a view would keep k, v."""
+    """Copy the tokens after the last complete block of each row, which has `total` present tokens (None: all). A view
+    would keep all of k and v in memory."""
     n = k.shape[-2]
     if total is None:
         end = n // size * size

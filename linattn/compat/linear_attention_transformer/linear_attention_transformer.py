@@ -107,8 +107,8 @@ class LinearAttentionTransformerLM(TokenModel):
         self.register_load_state_dict_pre_hook(_rotate_if_marked)
 
     def rotate_linear_heads(self) -> None:
-        """Add rotary positions to the linear heads if the local ones have them: the package's weights have learned with
-        them. From then on the `state_dict` has the mark `rotary_linear_heads`."""
+        """Add rotary positions to the linear heads if the local heads have them: the original's weights were trained
+        so. From then on the `state_dict` has an entry `rotary_linear_heads`."""
         if not isinstance(self.positions, SinusoidalPositions) or hasattr(self, ROTATED):
             return
         self.register_buffer(ROTATED, torch.ones((), dtype=torch.bool))

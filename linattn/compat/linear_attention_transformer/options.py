@@ -24,7 +24,8 @@ class LinformerContextSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerOptions(LayerOptions):
-    """The package's options, and `rotary`: a stack's local heads have rotary positions, as with `use_rotary_emb`."""
+    """The package's options, and one more: `rotary` gives the local heads of a `LinearAttentionTransformer` rotary
+    positions, as `use_rotary_emb` gives them to those of a language model."""
 
     attn_layer_dropout: float = 0.0
     attn_dropout: float = 0.0

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = ("bucket_size", "pkm_num_keys", "pkm_layers")
 
 
 def _arguments(constructor: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which our constructor makes the model that theirs makes from `config`."""
+    """Return our constructor's arguments for the model that the original constructor makes from `config`."""
     if config.get("pkm_layers"):
         raise ValueError("product key memories (pkm_layers) have no counterpart here: their layers cannot be loaded")
     arguments = {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}

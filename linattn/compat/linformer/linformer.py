@@ -30,7 +30,7 @@ _STACK = "dim seq_len depth k heads dim_head one_kv_head share_kv reversible dro
 
 @final
 class LinformerSelfAttention(nn.Module):
-    """Tokens, at most `seq_len`, attend to `k` projected ones; or to a context of at most `seq_len`."""
+    """Tokens attend to each other or to a context, at most `seq_len` tokens, projected to `k` keys and values."""
 
     @takes(LinformerOptions, "dim seq_len k heads dim_head one_kv_head share_kv dropout")
     def __init__(self, options: LinformerOptions):

@@ -30,9 +30,9 @@ class FastAttention(nn.Module):
     """Attention by FAVOR+; with `generalized_attention`, by the features kernel_fn(Ω x/d^¼) + kernel_epsilon with
     random rows Ω; with `no_projection`, Efficient Attention.
 
-    `softmax_epsilon` is the floor under FAVOR+'s features, which performer-pytorch has as the eps of `softmax_kernel`;
-    with 0 there is none. A warning names options without effect, such as `kernel_fn` without `generalized_attention`.
-    `inner` is the same as an inner attention for linattn's own modules."""
+    `softmax_epsilon` is the floor under FAVOR+'s features (0: no floor), the eps of `softmax_kernel` in
+    performer-pytorch. A warning names options without effect, such as `kernel_fn` without `generalized_attention`. The
+    attribute `inner` is this attention as an `InnerAttention`, for linattn's own modules."""
 
     @takes(
         PerformerOptions,
@@ -64,8 +64,8 @@ class FastAttention(nn.Module):
         return self.dim_heads if self.projection_matrix is None else len(self.projection_matrix)
 
     def redraw_projection_matrix(self, device: torch.device | str | None = None) -> None:
-        """Resample the rows in place. A `device` must be the one where they are: they are drawn on the CPU anyway, so
-        that every device has the same."""
+        """Resample the rows in place. A `device` must be the device of the rows: sampling is on the CPU anyway, so that
+        the rows are the same on every device."""
         rows = self.projection_matrix
         if device is not None and rows is not None and torch.device(device).type != rows.device.type:
             raise ValueError(f"the projection matrix is on {rows.device} and cannot be redrawn on {device}")
@@ -73,7 +73,7 @@ class FastAttention(nn.Module):
 
 
 class AttentionBase(nn.Module, ABC):
-    """The constructor of the three attentions.
+    """The base of `Attention`, `SelfAttention` and `CrossAttention`, with their constructor.
 
     They resample their random features by themselves, after `feature_redraw_interval` training forwards. Rotary
     positions of the fast heads are an option here, not an argument of `forward`, and count present tokens."""

@@ -50,7 +50,8 @@ class AutoregressiveWrapper(WrapperBase):
     ) -> Int[Tensor, "*b k"]:
         """Return `seq_len` new tokens per row, fewer if all have ended; after its `eos_token` a row is `pad_value`.
 
-        The penalty is for each row's last `repetition_penalty_ctx` tokens; a temperature of 0 takes the most likely."""
+        `repetition_penalty` is for each row's last `repetition_penalty_ctx` tokens. The `filter_logits_fn`, with
+        thres=`filter_thres`, keeps some logits; a temperature of 0 takes the most likely token."""
         sampling = SamplingOptions(
             temperature, filter_logits_fn, filter_thres, repetition_penalty, repetition_penalty_ctx
         )

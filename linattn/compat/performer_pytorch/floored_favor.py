@@ -28,7 +28,7 @@ class FlooredFavorState(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Ωu − ‖u‖²/2 and the largest of Ωu per key, both −inf where it is missing, and [v, 1], zero there."""
+    """Ωu − ‖u‖²/2 and the largest of Ωu per key, both −inf at a missing key, and [v, 1], zero at a missing key."""
 
     exponent: Float[Tensor, "b hk m f"]
     largest: Float[Tensor, "b hk m"]
@@ -116,8 +116,9 @@ class FlooredFavorAttention(InnerAttention):
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
     def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
-        """Return the outputs. `features` are the queries', with floor, and `y` their products with the sums of
-        φ(k) [v, 1]ᵀ. The keys' floor adds the products with ε exp(log_floor) · `floor`, the sum of [v, 1]."""
+        """Return the outputs. `features` are the queries with their floor, and `y` is `features` times the keys' sums
+        of φ(k) [v, 1]ᵀ, which lack the floor. The floor of the keys adds ε exp(log_floor) `floor`, times the sum of
+        `features`; `floor` is the sum of [v, 1]."""
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)

@@ -33,8 +33,8 @@ def softmax_kernel(
 ) -> Features:
     """Return (exp(Ωu − ‖u‖²/2 − max) + eps) / √f with u = data/d^¼ (or data itself) and Ω = `projection_matrix`.
 
-    The maximum of Ωu is that of each token if `is_query`, but one for all keys: keys that are padding, or that a causal
-    query must not see, take part in it. `FastAttention` has no such maximum."""
+    max is the largest of Ωu: per token if `is_query`, else over all keys, also those that are padding or that a causal
+    query must not see. `FastAttention` subtracts no such maximum."""
     data = data.to(device=device)
     projected = _projected(data, projection_matrix, normalize_data)
     half = half_squared_norm(data) * (1 if normalize_data else data.shape[-1] ** 0.5)
@@ -69,7 +69,8 @@ def orthogonal_matrix_chunk(cols: int, device: Device = None) -> Float[Tensor, "
 def gaussian_orthogonal_random_matrix(
     nb_rows: int, nb_columns: int, scaling: int = 0, device: Device = None
 ) -> Float[Tensor, "f d"]:
-    """Return random rows, `nb_columns` at a time orthogonal, as long as Gaussian vectors (scaling 0) or √d (1)."""
+    """Return `nb_rows` random rows of `nb_columns` numbers; each `nb_columns` consecutive rows are orthogonal. Rows are
+    as long as Gaussian vectors if `scaling` is 0, or √nb_columns long if it is 1."""
     return RandomProjection(nb_columns, nb_rows, scaling=scaling).rows.to(device=device)
 
 
@@ -82,8 +83,8 @@ def linear_attention(q: Features, k: KeyFeatures, v: KeyValues) -> Values:
 def causal_linear_attention(q: Features, k: Features, v: Values, eps: float = 0.0) -> Values:
     """Each query attends to the keys up to its own, in linear memory on any device.
 
-    `eps` is a key before the first one, whose features are eps and whose value is zero: it draws every output towards
-    zero, the more the smaller the features are."""
+    `eps` adds a key before the first one, with all features equal to `eps` and the value zero. This draws every output
+    towards zero, the more the smaller the features are."""
     return linear.causal_linear_attention(q, k, v, _first_key(k, v, eps))[0]
 
 

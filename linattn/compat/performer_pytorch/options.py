@@ -16,7 +16,8 @@ _FEATURES = (*_SAMPLED, *_KERNEL, "softmax_epsilon", "generalized_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class PerformerOptions(LayerOptions):
-    """The package's options. `local_attn_heads` are those of a stack, `local_heads` those of a layer alone."""
+    """The package's options. `local_attn_heads` is the number of local heads in the layers of a stack, `local_heads`
+    the number in an attention alone."""
 
     heads: int = REQUIRED
     dim_head: int | None = 64

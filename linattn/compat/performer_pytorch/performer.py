@@ -30,8 +30,8 @@ _ADDITIONS = "ortho_scaling rotary_position_emb softmax_epsilon kernel_epsilon"
 
 @final
 class Performer(Redrawing):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times; with `cross_attend`, each followed by the
-    same with attention to a context. Causal ones have `extend`.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), `depth` times. With `cross_attend`, a second such pair
+    follows each, with attention to a context. Causal models have `extend`.
 
     Random features are resampled at the start of a training forward, each sample serving `feature_redraw_interval` of
     them; with `auto_check_redraw=False` the training loop calls `check_redraw_projections` instead."""
@@ -71,8 +71,9 @@ class Performer(Redrawing):
 class PerformerLM(TokenModel, Redrawing):
     """Embeddings with positions, a `Performer`, a norm and the logits. If causal, `linattn.generate` takes it.
 
-    Positions are sinusoids, and rotary in every layer (the default); or of a grid, `axial_position_emb`, by default
-    64 columns wide; or, with neither, learned. They count present tokens, so padding on the left moves none."""
+    With `rotary_position_emb` (the default) sinusoids are added, and every layer has rotary positions. Without it
+    positions are learned, with `axial_position_emb` those of a grid, by default 64 columns wide. Positions count
+    present tokens, so padding on the left moves none."""
 
     @takes(
         PerformerOptions,

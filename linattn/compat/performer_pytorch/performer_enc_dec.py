@@ -92,7 +92,7 @@ class PerformerEncDec(Redrawing):
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the encoder's and the decoder's options, without enc_ and dec_. PerformerLM refuses unknown ones."""
+    """Return the encoder's and the decoder's options, named without enc_ and dec_. PerformerLM refuses wrong names."""
     parts: dict[str, dict[str, Any]] = {"enc_": {}, "dec_": {}}
     for name, value in (FIXED | options).items():
         if name[:4] not in parts:
@@ -106,8 +106,8 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _model(prefix: str, both: dict[str, Any], options: dict[str, Any]) -> PerformerLM:
-    """Make the encoder or the decoder from the options of `both` and its own `options`, before whose names messages
-    put the `prefix`, "enc_" or "dec_"."""
+    """Make the encoder or the decoder from the options of `both` and its own `options`. Messages put the `prefix`,
+    "enc_" or "dec_", before the names of its own options."""
     try:
         return PerformerLM(read(PerformerOptions, PerformerLM, (), both | options, prefix=prefix))
     except ValueError as error:

@@ -75,8 +75,9 @@ def _attention(module: MultiheadAttention, aligned: bool) -> Moves:
 def _rows(part: InnerAttention, *, rotary: bool, delayed: bool = False) -> Callable[[Tensor], Tensor]:
     """Return a function that converts the rows of a query or key projection for the heads of `part`.
 
-    Fast heads that are `rotary` have another order of channels. Since local-attention 1.7.2, queries of local heads
-    that see both sides are rotated by one window too many: `delayed` rows were learned so, and are rotated likewise."""
+    If fast heads are `rotary`, the original has their channels in another order than ours. Since local-attention 1.7.2,
+    the original rotates queries of local heads that see both sides by one window too many. Rows that were trained so
+    are `delayed`: this rotation is then part of the conversion."""
     inner = part.inner if isinstance(part, RotaryAttention) else part
     if isinstance(inner, LocalAttention):
         delay = partial(conversion.rotated_by, position=inner.window.size)

@@ -12,7 +12,8 @@ from linattn.ops.tokens.rotary import rotate
 
 
 class Change(NamedTuple):
-    """`apply` turns their tensor into ours; `shape` returns the shape that theirs must have, from that of ours."""
+    """`apply` turns their tensor into ours. `shape` takes the shape of our tensor, and returns the shape that theirs
+    must have."""
 
     apply: Callable[[Tensor], Tensor]
     shape: Callable[[torch.Size], Sequence[int]] = tuple
@@ -28,7 +29,8 @@ CHANNELS_AS_HALVES = Change(lambda x: x[..., halves(x.shape[-1])])
 
 
 class Move(NamedTuple):
-    """The tensor named `ours` becomes `change.apply` of theirs; if `theirs` is None, of itself: a constant."""
+    """Our tensor `ours` becomes `change.apply` of their tensor `theirs`. If `theirs` is None, it becomes a constant:
+    the change is applied to our own tensor."""
 
     ours: str
     theirs: str | None
@@ -76,7 +78,8 @@ def half(which: int) -> Change:
 
 
 def axis(which: int, of: int) -> Change:
-    """Reshape the axis `which` of a grid of `of` axes: theirs is (1, …, length, …, 1, d), ours (length, d)."""
+    """Reshape the positions along the axis `which` of a grid of `of` axes: theirs are (1, …, length, …, 1, d), ours
+    (length, d)."""
     ones = [1] * of
     return Change(lambda x: x.flatten(0, -2), lambda shape: (1, *ones[:which], shape[0], *ones[which + 1 :], shape[1]))
 
@@ -96,8 +99,8 @@ def heads(parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]], head_dim: int
 
 
 def halves(head_dim: int) -> list[int]:
-    """Return the index in theirs of each of our channels of a head: those that are rotated together are neighbours in
-    theirs, and c and c + d/2 in ours."""
+    """Return for each channel of a head of ours the index of the same channel of theirs. Two channels that are rotated
+    together are neighbours in theirs, and c and c + d/2 in ours."""
     return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
 

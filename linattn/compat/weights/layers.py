@@ -26,7 +26,8 @@ TABLES = (r"(layer_)?pos_emb\.emb", r".*\blocal_attn\.rel_pos\.inv_freq")
 
 
 def language_model(model: TokenModel, head: str) -> Moves:
-    """Yield the moves of all parts but the stack; `head` is their name of the output layer. Sinusoids have none."""
+    """Yield the moves of all parts but the stack; `head` is their name of the output layer. Sinusoidal positions have
+    no weights."""
     yield from renamed(model, {"embedding": "token_emb", "norm": "norm", "head": head})
     if isinstance(model.positions, LearnedPositions):
         yield Move("positions.weight", "pos_emb.emb.weight")
@@ -81,8 +82,8 @@ def feed_forward(module: nn.Module, before: MultiheadAttention | None = None) ->
 
 
 def attention(module: MultiheadAttention, *, q: Change = SAME, k: Change = SAME, columns: Change = SAME) -> Moves:
-    """Yield the moves of the projections. `q` and `k` change the old weights of queries and keys on the way, `columns`
-    the weight of the output projection but not its bias."""
+    """Yield the moves of the projections. `q` and `k` are the changes of the query and key projections, `columns` is
+    the change of the output projection's weight; its bias stays the same."""
     # the same object where keys are values
     values = "to_k" if module.v_proj is module.k_proj else "to_v"
     yield from renamed(module, {"q_proj": "to_q", "k_proj": "to_k", "v_proj": values}, q_proj=q, k_proj=k)

@@ -31,14 +31,15 @@ def load(
     *,
     aligned_rotary: bool = False,
 ) -> Model:
-    """Return a model of `constructor`, one of linattn.compat, with the weights of the original of that name.
+    """Return a model of `constructor`, of linattn.compat, with the weights of the original class of that name.
 
-    `config` has the arguments that were given to the original. The model is in evaluation, in the weights' dtype. A
-    `ValueError` names every tensor that is not used, missing or of another shape, and those of the model that would not
-    be loaded.
+    `config` has the arguments that were given to the original. The model is in evaluation mode, in the weights' dtype.
+    A `ValueError` names the original's tensors that are missing, have another shape or would not be used, and our
+    tensors that would not be loaded.
 
     `aligned_rotary` is for performer-pytorch models with local heads that look both ways, trained with local-attention
-    before 1.7.2. Later versions rotate queries of these heads by one window too many, and so does `load` in weights."""
+    before 1.7.2. Later versions rotate queries of these heads by one window too many, and by default `load` rotates the
+    weights likewise."""
     if constructor not in CONVERSIONS:
         known = "".join(f", {kind.__name__}" for kind in CONVERSIONS)
         raise ValueError(
@@ -64,8 +65,8 @@ def load(
 
 
 def _names(state_dict: Tensors, roots: tuple[str, ...]) -> Tensors:
-    """Return the tensors under the names of the newest version of the package, without the names of wrappers before
-    one of the `roots`, with which names in the model begin."""
+    """Return the tensors by their names in the newest version of the package, and without the prefixes that wrappers
+    add. The names in a model without a wrapper begin with one of `roots`."""
     pattern, name_now = OLDER
     theirs = {pattern.sub(name_now, name): tensor for name, tensor in state_dict.items()}
     while theirs and not any(name.startswith(roots) for name in theirs):
