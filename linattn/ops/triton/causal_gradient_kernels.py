@@ -1,5 +1,5 @@
-"""The kernels of the causal gradients (arguments: device.py). Programs walk as in `causal_kernels.py`: for queries from
-the first chunk to the last, with the state, for keys and values from the last to the first, with the state's gradient.
+"""The kernels of the causal gradients (arguments: device.py; symbols: fast/linear.py). For queries, programs walk from
+the first chunk to the last with the state; for keys and values, back to the first with its gradient.
 
 The fewer rows a product has, the more of it a warp computes on tensor cores: each of two groups of warps would compute
 all of 64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels,
@@ -22,13 +22,13 @@ from linattn.ops.triton import device as dev
 def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """dq = (((dy vᵀ − δ) ∘ D) φ(k) + r (dy Sᵀ − δ z)) / d, where d is the denominator. BV covers all values.
 
-    δ is dy·y, computed as δ = (Σ_j A_ij (dy_i·v_j) + r φ(q)·(dy Sᵀ)) / d in float32, from the products that it is then
-    subtracted from: y itself has been rounded. With SUMS, 1/d goes to `inverse` and δ to `delta`. A program that has
-    only some of the features computes only its share of d and of δ d: then one launch with SUMS writes all shares,
-    their sums give 1/d and δ, and a second launch with GRADIENT reads these.
+    δ is dy·y, computed as δ = (Σ_j A_ij (dy_i·v_j) + r φ(q)·(dy Sᵀ)) / d in float32, from the same products as dq: y
+    itself has been rounded. With SUMS, 1/d goes to `inverse` and δ to `delta`. A program that has only some of the
+    features computes only its share of d and of δ d: then one launch with SUMS writes all shares, their sums give 1/d
+    and δ, and a second launch with GRADIENT reads these.
 
-    For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
-    the state's tokens too; each program writes its share."""
+    For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij for each query i, with M_ij = A_ij (dy_i·v_j − δ_i) /
+    d_i. The sum includes the tokens j of the state; each program writes its share."""
     row, split, begin, stop = dev.span(walk)
     TRANSPOSED: tl.constexpr = K.BF > K.C
     places = tl.arange(0, K.C)
@@ -118,8 +118,8 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     where dy and δ are divided by the denominators. With KEYS it writes dk, and BV covers all values; with VALUES dv,
     and BF covers all features.
 
-    For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
-    the call too."""
+    For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij for each key j, with M_ij as in `query_gradient`. The
+    sum includes the queries i after the call, through dS and dz."""
     row, split, begin, stop = dev.span(walk)
     TRANSPOSED: tl.constexpr = (K.BF > K.C) & (K.BV >= K.C)
     places = tl.arange(0, K.C)
