@@ -141,8 +141,8 @@ def causal_feature_attention(
 def summarize_features(
     keys: Features, v: Float[Tensor, "*#b m dv"], /, *, key_mask: Bool[Tensor, "*#b #m"] | None = None
 ) -> FeatureState:
-    """Return S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j), where φ(k) = `keys`, of any size, over all keys and their values
-    in `v` where `key_mask` is True (None: all).
+    """Return S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j), where φ(k) = `keys`, of any magnitude, over all keys and their
+    values in `v` where `key_mask` is True (None: all).
 
     `read_features` reads this state, and `causal_feature_attention` continues from it with later keys.
 
@@ -158,7 +158,7 @@ def read_features(
     queries: Features, state: FeatureState, /, *, normalize: str | None = "output"
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None, where
-    φ(q) = `queries`, of any size: each query reads the whole `state`, which stays as it is.
+    φ(q) = `queries`, of any magnitude: each query reads the whole `state`, which stays as it is.
 
     Raises ValueError for shapes and names that do not fit."""
     x, query_scale = _argument(checked_features(queries=queries), normalize)

@@ -18,7 +18,7 @@ def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
-# in sums it stands for −∞, after which the differences of the numbers before would be none
+# in cumulative sums it stands for −∞, of which differences would be NaN
 _FORGETS = -1e6
 
 

@@ -62,7 +62,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
         q_i = num.transposed(y, TRANSPOSED)
         if K.SUMS:
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, K.PRECISION), K.PRECISION), 1)
-        # what a query does not see may be infinite
+        # products with keys that the query does not see may be infinite
         if K.SUMS or K.DECAYED:
             A = num.product(q_i, tl.trans(k_j), K.PRECISION)
             A = tl.where(visible, A * weight if K.DECAYED else A, 0.0)
@@ -133,7 +133,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     # of rows that share a state, the first one gets its gradient; the others begin with none
     dstate, dstart = dev.states_in(states, walk.states, row, split, K)
     dS_j, dz_j = dev.load_state(dstate, features, values, dev.owns(walk.states[0], row), K)
-    # each row of it is a number that is the sum of its columns
+    # each row stands for one number, the sum of its columns
     dz_j = tl.where(tl.arange(0, num.COLUMNS)[None, :] == 0, dz_j[:, None], 0.0)
     dS_j = num.transposed(dS_j, not TRANSPOSED)
     minus = num.rounded(tl.full((K.C, num.COLUMNS), -1, tl.float32), K.PRECISION)
@@ -154,7 +154,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         y = dev.along_features(features[1], TRANSPOSED)
         y = num.rounded(dev.mapped(x, mine & y if K.MASKED else y, phi), K.PRECISION, ONCE=True)
         y_end = y
-        # row j, column i; what a key is not seen by may be infinite
+        # row j, column i; products with queries that do not see the key may be infinite
         visible = ~dev.later(places, places)
         if K.DECAYED:
             y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TRANSPOSED), K.PRECISION)

@@ -14,11 +14,11 @@ import triton.language as tl
 
 from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, transposed
 
-# how tiles lie as a rule
+# by default, tiles are not transposed
 _STRAIGHT = tl.constexpr(False)
 
 # fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the base-2
-# logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C;
+# logarithm of the first, as a float32 and its rounding error; and where its sequence begins in the chunk, less C;
 # zeros for tokens that are not inside, which so see no key
 SINCE, UNTIL, HIGH, LOW, FIRST = (tl.constexpr(i) for i in range(5))
 FIELDS: Any = tl.constexpr(5)
@@ -154,7 +154,7 @@ def _tile(x, chunk, columns):
     start, inside, last = chunk
     rows = tl.arange(0, inside.shape[0]) * step
     if step > 0:
-        # compared in the numbers that addresses are made of, which then differ by constants, as the compiler sees
+        # compare offsets in memory, not tokens: the compiler sees that offsets differ by constants
         inside = rows < (last + 1 - start) * step
     return pointer + tl.cast(start, tl.int64) * step + (rows[:, None] + columns[0][None, :]), both(inside, columns[1])
 
