@@ -10,10 +10,10 @@ SHORT = 128
 
 
 class CausalCall(NamedTuple):
-    """Checked arguments of `causal_linear_attention`. All tensors have the same number of leading dimensions, each of
-    the full size or 1; q has the full sizes, except for the operator of heads that share queries. `key_mask` and
-    `log_decay` are (*b, n), decays per channel (*b, n, f), and zero for masked tokens. S (*b, f, dv) and z (*b, f) are
-    the sums before the first token, which `zero_state` says are zeros."""
+    """Checked arguments of `causal_linear_attention`. Tensors have equally many leading dimensions, each of size 1 or
+    the size that all broadcast to; q has the latter, except where heads share queries. `key_mask` is (*b, n),
+    `log_decay` (*b, n) or per channel (*b, n, f), with zeros for masked tokens. S (*b, f, dv) and z (*b, f) are the
+    sums before the first token; `zero_state` is True if they are zeros."""
 
     q: Tensor
     k: Tensor
@@ -66,10 +66,10 @@ class ReadCall(NamedTuple):
 
 
 class DeltaCall(NamedTuple):
-    """Checked arguments of `causal_delta_attention`. All tensors have the same number of leading dimensions, each of
-    the full size or 1; q has the full ones and S (*b, d, dv) those of the states. `beta` is (*b, n, 1), `log_decay`
-    (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: masked tokens have zeros for keys,
-    values, β and log decays, and so leave the state as it is."""
+    """Checked arguments of `causal_delta_attention`. Tensors have equally many leading dimensions, each of size 1 or
+    the size that all broadcast to; q has the latter. S (*b, d, dv) has the sizes that all but q broadcast to. `beta` is
+    (*b, n, 1), `log_decay` (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: masked tokens
+    have zeros for keys, values, β and log decays, and so do not change the state."""
 
     q: Tensor
     k: Tensor

@@ -20,11 +20,10 @@ BLOCK = 2**18
 
 
 class ConvolutionCall(NamedTuple):
-    """Inputs (*b n c), weights (*b w c), a bias (*b c) and the w − 1 inputs (*b w−1 c) before the first one. Without a
-    bias or a past they are zeros.
+    """Inputs x (*b n c), weights (*b w c), of which the last multiplies the token itself, a bias (*b c; None: zeros)
+    and the w − 1 inputs before x, `past` (*b w−1 c; None: zeros).
 
-    All have the same number of leading dimensions, those of weights and bias of the full size or 1. The last weight is
-    that of the token itself."""
+    All have the same number of leading dimensions; in weights and bias their sizes may be 1 instead of those of x."""
 
     x: Tensor
     weight: Tensor
@@ -63,7 +62,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 
 
 def _weights(weight: Tensor) -> list[Tensor]:
-    """Return the weights (*b 1 c) of the token itself, of that before it, and so on."""
+    """Return the w weights, each (*b 1 c), in reverse: that of the token itself first, then those of earlier tokens."""
     # products with strided rows take three times as long
     return list(weight.contiguous().split(1, -2)[::-1])
 
@@ -75,7 +74,7 @@ def _unsupported(call: ConvolutionCall) -> str | None:
 
 
 def _overlaps(past: Tensor | None, n: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (t, p, o) for t = 1 … w − 1: the slices p of past inputs and o of the n outputs, t tokens after them."""
+    """Yield (t, p, o) for t = 1 … w − 1: a slice p of past inputs, and the slice o of the outputs t tokens later."""
     width = 0 if past is None else past.shape[-2]
     for distance in range(1, width + 1):
         count = min(distance, n)

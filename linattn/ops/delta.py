@@ -32,22 +32,22 @@ def causal_delta_attention(
     scale: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
-    """Let each token decay the `state` (None: zeros), correct its prediction for the key in `k`, and read it with the
-    query in `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
+    """Update the `state` (None: zeros) with the keys in `k` by the gated delta rule, and read it with the queries in
+    `q`: S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ k_t)ᵀ and y_t = `scale` · S_tᵀ q_t.
 
-    `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the state then predicts v exactly;
+    `v` holds a value and `beta` a number per key. With β = 1 and a key of length 1 the new state predicts v exactly;
     with β = 0 nothing is added; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
-    exp(`log_decay`), where `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or
-    more, and the last two are k's (None: zeros). `key_mask` is True for each present token (None: all); leading
+    exp(`log_decay`), with numbers ≤ 0 (None: zeros): one per channel if `log_decay` has k's last two sizes and at least
+    as many dimensions as k, otherwise one per token. `key_mask` is True for each present token (None: all); leading
     dimensions broadcast. `backend` is a name that `explain_backend` lists if it is called with `beta`, or None: the
     first that can run.
 
-    A masked token is a missing one: the state stays as it is. A decay of −inf, or of −10⁴ and less, begins a new
-    sequence. A positive one raises an error on a CPU, but not on a GPU or in a compiled graph. The state is float32, or
-    float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
+    A masked token is a missing one: the state stays as it is. A log decay of −inf, or of −10⁴ and less, begins a new
+    sequence. A positive one raises an error on a CPU, but is not checked on a GPU or in a compiled graph. The state is
+    float32, or float64 for float64 inputs, with the leading dimensions of all tensors but the queries.
 
-    NaN in a present token reaches all later ones, and on a GPU the earlier ones of its chunk of up to 32 tokens: mask a
-    document that may hold any.
+    NaN in a present token reaches all later ones, and on a GPU the earlier ones of its chunk of up to 32 tokens: mask
+    the tokens of documents that may hold NaN.
 
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
     call = delta_call(q, k, v, beta, state, log_decay, key_mask, scale)

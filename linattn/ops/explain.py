@@ -27,12 +27,12 @@ def explain_backend(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> str:
-    """Describe in one line per backend what `causal_linear_attention`, or `linear_attention` if not `is_causal`, does
-    with the same arguments: `q`, `k`, `v`, `key_mask`, `normalize`, `feature_map` and, only if `is_causal`, `state` and
-    `log_decay`. With `beta`, describe `causal_delta_attention`, which takes `q`, `k`, `v`, `state`, `log_decay` and
-    `key_mask`. Raises ValueError as they do.
+    """Return one line per backend: which one runs a call of `causal_linear_attention`, or of `linear_attention` if not
+    `is_causal`, and for each other one the reason why it cannot, or that it can if the call names it.
 
-    One backend runs the call; each of the others says why it cannot, or that it can if it is named."""
+    The arguments are those of the call: `q`, `k`, `v`, `key_mask`, `normalize`, `feature_map` and, only if `is_causal`,
+    `state` and `log_decay`. With `beta`, the call is of `causal_delta_attention`, which takes `q`, `k`, `v`, `state`,
+    `log_decay` and `key_mask`. Raises ValueError where the call would."""
     if beta is not None:
         if not is_causal or (feature_map, normalize) != ("identity", "output"):
             came = f"is_causal={is_causal}, feature_map={feature_map!r} and normalize={normalize!r}"

@@ -37,7 +37,7 @@ class Features(NamedTuple):
         return x if log_scale is None else (x * log_scale.exp().unsqueeze(-1)).to(x.dtype)
 
     def evaluated(self) -> "Features":
-        """Apply the function. If it is exp, first move each token's largest exponent into the scale."""
+        """Return equal Features with the identity as function. For exp, the scale first takes the largest exponents."""
         x, log_scale, function = self.with_negative_exponents()
         if function not in ELEMENTWISE:
             raise unknown_name("function", function, ELEMENTWISE)
@@ -56,14 +56,14 @@ class Features(NamedTuple):
         return Features(self.x - largest.unsqueeze(-1), log_scale, "exp")
 
     def log_size(self) -> Float[Tensor, "*b n"] | None:
-        """Return the logarithm of each token's size, without gradient: of the largest feature if the function is exp,
-        else of the scale. None means that no feature needs a scale."""
+        """Return the logarithm of each token's size, without gradient: its largest feature if the function is exp,
+        otherwise its scale. None means that no feature needs a scale."""
         if self.function != "exp":
             return None if self.log_scale is None else self.log_scale.detach()
         return self._largest() if self.log_scale is None else self._largest() + self.log_scale.detach()
 
     def relative_to(self, log_size: Float[Tensor, "*#b #n"] | None) -> Float[Tensor, "*b n f"]:
-        """Return the x for which function(x) are the features, which are `scalable`, over exp(log_size) (None: 1)."""
+        """Return x' for which function(x') = features / exp(log_size) (None: 1). The features must be `scalable`."""
         if log_size is None:
             return self.x
         if self.function == "exp":
@@ -102,13 +102,12 @@ def causal_feature_attention(
     normalize: str | None = "output",
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], FeatureState]:
-    """y_i = Σ_{j≤i} φ(q_i)·φ(k_j) v_j / Σ_{j≤i} φ(q_i)·φ(k_j), where the features are φ(q) = `queries` and φ(k) =
-    `keys`, of any size: `causal_linear_attention` for features whose exponentials leave the range of their dtype.
+    """y_i = Σ_{j≤i} φ(q_i)·φ(k_j) v_j / Σ_{j≤i} φ(q_i)·φ(k_j), where φ(q) = `queries` and φ(k) = `keys`:
+    `causal_linear_attention` for features whose exponentials may leave the range of their dtype.
 
     `v` holds a value per key, `state` the sums over earlier keys (None: there are none). `log_decay`, `key_mask`,
-    `normalize` and `backend` are those of `causal_linear_attention`; decays per channel are for keys without a scale.
-    If `normalize` is None, outputs are as large as the features, and overflow as they do; if it is "keys", as large as
-    those of the query.
+    `normalize` and `backend` are as in `causal_linear_attention`; decays per channel need keys without a scale. If
+    `normalize` is None, outputs overflow where φ(q)·φ(k) does; if it is "keys", where φ(q) does.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     queries, keys = checked_features(queries=queries), checked_features(keys=keys).scalable()
@@ -142,10 +141,10 @@ def causal_feature_attention(
 def summarize_features(
     keys: Features, v: Float[Tensor, "*#b m dv"], /, *, key_mask: Bool[Tensor, "*#b #m"] | None = None
 ) -> FeatureState:
-    """Return S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j), where φ(k) = `keys`, of any size, over all keys and their values
-    in `v` where `key_mask` is True (None: all).
+    """Return S = Σ_j φ(k_j) v_jᵀ and z = Σ_j φ(k_j), where φ(k) = `keys`, of any magnitude, over all keys and their
+    values in `v` where `key_mask` is True (None: all).
 
-    It is the state of `read_features`, and that of `causal_feature_attention` after these keys.
+    `read_features` reads this state, and `causal_feature_attention` continues from it with later keys.
 
     Raises ValueError for shapes and names that do not fit."""
     keys, log_size = _masked(checked_features(keys=keys).scalable(), key_mask)
@@ -159,7 +158,7 @@ def read_features(
     queries: Features, state: FeatureState, /, *, normalize: str | None = "output"
 ) -> Float[Tensor, "*b n dv"]:
     """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None, where
-    φ(q) = `queries`, of any size: each query reads the whole `state`, which stays as it is.
+    φ(q) = `queries`, of any magnitude: each query reads the whole `state`, which stays as it is.
 
     Raises ValueError for shapes and names that do not fit."""
     x, query_scale = _argument(checked_features(queries=queries), normalize)
@@ -169,8 +168,8 @@ def read_features(
 
 
 def checked_features(**features: Features) -> Features:
-    """Return the one argument. Raise ValueError, with its keyword, for raw queries or keys and parts that are no
-    tensors."""
+    """Return the only argument. Raise ValueError, with its keyword, unless it is a Features of tensors on one
+    device."""
     ((name, each),) = features.items()
     if not isinstance(each, Features):
         raise ValueError(f"{name} must be Features, as a feature map returns them, but is a {type(each).__name__}")
@@ -191,7 +190,7 @@ def _check_scaled(x: Tensor, log_scale: Tensor | None) -> None:
 
 
 def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
-    """Return the keys and their `log_size`, with a scale of −inf where a key is missing."""
+    """Return the keys and their `log_size`. The size of a masked key, and its scale unless None, is −inf."""
     key_mask = checked_mask(keys.x, key_mask)
     if key_mask is not None and keys.log_scale is not None:
         keys = keys._replace(log_scale=torch.where(key_mask, keys.log_scale, -torch.inf))
@@ -203,8 +202,8 @@ def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor |
 
 
 def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor | None]:
-    """Return the x for which function(x) gives the queries up to a scale, and the logarithm of this scale, None if it
-    is zero or cancels. Exponentials are at most 1 unless `normalize` is "keys"."""
+    """Return (x, s) for which function(x) · exp(s) are the queries. s is None if it is zero, or if it cancels because
+    `normalize` is "output". Exponentials are at most 1 unless `normalize` is "keys"."""
     x, log_scale, function = queries
     if normalize == "keys" and function == "exp":
         return x if log_scale is None else x + log_scale.unsqueeze(-1), None
@@ -213,7 +212,7 @@ def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor 
 
 
 def _rescaled(y: Tensor, normalize: str | None, query_scale: Tensor | None, key_scale: Tensor | None) -> Tensor:
-    """Multiply outputs y by exp(query_scale), that of queries, and, unless normalised, by exp(key_scale)."""
+    """Multiply outputs y by exp(query_scale) and, if `normalize` is None, also by exp(key_scale); None counts as 0."""
     scales = [x for x in (query_scale, key_scale if normalize is None else None) if x is not None]
     return (y * sum(scales[1:], scales[0]).exp().unsqueeze(-1)).to(y.dtype) if scales else y
 
@@ -232,7 +231,7 @@ def decay_per_token(log_decay: Tensor, k: Tensor, key_mask: Tensor | None) -> Te
 
 
 def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> None:
-    """Raise ValueError unless the state has a scale per sequence of the keys' `log_size`, or none if that is None."""
+    """Raise ValueError unless the state's log_scale is (*b, 1) for the keys' `log_size` (*b, n), or both are None."""
     log_scale = checked_kind(state, FeatureState).log_scale
     expected = None if log_size is None else (*log_size.shape[:-1], 1)
     came = None if log_scale is None else tuple(log_scale.shape)

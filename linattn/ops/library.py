@@ -20,8 +20,8 @@ SCHEMA = {
 
 
 def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return `torch.ops.<NAMESPACE>.<name>` for `form`, a DifferentiableBackend with the call's fields in `schema`. The
-    gradient is an operation too, which returns an empty tensor in place of None."""
+    """Return `torch.ops.<NAMESPACE>.<name>` for the DifferentiableBackend `form`; `schema` lists the fields of its
+    calls. The gradient is an operation too, which returns an empty tensor in place of None."""
     backend, count, outputs, total = form.backend, form.tensors, form.outputs, form.outputs + form.backend.saved
 
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -62,7 +62,8 @@ def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tenso
 def _library(
     name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define an operation with the arguments `schema`: `run` computes `count` tensors, `empty` gives tracers shapes."""
+    """Define an operation with arguments `schema`: `run` computes `count` tensors, `empty` allocates them for
+    tracing."""
     full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
     # torch expects a single result by itself, not in a tuple

@@ -44,19 +44,19 @@ def causal_linear_attention(
     (None).
 
     `feature_map` names φ in `ELEMENTWISE`. `v` holds a value per key, and `key_mask` is True for each present token
-    (None: all). `log_decay` has a number ≤ 0 per token, or per channel if it has as many dimensions as k, or more, and
-    the last two are k's (None: zeros): gated linear attention, https://arxiv.org/abs/2312.06635, eq. 3. Leading
-    dimensions broadcast. `backend` is a name that `explain_backend` lists, or None: the first that can run.
+    (None: all). `log_decay` holds numbers ≤ 0 (None: zeros): one per channel if it has k's last two sizes and at least
+    as many dimensions as k (gated linear attention, https://arxiv.org/abs/2312.06635, eq. 3), otherwise one per token.
+    Leading dimensions broadcast. `backend` is a name that `explain_backend` lists, or None: the first that can run.
 
-    A masked token is a missing one: it adds nothing and nothing decays. A decay of −inf, or of −10⁴ and less, begins a
-    new sequence. A positive one raises an error on a CPU, but not on a GPU or in a compiled graph, where the check
-    would wait. A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
+    A masked token is a missing one: it adds nothing and nothing decays. A log decay of −inf, or of −10⁴ and less,
+    begins a new sequence. A positive one raises an error on a CPU, but is not checked on a GPU or in a compiled graph.
+    A query that sees no key gets zeros. The state is float32, or float64 for float64 inputs.
 
-    A decay per channel is rounded at each token: in float32, constant ones between −10⁻⁵ and −2·10⁻⁸ leave the state of
-    200,000 tokens off by 1e-3 to 3e-3, per head by 2e-4.
+    A decay per channel is rounded at each token: in float32, a constant log decay between −10⁻⁵ and −2·10⁻⁸ leaves an
+    error of 1e-3 to 3e-3 in the state after 200,000 tokens; per head it is 2e-4.
 
     NaN in a present token reaches the tokens of its chunk and all later ones, also those of later sequences of a packed
-    batch. Mask a document that may hold any: what a masked token holds reaches nothing.
+    batch. Mask the tokens of documents that may hold NaN: whatever a masked token holds reaches no output.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
     operator, call = causal_call(q, k, v, state, log_decay, key_mask, normalize, feature_map)
@@ -170,8 +170,8 @@ def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
 
 
 def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return x, (…, 1) or (…, n), expanded to the n tokens of k. `name` is that of x in errors. Numbers become float32
-    or better first, so that the gradient of a number that several tokens or heads share is summed in that dtype."""
+    """Return x, (…, 1) or (…, n), expanded to the n tokens of k; errors call it `name`. Unless it is boolean, x becomes
+    float32 or better first, so that the gradient of a number that tokens or heads share is summed in this dtype."""
     n = k.shape[-2]
     if not on_one_device(k, x, x):
         check_tensors(**{"k": k, name: x})
@@ -227,11 +227,11 @@ def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"leading dimensions must broadcast, but are {described}") from None
 
 
-def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, states: tuple[int, ...]) -> bool:
-    """Tell whether several states, whose leading dimensions are `states`, have the same queries and keys."""
-    apart = [i for i, size in enumerate(states) if q.shape[i] != size]
+def share_queries(q: Tensor, k: Tensor, key_mask: Tensor | None, state_lead: tuple[int, ...]) -> bool:
+    """Return whether a call's states, with leading dimensions `state_lead`, outnumber its sets of queries and keys."""
+    apart = [i for i, size in enumerate(state_lead) if q.shape[i] != size]
     alike = (q, k) if key_mask is None else (q, k, key_mask)
-    return bool(apart) and 0 not in (*q.shape[:-2], *states) and all(x.shape[i] == 1 for x in alike for i in apart)
+    return bool(apart) and 0 not in (*q.shape[:-2], *state_lead) and all(x.shape[i] == 1 for x in alike for i in apart)
 
 
 def causal_call(
@@ -244,8 +244,8 @@ def causal_call(
     normalize: str | None,
     feature_map: str,
 ) -> tuple[Operator, CausalCall]:
-    """Check the arguments and return the operator for them, and its call. The state gets the leading dimensions of keys
-    and values together; queries are expanded to those of all tensors, unless heads share queries and keys."""
+    """Check the arguments. Return the operator that runs them, and its call. The state has the leading dimensions to
+    which all but q broadcast; q is expanded to those of all tensors, unless heads share queries and keys."""
     q, k, v = checked(q, k, v, normalize, feature_map)
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"a causal call needs a query for every key, but q is {shape(q)} and k is {shape(k)}")

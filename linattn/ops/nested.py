@@ -10,7 +10,7 @@ _State = TypeVar("_State")
 
 
 def checked_kind(state: Any, kind: type[_State]) -> _State:
-    """Return the state. Raise ValueError unless it is of the class `kind`: another kind of layer returned it."""
+    """Return the state. Raise ValueError unless its class is `kind`: other layers return other classes."""
     if not isinstance(state, kind):
         raise ValueError(
             f"the state must be a {kind.__name__}, as this layer returns it, but is a {type(state).__name__}"
@@ -19,7 +19,7 @@ def checked_kind(state: Any, kind: type[_State]) -> _State:
 
 
 def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
-    """Return the state, or a None per part for None. Raise ValueError unless it is a plain tuple of `count` parts."""
+    """Return the state, or `count` Nones for None. Raise ValueError unless it is a plain tuple of `count` parts."""
     if state is None:
         return (None,) * count
     if type(state) is not tuple or len(state) != count:
@@ -29,7 +29,7 @@ def checked_parts(state: Any, count: int) -> tuple[Any, ...]:
 
 
 def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> None:
-    """Raise ValueError unless x, part `name` of a state, is (b, *sizes) of the dtype, or is None if the dtype is."""
+    """Raise ValueError unless x, part `name` of a state, is (b, *sizes) of `dtype`, or None where `dtype` is None."""
     actual = None if not isinstance(x, Tensor) else x.dtype
     if x is not None if dtype is None else (actual != dtype or x.shape[1:] != sizes):
         came = type(x).__name__ if actual is None else f"{tuple(x.shape)} of {actual}"
@@ -41,7 +41,7 @@ def check_part(name: str, x: Any, dtype: torch.dtype | None, *sizes: int) -> Non
 
 
 def check_tokens(past_k: Tensor, past_v: Tensor, k: Tensor, v: Tensor, length: int) -> None:
-    """Raise ValueError unless a state's past_k and past_v have `length` tokens and can stand in front of k and v."""
+    """Raise ValueError unless a state's past_k and past_v have `length` tokens, with heads and channels as k and v."""
     for name, past, new in (("k", past_k, k), ("v", past_v, v)):
         check_part(name, past, new.dtype, new.shape[1], length, new.shape[3])
 
@@ -59,7 +59,7 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
 
 
 def first_tensor(state: Any) -> Tensor | None:
-    """Return the first tensor that has a batch, None if there is none."""
+    """Return the first tensor with dimensions, of which the first is the batch; None if there is none."""
     if isinstance(state, Tensor):
         return state if state.ndim else None
     for part in state if isinstance(state, tuple) else ():

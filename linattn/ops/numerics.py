@@ -25,8 +25,8 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def infinite_if_none(denominator: Tensor, *, nonnegative: bool = False) -> Tensor:
-    """Return the denominator, `nonnegative` if that is known, with infinity in the place of zeros, so that quotients
-    are zero. Less than 1e-31 (in float32) counts as zero: rounding has lost its terms, and gradients would overflow."""
+    """Return the denominator with infinity in place of zeros, so that quotients are zero. Below 1e-31 (in float32) it
+    counts as zero: it has lost digits, and gradients would overflow. `nonnegative`, if known, saves time."""
     least = _NONE[denominator.dtype]
     if nonnegative:
         # no denominator is negative: one operation instead of three, which a single token notices
@@ -70,7 +70,7 @@ def summed(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
-    """Return `gradient`, which may be overwritten, summed to the shape of `log_decay`, and zero where that is −inf."""
+    """Return `gradient`, which may be overwritten, summed to the shape of `log_decay`, zero where log_decay is −inf."""
     gradient = gradient.sum_to_size(log_decay.shape)
     # on a CPU, a search for −inf takes a twentieth of the time of a mask; a NaN compares false
     if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
@@ -86,12 +86,12 @@ def is_readable(x: Tensor) -> bool:
 
 def is_exporting() -> bool:
     """Return whether torch.export is tracing. In torch 2.11 `torch.compiler.is_exporting()` is True in torch.compile
-    too; the flag that is read here is not."""
+    too, unlike this function."""
     return torch.compiler._is_exporting_flag
 
 
 def check_exported_length(n: int, what: str) -> None:
-    """Raise NotImplementedError, about `what`, if n is symbolic in an exported graph: a loop over n has to end."""
+    """Raise NotImplementedError, about `what`, if n is symbolic in an exported graph, which cannot loop n times."""
     if is_exporting() and isinstance(n, torch.SymInt):
         raise NotImplementedError(f"{what} can be exported for one length only: leave it out of dynamic_shapes")
 
@@ -100,7 +100,7 @@ _AS_IT_IS = nullcontext()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a region without autocast on the device of x: it would make products of float32 sums half-precision."""
+    """Return a region without autocast on the device of x: autocast would multiply float32 sums in half precision."""
     compiling = torch.compiler.is_compiling()
     if not (compiling or torch._C._is_any_autocast_enabled()):
         return _AS_IT_IS
@@ -114,7 +114,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Return `forward` without autocast, for backends that torch differentiates; the others run without it anyway."""
+    """Return `forward` without autocast, for backends without a gradient; the callers of others turn autocast off."""
 
     def run(call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):

@@ -22,13 +22,13 @@ Tensors = tuple[Tensor | None, ...]
 class Backend(NamedTuple):
     """One form of an operator.
 
-    It runs calls on its `devices` (none: on any), if `one_token` only calls of a single token, and if it `loops` not in
-    graphs, which would unroll them. `unsupported(call)` returns any other reason why it cannot, from shapes, dtypes and
-    devices alone; `experimental(call)`, a reason to run only calls that name the backend.
+    It runs on its `devices` (empty: on all); if `one_token`, only calls of a single token; if it `loops`, not in graphs
+    that would unroll the loops. `unsupported(call)` returns any other reason why it cannot run a call, from shapes,
+    dtypes and devices alone; `experimental(call)`, a reason to run only calls that name the backend.
 
-    `forward(call, save)` returns the outputs, then the tensors that `gradient(call, saved, grads)` needs beside the
-    call, `saved` in number and empty unless `save`. From `grads`, those of the outputs, `gradient` returns one tensor
-    per tensor of the call, or None, and recomputes saved tensors that are empty or None (as inside vmap). `empty` and
+    `forward(call, save)` returns the outputs, then tensors for the gradient: `saved` is their number, and they are
+    empty unless `save`. `gradient(call, tensors, grads)` takes these tensors and the outputs' gradients; it returns one
+    gradient or None per tensor of the call, and recomputes tensors that are empty or None (as inside vmap). `empty` and
     `empty_gradient` return uninitialized results, for tracing. Without a gradient, torch differentiates `forward`."""
 
     name: str
@@ -44,7 +44,7 @@ class Backend(NamedTuple):
     experimental: Callable[[Any], str | None] | None = None
 
     def refusal(self, call: Any, named: bool = False) -> str | None:
-        """Return why the backend does not run the call, or None. If `named` by the caller, it may be experimental."""
+        """Return why the backend does not run the call, or None. If experimental, it has to be `named` in the call."""
         x = call[0]
         if self.devices and x.device.type not in self.devices:
             return f"needs {' or '.join(map(str.upper, self.devices))} tensors, but they are on {x.device.type}"
@@ -128,7 +128,7 @@ class DifferentiableBackend:
         return tuple(g.clone() if g is not None and any(g is x for x in grads) else g for g in results)
 
     def with_zeros(self, call: Any, grads: Tensors) -> Tensors:
-        """Return `grads`, those of the outputs, with zeros for those that autograd leaves out (None)."""
+        """Return the outputs' gradients `grads` with zeros in place of None, as autograd gives for unused outputs."""
         if all(g is not None for g in grads):
             return grads
         assert self.backend.empty is not None
@@ -206,8 +206,8 @@ class _Gradient(_ReverseMode):
 def _second_derivative(
     form: DifferentiableBackend, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
 ) -> list[Tensor | None]:
-    """Return the derivatives, for upstream `grads`, of the definition's gradient with respect to `tensors`: the call's
-    tensors, then the outputs' gradients. They consist of torch's own operations, so torch can differentiate them."""
+    """Return the derivatives of the definition's gradient with respect to `tensors`: the call's tensors, then the
+    outputs' gradients. `grads` are the upstream gradients. Torch can differentiate the derivatives once more."""
     mask = [differentiable(x) for x in tensors]
     inputs, input_mask = tensors[: form.tensors], mask[: form.tensors]
 

@@ -18,7 +18,7 @@ def finite(log_scale: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
 
 # a scale of e^−14 to e^10 serves as well as e^0: it leaves room above for sums and gradients, below for small products
 _STEP, _LEAST = 24.0, -14.0
-# in sums it stands for −∞, after which the differences of the numbers before would be none
+# in cumulative sums it stands for −∞, of which differences would be NaN
 _FORGETS = -1e6
 
 
@@ -28,12 +28,12 @@ def running_scale(
     start: Float[Tensor, "*b 1"] | None = None,
     /,
 ) -> tuple[Float[Tensor, "*b n"], Float[Tensor, "*b n"] | None, Float[Tensor, "*b 1"]]:
-    """Return the scale m_i = max(m_{i−1} + log_decay_i, log_size_i), where exp(m_i) divides the sums over keys at token
-    i, the sums' decay m_{i−1} + log_decay_i − m_i, and the last m, the next `start` m_0 (None: −inf, no key yet).
+    """Return the scale m, the decay of the sums over keys, and the last m. At token i, exp(m_i) divides the sums, with
+    m_i = max(m_{i−1} + log_decay_i, log_size_i), and their decay is m_{i−1} + log_decay_i − m_i.
 
-    Without a log_decay, sizes are rounded to multiples of 24 first, so that m rarely changes: it lies between 10 below
-    and 14 above the largest size. A returned decay of None means zero everywhere. Where m is −inf, the returned scale
-    is zero, and so is the decay of the next token.
+    m_0 is `start`, the last m of the call before (None: −inf, no key yet). Without a log_decay, sizes are rounded to
+    multiples of 24 first, so that m rarely changes: it lies between 10 below and 14 above the largest size. A decay of
+    None is zero everywhere. Where m is −inf, the returned scale is zero, and so is the decay of the next token.
 
     No gradient passes through m: any m would give the same outputs."""
     scale = log_size.detach() if log_decay is not None else ((log_size.detach() - _LEAST) / _STEP).floor() * _STEP
@@ -66,9 +66,9 @@ def _running_max(x: Tensor) -> Tensor:
 
 
 def _is_zero(decay: Tensor) -> bool:
-    """Return whether the decay can be left out: it is zero everywhere and needs no gradient. The answer is False in
-    compilation, under vmap, and where reading it would wait for a device; and for short sequences, which would run on
-    another backend without a decay: that one rounds otherwise, so a later key would change earlier outputs."""
+    """Return whether the decay can be left out: it is zero everywhere and needs no gradient. Return False in
+    compilation, under vmap, and where reading the decay would wait for a device; also for short sequences, which
+    without a decay run on another backend: its rounding differs, so a later key would change earlier outputs."""
     if torch.compiler.is_compiling() or type(decay) is not Tensor or is_functorch_wrapped_tensor(decay):
         return False
     known = decay.device.type == "cpu" and not decay.requires_grad

@@ -35,7 +35,7 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
 
 
 def _steps(count: int) -> int:
-    """Return the number of doublings from one chunk to `count`, or to as many as there may be in an exported graph."""
+    """Return how many doublings of 1 reach `count`; if an exported graph leaves `count` open, STEPS."""
     # imported here, because it takes sympy
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -43,7 +43,7 @@ def _steps(count: int) -> int:
 
 
 def _states(maps: Tensor, S: Tensor, doublings: int) -> Tensor:
-    """Return the states before each chunk and after the last (… c+1 d dv), from S, the first, and c maps [T, U]."""
+    """Return the states before each of c chunks and after the last (… c+1 d dv), from the first, S, and maps [T, U]."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
     for distance in (2**i for i in range(doublings)):
         # not index_select, see `join`

@@ -49,7 +49,7 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _similarities(q: Tensor, k: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
-    """Σ_e q_ie k_je D_ije, D = `inside`. Sums that are not `seen` are overwritten: infinite ones times 0 were NaN."""
+    """Σ_e q_ie k_je D_ije, D = `inside`, where `seen`, else zero: set, not multiplied, as infinity times 0 is NaN."""
     if inside.shape[-3] == 1:
         return (q @ k.mT).masked_fill(~seen, 0) * inside.squeeze(-3)
     return (q.mT.unsqueeze(-1) * k.mT.unsqueeze(-2) * inside).sum(-3).masked_fill(~seen, 0)
@@ -60,7 +60,7 @@ def _times(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _states(start: Tensor, sums: Tensor, log_decay: Tensor | None) -> Tensor:
-    """Return states (… c+1 f dv+1), before each chunk and after the last, from `start` and chunks' sums and decays."""
+    """Return [S, z] (… c+1 f dv+1) before each chunk and after the last, from `start` and chunks' sums and decays."""
     sums = torch.cat([start.unsqueeze(-3), sums.expand(*start.shape[:-2], *sums.shape[-3:])], -3)
     if log_decay is None:
         return sums.cumsum(-3)

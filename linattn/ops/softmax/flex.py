@@ -33,8 +33,8 @@ def unsupported(q: Tensor, v: Tensor) -> str | None:
 
 
 def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, present: KeyMask = None) -> Outputs:
-    """Compute `local_attention` of tokens that stand left of their padding, which is False in `present` and seen by its
-    own query only."""
+    """Compute `local_attention` of packed tokens. Padding stands right of them, is False in `present`, and each padding
+    token is seen by its own query only."""
     from torch.nn.attention.flex_attention import BlockMask
 
     n, group, heads = q.shape[-2], q.shape[1] // k.shape[1], 1 if present is None else present.shape[1]
@@ -57,7 +57,7 @@ def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, present: K
 
 
 def visible_blocks(n: int, window: Window, device: torch.device) -> tuple[Bool[Tensor, "c c"], Bool[Tensor, "c c"]]:
-    """Return two tables of n tokens: which block of queries (row) sees which block of keys in part, and which whole."""
+    """Return two tables for n tokens: which blocks of queries (rows) see which blocks of keys in part, and in full."""
     first = torch.arange(0, n, BLOCK, device=device)
     last = (first + BLOCK).clamp(max=n) - 1
     (i0, i1), (j0, j1) = (first[:, None], last[:, None]), (first, last)
@@ -68,7 +68,7 @@ def visible_blocks(n: int, window: Window, device: torch.device) -> tuple[Bool[T
 
 
 def _listed(blocks: Bool[Tensor, "c c"]) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns per row (1 1 c), and the columns' indices, of True ones first (1 1 c c)."""
+    """Return how many columns of each row are True (1 1 c), and the columns' indices, True ones first (1 1 c c)."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 

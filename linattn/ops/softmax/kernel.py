@@ -44,5 +44,5 @@ def fused_softmax(
 
 
 def among_present(visible: Tensor, present: Tensor, itself: Tensor, num_heads: int) -> Bool[Tensor, "*b n m"]:
-    """Hide missing keys from queries but their own (`itself`): some kernels' softmax over no key has NaN gradients."""
+    """Hide keys not in `present` from all but their own query (`itself`): without keys, some gradients are NaN."""
     return per_query_head(visible & (present.unsqueeze(-2) | itself), num_heads)

@@ -23,7 +23,7 @@ from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
 
 class LocalState(NamedTuple):
-    """The last keys and values of each row, right-aligned, and the number of tokens before the next one."""
+    """The last keys and values of each row, right-aligned, and the number of present tokens `seen` so far."""
 
     k: Keys
     v: Values
@@ -73,7 +73,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | N
 def in_blocks(
     q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None, past: LocalState | None = None
 ) -> Tensor:
-    """Return outputs: blocks that see as far as the window reaches, and the two borders. `past` precedes k and v."""
+    """Return the outputs: blocks whose windows lie inside the sequence, and two borders. `past` precedes k and v."""
     n, block, after = q.shape[-2], window.block, 0 if window.causal else window.reach
     first, last = -(-window.reach // block), (n - after) // block
     start, stop = (first * block, last * block) if last > first else (n, n)
@@ -90,7 +90,7 @@ def in_blocks(
 
 
 def in_equal_blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None) -> Tensor:
-    """Return the outputs of blocks with all blocks of keys that they reach, so that one graph serves every length."""
+    """Compute every block alike, with all blocks of keys in its reach, so that one graph serves every length."""
     b, h, n, _ = q.shape
     block, before = window.block, -(-window.reach // window.block)
     after = 0 if window.causal else before
@@ -126,7 +126,7 @@ def _border(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | N
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return the outputs of the queries from start to stop, whole blocks whose windows end inside the sequence."""
+    """Return the outputs of the queries from start to stop: whole blocks, whose windows lie inside the sequence."""
     b, h, hk, block = q.shape[0], q.shape[1], k.shape[1], window.block
     count, group = (stop - start) // block, h // hk
     left, right = start - window.reach, stop if window.causal else stop + window.reach
@@ -145,7 +145,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, window: Window, present: Tensor | N
 
 
 def _after(seen: Tensor, q: Tensor, k: Tensor, v: Tensor, window: Window) -> Tensor:
-    """Return the outputs of n queries, whose tokens are the last n of the keys; the first has the position `seen`."""
+    """Return the outputs of n queries at positions from `seen` on, where the last n keys and values stand too."""
     n = q.shape[-2]
     i = seen.unsqueeze(-1) + torch.arange(n, device=q.device)
     j = seen.unsqueeze(-1) + torch.arange(n - k.shape[-2], n, device=q.device)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """The positions that a query sees. Exact: those closer than `size`, its own included. Bucketed: those of its own
-    bucket of `size` tokens and of the adjacent buckets. Causal: none after its own."""
+    """The positions that a query sees: those closer than `size`, its own included, or if `bucketed`, its own bucket of
+    `size` positions and both buckets next to it; in either case, if `causal`, none after its own."""
 
     size: int
     causal: bool = False
@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The number of tokens before a block of queries, and unless causal after it, that they may see."""
+        """The number of tokens before a block that its queries may see, and unless causal, also after it."""
         return self.size if self.bucketed else self.size - 1
 
     @property

@@ -55,7 +55,7 @@ def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
 def last_tokens(
     past: Float[Tensor, "*b s d"], new: Float[Tensor, "*b n d"], total: Int[Tensor, "*#b"] | None = None, /
 ) -> Float[Tensor, "*b s d"]:
-    """Return the last s of the s tokens in `past` and the new ones, of which the first `total` are present (None: all).
+    """Return the last s tokens of `past`, of length s, followed by the first `total` tokens of `new` (None: all).
 
     The result is a copy: a view would keep the whole sequence alive in a state of constant size."""
     size, n = past.shape[-2], new.shape[-2]
@@ -69,8 +69,8 @@ def last_tokens(
 
 
 def present_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> tuple[Queries, Keys, Values]:
-    """Set masked keys and values to zero, and numbers of masked queries that are not finite: NaN times zero is NaN. A
-    masked query that is finite keeps its output."""
+    """Replace masked keys and values by zeros, and in masked queries all NaN and infinities, as their product with zero
+    is NaN. A masked query that is finite keeps its output."""
     if key_mask is None:
         return q, k, v
     usable = per_query_head(key_mask, q.shape[1]).unsqueeze(-1) | q.isfinite()
@@ -105,7 +105,7 @@ def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHe
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:
-    """Repeat each key head's entry for the query heads that share it, `num_heads` in all. A single entry stays so."""
+    """Repeat each key head's entry for the query heads that share it, `num_heads` in all. One entry is not repeated."""
     return x if x.shape[1] == 1 else x.repeat_interleave(num_heads // x.shape[1], 1)
 
 

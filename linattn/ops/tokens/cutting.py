@@ -9,7 +9,7 @@ CHUNK = 64
 
 
 def earlier(n: int, device: torch.device) -> Tensor:
-    """(n, n): whether j ≤ i."""
+    """Return a mask (n, n) that is True where column ≤ row: a token itself and those before it."""
     return torch.ones(n, n, dtype=torch.bool, device=device).tril()
 
 

@@ -13,8 +13,8 @@ def packed_log_decay(cu_seqlens: Int[Tensor, " s"], n: int, /) -> Float[Tensor, 
     """Return the `log_decay` of `causal_linear_attention` for `n` packed tokens: −inf where a sequence begins, else 0.
 
     `cu_seqlens` is what variable-length kernels take: the starts of the sequences, and n; sequences may be empty. Add
-    any other decay to the result. Raises ValueError unless they ascend from 0 or more to at most n, except on a GPU or
-    in a compiled graph, where the check would wait."""
+    any other decay to the result. Raises ValueError unless `cu_seqlens` ascend from 0 or more to at most n, which is
+    not checked on a GPU or in a compiled graph."""
     check_tensors(cu_seqlens=cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         came = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"

@@ -34,7 +34,7 @@ def rotations(
 def rotate_by(
     x: Float[Tensor, "*b n d"], cos: Float[Tensor, "*#b n even"], sin: Float[Tensor, "*#b n even"], /
 ) -> Float[Tensor, "*b n d"]:
-    """Rotate x by the angles with these `rotations`: its halves l and r become l cos − r sin and r cos + l sin."""
+    """Rotate x, by `cos` and `sin` from `rotations`: its halves l and r become l cos − r sin and r cos + l sin."""
     even = cos.shape[-1]
     pairs, rest = x[..., :even].to(cos.dtype), x[..., even:]
     pairs = torch.addcmul(pairs * cos, pairs.roll(even // 2, -1), sin).to(x.dtype)

@@ -18,7 +18,7 @@ def _function(module: str, function: str) -> Callable[..., Any]:
 
 
 def _backend(reason: Callable[[Any], str | None], module: str, *functions: str) -> Backend:
-    """Return a backend of `functions` in `module`, which the first call imports; `reason` is its `unsupported`."""
+    """Return a backend with `reason` as `unsupported`. The first call imports its four `functions`."""
 
     def later(function: str) -> Callable[..., Any]:
         return lambda *arguments: _function(module, function)(*arguments)

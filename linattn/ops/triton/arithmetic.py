@@ -52,8 +52,8 @@ def hidden(x):
 
 @jit
 def early(x):
-    """Return loaded numbers (C, B) so that their load starts early: an instruction that the compiler may not repeat
-    keeps the load apart from products, which need several register layouts, so that a direct load would start late.
+    """Return loaded numbers (C, B), but so that their load starts early. By itself it would start late, as products
+    need several register layouts: an instruction that the compiler may not repeat stands between load and products.
     With 64 rows or more and capability 9, products read shared memory, and x is returned as it is."""
     from_shared = (
         x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9) and not tl.target_info.cuda_capability_geq(10)

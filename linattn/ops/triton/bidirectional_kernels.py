@@ -35,8 +35,8 @@ def read(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Write dq with GRADIENT, and with SUMS, per token, 1/d of the denominator d and δ = φ(q)·(dy Sᵀ) / d, or a
-    program's shares of d and of δ d, as the causal `query_gradient`. BV covers all values."""
+    """Write dq if GRADIENT. If SUMS, write 1/d and δ = φ(q)·(dy Sᵀ) / d per token, where d is the denominator; without
+    GRADIENT, a program's shares of d and of δ d instead. BV covers all values."""
     row, _, begin, stop = dev.span(walk)
     features, values = dev.channels(dev.part(walk), K.F, K.BF), dev.channels(0, K.DV, K.BV)
     q, dy, dq = dev.in_row(tokens, walk.tokens, row, K.UNIT)
@@ -75,7 +75,7 @@ def read_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
 
 @dev.jit
 def key_sums_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Write dk if KEYS, where BV covers all values, and dv if VALUES, where BF covers all features."""
+    """Write dk if KEYS, which needs all values in BV, and dv if VALUES, which needs all features in BF."""
     row, _, begin, stop = dev.span(walk)
     features = dev.channels(0 if K.VALUES else dev.part(walk), K.F, K.BF)
     values = dev.channels(0 if K.KEYS else dev.part(walk), K.DV, K.BV)

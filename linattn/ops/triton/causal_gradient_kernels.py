@@ -1,5 +1,5 @@
-"""The kernels of the causal gradients (arguments: device.py). Programs walk as in `causal_kernels.py`: for queries from
-the first chunk to the last, with the state, for keys and values from the last to the first, with the state's gradient.
+"""The kernels of the causal gradients (arguments: device.py; symbols: fast/linear.py). For queries, programs walk from
+the first chunk to the last with the state; for keys and values, back to the first with its gradient.
 
 The fewer rows a product has, the more of it a warp computes on tensor cores: each of two groups of warps would compute
 all of 64 × 128. Where a program has more channels than tokens, it therefore transposes tiles of tokens and channels,
@@ -22,13 +22,13 @@ from linattn.ops.triton import device as dev
 def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """dq = (((dy vᵀ − δ) ∘ D) φ(k) + r (dy Sᵀ − δ z)) / d, where d is the denominator. BV covers all values.
 
-    δ is dy·y, computed as δ = (Σ_j A_ij (dy_i·v_j) + r φ(q)·(dy Sᵀ)) / d in float32, from the products that it is then
-    subtracted from: y itself has been rounded. With SUMS, 1/d goes to `inverse` and δ to `delta`. A program that has
-    only some of the features computes only its share of d and of δ d: then one launch with SUMS writes all shares,
-    their sums give 1/d and δ, and a second launch with GRADIENT reads these.
+    δ is dy·y, computed as δ = (Σ_j A_ij (dy_i·v_j) + r φ(q)·(dy Sᵀ)) / d in float32, from the same products as dq: y
+    itself has been rounded. With SUMS, 1/d goes to `inverse` and δ to `delta`. A program that has only some of the
+    features computes only its share of d and of δ d: then one launch with SUMS writes all shares, their sums give 1/d
+    and δ, and a second launch with GRADIENT reads these.
 
-    For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij with M_ij = A_ij (dy_i·v_j − δ_i) / d_i, where j counts
-    the state's tokens too; each program writes its share."""
+    For the gradient of the decay, `crossing` gets Σ_{j<i} M_ij for each query i, with M_ij = A_ij (dy_i·v_j − δ_i) /
+    d_i. The sum includes the tokens j of the state; each program writes its share."""
     row, split, begin, stop = dev.span(walk)
     TRANSPOSED: tl.constexpr = K.BF > K.C
     places = tl.arange(0, K.C)
@@ -62,7 +62,7 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
         q_i = num.transposed(y, TRANSPOSED)
         if K.SUMS:
             from_z = tl.sum(num.product(q_i, num.in_columns(z_i, K.PRECISION), K.PRECISION), 1)
-        # what a query does not see may be infinite
+        # products with keys that the query does not see may be infinite
         if K.SUMS or K.DECAYED:
             A = num.product(q_i, tl.trans(k_j), K.PRECISION)
             A = tl.where(visible, A * weight if K.DECAYED else A, 0.0)
@@ -118,8 +118,8 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     where dy and δ are divided by the denominators. With KEYS it writes dk, and BV covers all values; with VALUES dv,
     and BF covers all features.
 
-    For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij, as in `query_gradient`, where i counts the tokens after
-    the call too."""
+    For the gradient of the decay, `crossing` gets Σ_{i>j} M_ij for each key j, with M_ij as in `query_gradient`. The
+    sum includes the queries i after the call, through dS and dz."""
     row, split, begin, stop = dev.span(walk)
     TRANSPOSED: tl.constexpr = (K.BF > K.C) & (K.BV >= K.C)
     places = tl.arange(0, K.C)
@@ -133,7 +133,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     # of rows that share a state, the first one gets its gradient; the others begin with none
     dstate, dstart = dev.states_in(states, walk.states, row, split, K)
     dS_j, dz_j = dev.load_state(dstate, features, values, dev.owns(walk.states[0], row), K)
-    # each row of it is a number that is the sum of its columns
+    # each row stands for one number, the sum of its columns
     dz_j = tl.where(tl.arange(0, num.COLUMNS)[None, :] == 0, dz_j[:, None], 0.0)
     dS_j = num.transposed(dS_j, not TRANSPOSED)
     minus = num.rounded(tl.full((K.C, num.COLUMNS), -1, tl.float32), K.PRECISION)
@@ -154,7 +154,7 @@ def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
         y = dev.along_features(features[1], TRANSPOSED)
         y = num.rounded(dev.mapped(x, mine & y if K.MASKED else y, phi), K.PRECISION, ONCE=True)
         y_end = y
-        # row j, column i; what a key is not seen by may be infinite
+        # row j, column i; products with queries that do not see the key may be infinite
         visible = ~dev.later(places, places)
         if K.DECAYED:
             y_end = num.rounded(num.wide(y) * dev.along_tokens(until, TRANSPOSED), K.PRECISION)

@@ -77,11 +77,11 @@ def gradient(call: CausalCall, saved: Tensors, grads: Tensors) -> Tensors:
 
 
 def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
-    """Return the gradient of `log_decay` (…, n). The decay of token t multiplies the pairs of a query from t on and a
-    key before t, whose terms its gradient sums. `start` (…) is this sum at the first token, where keys are those of the
-    state before the call. `change` (…, n) is the difference of the sums at the next token and this one: plus pairs with
-    later queries, minus pairs with earlier keys. The pair of a token with itself is in neither: among strong decays it
-    is the largest by far, and its rounding errors would stay in all later sums."""
+    """Return the gradient of `log_decay` (…, n). For token t it is the sum of M_ij (`query_gradient`) over queries i ≥
+    t and keys j < t, the pairs that this decay multiplies. `start` (…) is the sum for the first token, with keys of the
+    state before the call. `change` (…, n) is the sum for the next token minus that for this one: the pairs of this key
+    with later queries, minus those of this query with earlier keys. No token is paired with itself: this term is the
+    largest by far among strong decays, and its rounding errors would stay in all later sums."""
     shape = log_decay.shape
     change, start = change.sum_to_size(*shape), start.unsqueeze(-1).sum_to_size(*shape[:-1], 1)
     total = start + change.cumsum(-1) - change
@@ -89,13 +89,13 @@ def _decay_gradient(log_decay: Tensor, change: Tensor, start: Tensor) -> Tensor:
 
 
 def _pair_sums(rows: Rows, programs: int) -> Tensor:
-    """Return memory for a sum per token over the pairs that decays multiply, in each program: (rows, programs, n)."""
+    """Return memory for a kernel's `crossing`, a sum per token in each program: (rows, programs, n), or none."""
     inputs = rows.inputs
     return inputs.empty(0) if inputs.log_decay is None else inputs.empty(rows.number, programs, inputs.n)
 
 
 def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Return dq, the results of `launch_query_gradient`, and each query's sums over pairs with earlier keys."""
+    """Return dq, the results of `launch_query_gradient`, and sums of M_ij over earlier keys, per query and program."""
     dq, tiles = inputs.empty_gradient("q"), over_queries(*inputs.shape)
     rows = Rows(inputs, [*inputs.tokens.values(), dy, dq], z)
     splits, pair_sums = rows.split(tiles), _pair_sums(rows, tiles.parts)
@@ -107,7 +107,7 @@ def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[T
 def _key_gradients(
     inputs: Inputs, dy: Tensor, dend: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return dk, dv, dS and dz in every row, and each key's sums over pairs with later queries. `dend` are the
+    """Return dk, dv, dS and dz in every row, and sums of M_ij over later queries, per key and program. `dend` are the
     gradients of the last S and z, `denominators` the results of `launch_query_gradient`."""
     dk, dv = inputs.empty_gradient("k"), inputs.empty_gradient("v")
     dS, dz = inputs.empty(*inputs.lead, inputs.f, inputs.dv), inputs.empty(*inputs.lead, inputs.f)

@@ -14,11 +14,11 @@ import triton.language as tl
 
 from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, transposed
 
-# how tiles lie as a rule
+# by default, tiles are not transposed
 _STRAIGHT = tl.constexpr(False)
 
 # fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the base-2
-# logarithm of the first, as a float32 and what that leaves; and where its sequence begins in the chunk, less C;
+# logarithm of the first, as a float32 and its rounding error; and where its sequence begins in the chunk, less C;
 # zeros for tokens that are not inside, which so see no key
 SINCE, UNTIL, HIGH, LOW, FIRST = (tl.constexpr(i) for i in range(5))
 FIELDS: Any = tl.constexpr(5)
@@ -51,7 +51,7 @@ def place(walk):
 
 @jit
 def span(walk):
-    """Return the indices of this program's row, the split, its first token and the one before which it ends."""
+    """Return this program's row, as three indices, the number of its split, and the split's first token and end."""
     splits, length = plain(walk.splits), plain(walk.length)
     number, split = place(walk) // splits, place(walk) % splits
     begin = split * length
@@ -86,8 +86,8 @@ def in_row(pointers, strides, row, UNIT: tl.constexpr):
 
 @jit
 def per_token(x, walk, SHARES: tl.constexpr):
-    """Return (pointer, step) of this row in x, one number per token: (rows, n), or with SHARES one for each of the
-    programs that share the row's columns, (rows, programs, n)."""
+    """Return (pointer, step) of this row in x, which holds one number per token, (rows, n), or with SHARES, one per
+    token and program of the row, (rows, programs, n)."""
     number = place(walk) // plain(walk.splits)
     if SHARES:
         number = number * plain(walk.parts) + part(walk)
@@ -132,7 +132,7 @@ def _numbers(x, chunk):
 
 @jit
 def load_numbers(x, chunk):
-    """(C,): zeros for tokens that are not inside."""
+    """Load one number per token, (C,), with zeros for tokens that are not inside."""
     return tl.load(_numbers(x, chunk), mask=chunk[1], other=0)
 
 
@@ -143,7 +143,7 @@ def store_numbers(x, chunk, numbers):
 
 @jit
 def load_present(key_mask, chunk, K: tl.constexpr):
-    """(C,): which tokens are keys."""
+    """Return which tokens are keys, (C,)."""
     return load_numbers(key_mask, chunk) != 0 if K.MASKED else chunk[1]
 
 
@@ -154,14 +154,14 @@ def _tile(x, chunk, columns):
     start, inside, last = chunk
     rows = tl.arange(0, inside.shape[0]) * step
     if step > 0:
-        # compared in the numbers that addresses are made of, which then differ by constants, as the compiler sees
+        # compare offsets in memory, not tokens: the compiler sees that offsets differ by constants
         inside = rows < (last + 1 - start) * step
     return pointer + tl.cast(start, tl.int64) * step + (rows[:, None] + columns[0][None, :]), both(inside, columns[1])
 
 
 @jit
 def load(x, chunk, columns):
-    """(C, B): zeros for tokens and columns that are not inside."""
+    """Load a tile (C, B), with zeros for tokens and columns that are not inside."""
     places, inside = _tile(x, chunk, columns)
     return early(tl.load(places, mask=inside, other=0))
 
@@ -206,14 +206,14 @@ def store_state(state, features, values, S_i, z_i, enabled, with_z, K: tl.conste
 
 @jit
 def mapped(x, inside, phi):
-    """φ of a tile; zeros for what is not inside, which is not multiplied by zero, as it may be infinite."""
+    """Return φ of a tile, with zeros where not `inside`: set, not multiplied by zero, as φ may be infinite there."""
     return tl.where(inside, phi.function(x.to(tl.float32)), 0.0)
 
 
 @jit
 def load_queries(q, chunk, features, present, phi, K: tl.constexpr):
-    """Return φ(q) of a chunk, (C, BF). Finite features of masked tokens stay, as they are in other tokens' gradients.
-    Tokens that are not inside have finite features; their outputs are not stored, their weights are zero."""
+    """Return φ(q) of a chunk, (C, BF). Finite features of masked tokens stay: the gradients of other tokens include
+    them. Tokens that are not inside have finite features; their outputs are not stored, their weights are zero."""
     return map_queries(load(q, chunk, features), features, present, _STRAIGHT, phi, K)
 
 
@@ -256,21 +256,21 @@ def load_values(v, chunk, values, present, K: tl.constexpr):
 
 @jit
 def later(rows, columns):
-    """Return whether row > column for all pairs of indices. Columns are counted in eights: in each eight a thread has
-    the same places, so what it compares, the numbers of the eights, are constants and take no registers."""
+    """Return whether row > column for all pairs of indices, by comparing the numbers of groups of eight columns: as a
+    thread has the same places in every group, these numbers are constants and take no registers."""
     return (rows[:, None] - 1 - (columns[None, :] & 7)) >> 3 >= columns[None, :] >> 3
 
 
 @jit
 def _field(decay, chunk, FIELD: tl.constexpr):
-    """Return pointers to one of the FIELDS of a chunk, (C,), at constant distances from those to other fields."""
+    """Return pointers to one of the FIELDS of a chunk, (C,). Pointers to different fields differ by constants."""
     start, inside, _ = chunk
     return decay[0] + tl.cast(start, tl.int64) * FIELDS + (FIELD * inside.shape[0] + tl.arange(0, inside.shape[0]))
 
 
 @jit
 def load_decay(decay, chunk):
-    """Return weights of a chunk: (C,) from its start to each token and from there to its end; (1,) over the chunk."""
+    """Return the decays from a chunk's start to each token and from each token to its end, (C,), and over all, (1,)."""
     # a tensor, as loads of tensors start early
     whole = decay[0] + tl.cast(chunk[0], tl.int64) * FIELDS + (chunk[2] - chunk[0] + tl.arange(0, 1))
     return tl.load(_field(decay, chunk, SINCE)), tl.load(_field(decay, chunk, UNTIL)), tl.load(whole)
@@ -278,7 +278,7 @@ def load_decay(decay, chunk):
 
 @jit
 def between(decay, chunk, KEYS_FIRST: tl.constexpr, K: tl.constexpr):
-    """(C, C): whether a query sees a key, and the key's decay until then; rows are keys if KEYS_FIRST, else queries."""
+    """Return tiles (C, C): whether a query sees a key, and the decay between them. With KEYS_FIRST, rows are keys."""
     high, first = tl.load(_field(decay, chunk, HIGH)), tl.load(_field(decay, chunk, FIRST))
     exponent, places = high[:, None] - high[None, :], tl.arange(0, chunk[1].shape[0])
     if K.PRECISION == "tf32x3":

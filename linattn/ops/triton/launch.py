@@ -66,7 +66,7 @@ class Inputs:
 
 
 def _token_strides(x: Tensor, strides: Strides, dim: int, unit: int = 1) -> TokenStrides:
-    """Return `strides`, those of x over the rows, in multiples of `unit`, and that of `dim`, from token to token."""
+    """Return strides of x: those over the rows, `strides` / `unit`, and from token to token, that of `dim`."""
     step = x.stride(dim) if x.shape[dim] > 1 else 0
     outer, middle, inner = opaque(*(s // unit for s in strides))
     return TokenStrides(outer, middle, inner, tl.constexpr(step))
@@ -97,8 +97,8 @@ class States(NamedTuple):
 
 
 class Rows:
-    """A kernel's tensors of tokens, in the kernel's order, with their strides over the rows, and launches on them. z
-    (…, f) is a contiguous part of a state, whose strides over the rows are needed too."""
+    """The rows of a call, on which kernels are launched: `tokens` in the order of a kernel's arguments, with strides
+    over the rows. z (…, f), a contiguous part of a state, shows how rows share states."""
 
     def __init__(self, inputs: Inputs, tokens: Sequence[Tensor], z: Tensor | None = None) -> None:
         scalars = inputs.key_mask, inputs.log_decay
@@ -122,7 +122,7 @@ class Rows:
         return States(S, z, StateStrides(*opaque(*self.state_strides, 0)))
 
     def separate(self, S: Tensor, z: Tensor, splits: int = 1) -> States:
-        """Return S and z, in which each row and split has a state of its own, one after another, with strides."""
+        """Return S and z with the strides of contiguous states, one for each row and split."""
         strides = self.size1 * self.size2 * splits, self.size2 * splits, splits, int(splits > 1)
         return States(S, z, StateStrides(*opaque(*strides)))
 
@@ -157,8 +157,8 @@ class Rows:
                 kernel[grid](self.tokens, self.scalars, tuple((s.S, s.z) for s in states), tuple(numbers), **options)
 
     def enter(self, state: States, sums: "Sums", splits: Split, **flags: bool) -> States:
-        """Scan over the splits from `state`: overwrite the `sums` of each with the state before it, and return these
-        states. `flags` are constants of the kernel."""
+        """Scan over the splits, starting with `state`: overwrite the `sums` of each split with the state that enters
+        it. Return these states. `flags` are constants of the kernel."""
         states, (f, dv) = self.separate(sums.S, sums.z, splits.number), sums.S.shape[-2:]
         tiles = enter_tiles(f, dv)
         self.launch(enter, tiles, splits, state, states, numbers=[sums.decay], programs=1, **flags)

@@ -93,8 +93,8 @@ class Constants(NamedTuple):
 
 
 def opaque(*integers: int) -> tuple[int, ...]:
-    """Multiply all integers by 16; `device.plain` divides them again. Triton would compile separate kernels for those
-    that become 1 or a multiple of 16, but a new length or batch needs no new kernel."""
+    """Multiply all integers by 16; `device.plain` divides by 16. Triton compiles separate kernels for arguments that
+    are 1 or a multiple of 16: as all are multiples, a new length or batch needs no new kernel."""
     return tuple([16 * x for x in integers])
 
 
@@ -129,7 +129,7 @@ def too_many_dimensions(lead: Sequence[int]) -> bool:
 
 
 def shared_groups(lead: Sequence[int], states: Sequence[int]) -> int:
-    """Count groups of neighbouring dimensions of rows (`lead`) that share states (size 1 in `states`), or do not."""
+    """Count runs of neighbouring dimensions of `lead` in which all share `states` (size 1 there), or none does."""
     sharing = [count != size for size, count in zip(lead, states, strict=True) if size != 1]
     return sum(i == 0 or sharing[i] != sharing[i - 1] for i in range(len(sharing)))
 

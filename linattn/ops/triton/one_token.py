@@ -67,8 +67,8 @@ def _plan(inputs: Inputs, z: Tensor) -> Plan:
 def _cached_plan(
     layouts: tuple[Layout | None, ...], dtype: torch.dtype, normalize: str | None, feature_map: str
 ) -> Plan | None:
-    """Return the plan for tensors of these shapes and strides, or None if some of them must be copied first. The dtype
-    is that of the tokens; a plan depends on no other."""
+    """Return the plan for tensors of these shapes and strides, or None if some of them must be copied first. `dtype` is
+    that of the tokens; no plan depends on the dtypes of other tensors."""
     tensors = [x if x is None else torch.empty_strided(*x, dtype=dtype, device="meta") for x in layouts]
     inputs, S, z = readable_call(CausalCall(*tensors, normalize, feature_map, False))  # type: ignore[arg-type]
     views = *inputs.tokens.values(), S, z, inputs.log_decay, inputs.key_mask

@@ -84,7 +84,7 @@ def enter(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     """Write the state that enters each split in the place of the split's own sums: K.C numbers of S in each program,
     and z in the last one.
 
-    If SHARED, all rows that share a state begin with it; otherwise, for a gradient, only the first of these rows."""
+    If SHARED, all rows that share a state start from it. Otherwise, for gradients, one does, the others from zeros."""
     row, decays = dev.row_of(dev.place(walk), walk), numbers[0]
     (state,) = dev.states_in(states[:1], walk.states, row, 0, K)
     enabled = dev.owns(walk.states[0], row)

@@ -67,8 +67,8 @@ def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: boo
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most others
-    of NVIDIA's; 64 on those that do not say."""
+    """Return the bytes of shared memory that a program may have: 227 KiB on an H100, 163 on an A100, 99 on most other
+    NVIDIA GPUs; 64 where torch does not report it."""
     if device.type == "cuda":
         return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024)
     return (64 if device.type == "xpu" else 227) * 1024
@@ -108,7 +108,7 @@ def over_queries(f: int, dv: int, dtype: torch.dtype, device: torch.device, deca
 def over_both(
     f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False
 ) -> list[tuple[Tiles, bool, bool]]:
-    """Return (tiles, for keys, for values) per launch of the gradients of both: one launch if the whole state fits."""
+    """Return (tiles, for keys, for values) per launch of the keys' and values' gradients: one, if the state fits."""
     choice, BF, BV = rule(f, dv, dtype, device, decayed), _power(f), _power(dv)
     most = 2 * choice.state if shared_memory(device) > 200 * 1024 else 4096
     if dtype == torch.bfloat16 and most >= BF * BV:
