@@ -117,5 +117,6 @@ TASKS = (
     _task("parity", "parity of bits", bits()),
     _task("swaps", "swaps of 2 of 3 things", permutations_of(3, swaps=True)),
     _task("permutations", "permutations of 3 things", permutations_of(3)),
+    _task("swaps5", "swaps of 2 of 5 things", permutations_of(5, swaps=True), steps=3000),
     _task("permutations5", "permutations of 5 things", permutations_of(5), steps=3000, writes=(1, 2, 4)),
 )

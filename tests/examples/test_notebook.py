@@ -38,6 +38,12 @@ def printed(book: nbformat.NotebookNode) -> list[str]:
     return ["".join(part.text for part in cell.get("outputs", []) if "text" in part) for cell in book.cells]
 
 
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_progress_is_shown_as_it_ends(name):
+    """A browser cannot overwrite a line, as a terminal does: it would show every step of a progress bar."""
+    assert not any("\r" in text for text in printed(notebook(name)))
+
+
 @pytest.fixture
 def jupyter(tmp_path, monkeypatch):
     """What Jupyter writes about its connections goes into a folder of this test."""
