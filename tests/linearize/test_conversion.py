@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
+from linattn import replace_attention
+from linattn.attention import ATTENTIONS, traits
 from linattn.linearize import (
     Linearized,
     convert,
@@ -48,6 +51,32 @@ CASES = {
     **{f"llama-{method}": (DECODERS["llama"], method) for method in METHODS},
     **{f"{name}-taylor2": (family, "taylor2") for name, family in DECODERS.items() if name not in ("llama", "gemma2")},
 }
+
+
+OWN_WEIGHTS = [
+    name
+    for name in ATTENTIONS
+    if (traits(name).learned or traits(name).gated) and traits(name).causal and not traits(name).fixed_length
+]
+
+
+@pytest.mark.parametrize("method", OWN_WEIGHTS)
+def test_a_name_that_cannot_hold_weights_says_how_to_train_new_ones(method):
+    model, batch = make(DECODERS["llama"]), {"input_ids": tokens(), "labels": tokens()}
+    before = {name for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"of linattn\.linearize") as caught:
+        replace_attention(model, method)
+    (call,) = re.findall(r"`(.*)`", str(caught.value))
+    eval(call, {"model": model, "plan": plan, "convert": convert})
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    # weights behind a matrix that begins at zero get their gradient in the second step
+    for _ in range(3):
+        losses.append(model(**batch).loss)
+        losses[-1].backward()
+        optimizer.step()
+    new = {name: weight for name, weight in model.named_parameters() if name not in before}
+    assert new and all(weight.grad.any() for weight in new.values())
+    assert losses[2] < losses[1] < losses[0]
 
 
 def converted(family: Any, method: str, **options: Any) -> Any:

@@ -30,10 +30,12 @@ REPLACED = {"full_attention", "sliding_attention"}
 def _obstacle(name: str) -> str | None:
     """Return why transformers cannot use the attention by its name alone; None: it can."""
     facts = traits(name)
-    if facts.learned or facts.fixed_length:
-        return "has weights or a length of its own, which a name cannot hold"
-    if facts.gated:
-        return "needs gates, which are made from the layer's input, where a name cannot hold them"
+    if facts.fixed_length:
+        return "has weights and a length of its own, which a name cannot hold"
+    if facts.learned or facts.gated:
+        weights = "makes gates from the layer's input" if facts.gated else "has weights of its own"
+        call = f"convert(model, plan(model, method={name!r}, window=0, convolution=0, decay=False))"
+        return f"{weights}, which a name cannot hold: `{call}` of linattn.linearize gives each layer new ones, to train"
     return None
 
 
