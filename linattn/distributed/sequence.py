@@ -71,8 +71,7 @@ def shard_sequence(
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
     products, which takes every causal layer; or "scan", where all ranks are at the same layer. None takes the wave,
     unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks outnumber the layers. A
-    rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that names what it
-    waits for.
+    rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that says why.
 
     Raises ValueError, on every rank, for layers that are not causal, see all tokens at once, or cannot hand on a
     state."""
