@@ -15,7 +15,8 @@ Parsing = dict[str, Any]
 
 
 def checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """Return a converter of texts that refuses infinite numbers and those not `allowed`: they "must be `expected`"."""
+    """Return a converter of texts. It refuses infinite numbers and numbers that `allowed` refuses, with the error "must
+    be `expected`"."""
 
     def number(text: str) -> Any:
         with suppress(ValueError):
@@ -42,7 +43,8 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Names:
-    """Converts a name, or `several` with commas between. `check` raises ValueError for one that is not `known`."""
+    """Converts a name, or with `several` names with commas between. `check` raises ValueError for a wrong name; `known`
+    lists the right ones."""
 
     known: Sequence[str]
     check: Callable[[str], object]
@@ -87,7 +89,8 @@ def numbers(allowed: Callable[[float], bool], expected: str) -> Parsing:
 
 
 def repeatable(metavar: str) -> Parsing:
-    """Return argparse's keywords for a repeatable option of one value, as one of several values would take DATA too."""
+    """Return argparse's keywords for an option that is repeated, once per value. (An option of several values would
+    also take the DATA after it as values.)"""
     return {"action": "append", "metavar": metavar}
 
 

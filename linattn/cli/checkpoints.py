@@ -31,7 +31,8 @@ def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
 
 
 def recover(run: Run, step: int, keep: int) -> None:
-    """Restore a run, whenever killed, to its state after the checkpoint of `step`, with the last `keep` checkpoints."""
+    """Restore a run that was killed at any instant to its state after the checkpoint of `step`. Keep the last `keep`
+    checkpoints."""
     remove_leftovers(run.folder)
     remove_leftovers(run.checkpoints)
     lines = [json.dumps(record) + "\n" for record in run.records() if record["step"] <= step]

@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_file_options(arguments: argparse.Namespace) -> None:
-    """Raise CommandError for options that have no effect beside the others. --batch has its default from here."""
+    """Raise CommandError for options that have no effect beside the others. Set --batch to its default if it is not
+    given."""
     if arguments.prompts is None:
         for name in ("out", "batch", "replace"):
             if getattr(arguments, name):

@@ -62,7 +62,8 @@ def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: 
 
 @torch.no_grad()
 def _state_bytes(model: LinattnForCausalLM, length: int) -> int:
-    """Return the bytes of the state of one sequence after a segment, or after `PROBE` tokens, as no state shrinks."""
+    """Return the bytes of one sequence's state after `length` tokens. Where those are more than `PROBE`, return the
+    bytes after `PROBE` tokens, a lower bound."""
     with evaluating(model.model):
         _, state = model.model.extend_hidden(torch.zeros(1, min(length, PROBE), dtype=torch.long))
     return num_bytes(state)

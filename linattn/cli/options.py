@@ -35,9 +35,9 @@ MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
 
 
 def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
-    """Declare an option. `parsing` has its keywords for argparse (None: by its type), and `rules` the `group` in the
-    help, the `least` value of an integer, the `choices` of a name, and `free` if --resume may change the option,
-    because the weights do not depend on it."""
+    """Declare an option. `parsing` has its keywords for argparse (None: they follow from its type). `rules` are
+    `group`, its group in the help; `least`, the least value of an integer; `choices`, the allowed names; and `free`,
+    True if --resume may change the option, because the weights do not depend on it."""
     return field(default=default, metadata={"help": help, "parsing": parsing, **rules})
 
 
@@ -119,7 +119,8 @@ class TrainOptions(ModelOptions):
         return LanguageModelConfig(vocab_size=vocab_size, max_length=longest, **fields)
 
     def limit(self) -> int:
-        """Return the largest number of updates: --steps, else 2,000, or, with --minutes, more than the time allows."""
+        """Return the largest number of updates: --steps, else 2,000, or with --minutes a number that no run reaches in
+        its time."""
         return self.steps or (2000 if self.minutes is None else 1_000_000)
 
 
@@ -185,7 +186,8 @@ def recorded_options(recorded: Mapping[str, Any]) -> TrainOptions:
 
 
 def resumed_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a resumed run: what is given again must be the same, unless weights do not depend on it."""
+    """Return the options of a resumed run: those recorded, with the `given` ones in their place. A given option must
+    have the recorded value, unless the weights do not depend on it."""
     before = recorded_options(recorded)
     for name, after in given.items():
         if after != (began := getattr(before, name)) and not OPTIONS[name].metadata.get("free"):

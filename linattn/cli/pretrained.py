@@ -133,7 +133,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _layers(model: PreTrainedModel) -> list[str]:
-    """Return the kind of attention of each layer, in the configuration's words where it has some."""
+    """Return the kind of attention of each layer, in the words of the configuration's `layer_types` if it has them."""
     config: Any = model.config.get_text_config(decoder=True)
     if isinstance(model, LinattnForCausalLM):
         attention = config.to_language_model().attention

@@ -22,7 +22,8 @@ GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 
 
 def check_sharing(options: TrainOptions, processes: int) -> None:
-    """Raise ValueError unless so many processes can share sequences as the options say."""
+    """Raise ValueError unless this number of `processes` can run with --sequence-parallel, --segment and --context as
+    they are."""
     ranks = options.sequence_parallel
     if ranks > 1 and options.segment is not None:
         raise ValueError("--segment does not work with --sequence-parallel")
@@ -37,9 +38,9 @@ def sequences_per_update(options: TrainOptions, processes: int) -> int:
 
 
 def with_updates_of(options: TrainOptions, sequences: int, processes: int, accumulate: int | None) -> TrainOptions:
-    """Return the options of a resumed run whose updates take as many `sequences` as before, whatever the number of
-    processes: --accumulate follows from the other numbers. Raise CommandError if that cannot be, or if it is not the
-    `accumulate` that was given."""
+    """Return the options of a resumed run with --accumulate such that an update takes as many `sequences` as before,
+    for any number of processes. Raise CommandError if no --accumulate does that, or only another one than the user gave
+    (`accumulate`, None: not given)."""
     at_a_time = options.batch * (processes // options.sequence_parallel)
     if sequences % at_a_time == 0 and accumulate in (None, sequences // at_a_time):
         return replace(options, accumulate=sequences // at_a_time)
@@ -58,7 +59,8 @@ def with_updates_of(options: TrainOptions, sequences: int, processes: int, accum
 
 
 def _numbers(product: int, accumulate: int | None) -> list[int]:
-    """Return the divisors of the product, or the product itself if `accumulate` cannot be chosen to go with them."""
+    """Return the numbers that a message suggests: all divisors of `product` if --accumulate is free, otherwise
+    `product` alone."""
     return [i for i in range(1, product + 1) if product % i == 0] if accumulate is None else [product]
 
 
@@ -140,8 +142,8 @@ def has_lost_process(error: BaseException | None) -> bool:
 
 
 def end_after_loss(rank: int, folder: Path, message: str) -> SystemExit | CommandError:
-    """Return the error with which a process ends that has lost another one. Only one process reports it: the first,
-    which holds the lock of the folder, or the second if the first one is gone."""
+    """Return the error with which this process ends when another one has ended early. Only one process reports the
+    `message`: rank 0, which holds the lock of the folder, or rank 1 if rank 0 has ended."""
     if rank == 1:
         with suppress(CommandError), locked(folder):
             return CommandError(message, status=1)

@@ -57,7 +57,7 @@ class Result(TypedDict):
 
 
 class Job(NamedTuple):
-    """A line that is not yet answered."""
+    """A line of the file of prompts that has no answer yet: its number `line`, its `content`, and its request."""
 
     line: int
     content: Line
@@ -128,7 +128,7 @@ class Answer:
 
 
 def answer_file(model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
-    """Write a line for each prompt that has none yet, when its text ends; at the end, in the order of the prompts."""
+    """Write the answers to the prompts that have none yet, each when its text ends. Then sort the lines by prompt."""
     out, reader = arguments.out, Reader(model, vocabulary, state, arguments)
     batch, jobs = ContinuousBatch(model, size=arguments.batch), list(reader.jobs())
     if not jobs:
@@ -162,7 +162,7 @@ def answer_file(model: LanguageModel, vocabulary: Vocabulary, state: Any, argume
 def _answers(
     batch: ContinuousBatch, jobs: dict[int, Job], vocabulary: Vocabulary, progress: "_Progress"
 ) -> Iterator[Answer]:
-    """Yield each answer when it ends. The jobs have the numbers of their requests."""
+    """Yield each answer when its text ends. The keys of `jobs` are the numbers of their requests in the batch."""
     answers = dict[int, Answer]()
     while batch:
         with explained("this cannot be generated", ValueError, RuntimeError):

@@ -92,9 +92,10 @@ class Place(NamedTuple):
 
 
 class Reading:
-    """The reading of the texts, saved now and then, so that the same command goes on after an interruption. `place` is
-    how far it is; it changes in one assignment, so that an interruption finds the old one or the new one. `before` is
-    the number of tokens in the state of --state, `done` that of tokens read before an interruption.
+    """Reads the texts and saves the state now and then, so that the same command goes on after an interruption. `place`
+    is the state so far with its number of tokens; one assignment replaces it, so an interruption never finds half of
+    it. `before` is the number of tokens in the state of --state, `done` the number of tokens read before an
+    interruption.
 
     The processes of a `group` read each piece together. All of them have the state after it, and the first one writes
     and reports."""
@@ -207,8 +208,8 @@ class Reading:
 
 
 def pieces(vocabulary: Vocabulary, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Yield the tokens of the files, of stdin if there is none, in pieces of at most `length` tokens, each with the
-    number of bytes of its text. Every text begins with the separator."""
+    """Yield the tokens of the files (of stdin, if there are no files) in pieces of at most `length` tokens, each with
+    the number of bytes of its text. Every text begins with the separator."""
     for path in files or (None,):
         yield [vocabulary.separator], 0
         with sys.stdin.buffer if path is None else path.open("rb") as file:

@@ -26,7 +26,8 @@ FORMAT = 1
 
 
 class Part(TypedDict):
-    """Describes the tokens for training or for validation, from which `lost_bytes` of the text cannot be restored."""
+    """Describes the tokens for training or for validation. `lost_bytes` of the text's `bytes` cannot be restored from
+    the tokens."""
 
     documents: int
     bytes: int

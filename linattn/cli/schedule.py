@@ -24,7 +24,8 @@ shorter one, a model with tied embeddings predicts the frequencies of tokens for
 
 
 class Schedule(TrainerCallback, ExportableState):
-    """Counts the seconds of training without interruptions; the learning rate follows them, or the steps."""
+    """Counts the seconds of training without interruptions. The learning rate follows the share of the time or of the
+    steps that has passed, whichever is larger."""
 
     def __init__(self, *, steps: int, minutes: float | None, warmup: float | None) -> None:
         self.steps, self.warmup = steps, warmup
@@ -41,8 +42,9 @@ class Schedule(TrainerCallback, ExportableState):
         return min(1.0, max((step + 0.5) / self.steps, self.seconds / self.limit))
 
     def warmup_share(self, step: int) -> float:
-        """Return the share of the run in which the learning rate rises: the option, or the default number of steps
-        within the limits. If the time ends the run, its number of steps is estimated from the time of those so far."""
+        """Return the share of the run in which the learning rate rises: --warmup, else `WARMUP_STEPS` as a share of all
+        steps, between the limits `WARMUP_SHARES`. If the time ends the run, the number of all steps is estimated from
+        the progress so far."""
         if self.warmup is not None:
             return self.warmup
         least, most = WARMUP_SHARES

@@ -61,7 +61,8 @@ class Tokenizer:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
-        """Count the bytes of characters of `text` that are missing in the decoded tokens, wherever they stand there."""
+        """Count the bytes of the characters of `text` that the decoded tokens lack. The order of the characters does
+        not matter."""
         # surrogateescape makes each invalid byte a character of its own, which no tokenizer gives back
         original = text.decode("utf-8", "surrogateescape")
         decoded = self.backend.decode(list(tokens), skip_special_tokens=False)

@@ -22,8 +22,8 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def lock_name(folder: Path) -> Path:
-    """Return the file that is locked for a folder. It lies beside the folder, which may be replaced, or in the folder
-    if nothing can be written, and so nothing be replaced, beside it."""
+    """Return the file that is locked for a folder. It lies beside the folder, as a command may replace the folder. If
+    the parent folder cannot be written, the file lies in the folder."""
     folder = folder.resolve()
     if folder.is_dir() and not os.access(folder.parent, os.W_OK):
         return folder / ".lock"
@@ -45,7 +45,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path, folder: Path) -> int:
-    """Lock the file at `path` for the `folder`, and return its descriptor. If it is deleted before, lock a new one."""
+    """Lock the file at `path` for the `folder`, and return its descriptor. If another process deletes the file before
+    it is locked, create and lock a new one."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

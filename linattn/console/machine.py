@@ -37,7 +37,8 @@ def timestamp() -> str:
 
 
 def forget_peak() -> None:
-    """Make Linux forget the process's peak of memory so far. On other systems it may hide the next peak, if lower."""
+    """Make Linux forget the process's peak of memory so far. Other systems keep the old peak, so a lower one is not
+    seen."""
     if (forget := Path("/proc/self/clear_refs")).exists():
         # free memory that the process keeps would hide new allocations
         with suppress(AttributeError):

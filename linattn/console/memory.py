@@ -22,8 +22,8 @@ VERSION_1, VERSION_2 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file
 
 
 def require_memory(needs: Mapping[str, float], available: float, smaller: str) -> None:
-    """Raise CommandError if the needs, in bytes and with the words for each, are more than is available. `smaller`
-    says what to change."""
+    """Raise CommandError if the `needs` add up to more bytes than are `available`. The error names each need by its
+    key, and ends with `smaller`, the advice what to change."""
     if (total := sum(needs.values())) > available:
         parts = ", ".join(f"{shown(size)} for {what}" for what, size in needs.items())
         raise CommandError(
@@ -36,7 +36,8 @@ def shown(size: float) -> str:
 
 
 def available_memory(*, cpu: bool) -> float:
-    """Return the bytes of memory that the first GPU has free, or, without one or if `cpu`, the machine."""
+    """Return the free bytes of the first GPU's memory. Without a GPU, or if `cpu`, return those of the machine's
+    memory."""
     if torch.cuda.is_available() and not cpu:
         return float(torch.cuda.mem_get_info()[0])
     import psutil
@@ -68,8 +69,9 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[float]:
 
 
 def _left(folder: Path, limit: str, usage: str, cached: str) -> float:
-    """Return the limit of a control group less the memory in use; files in the cache are not in use. The names are
-    those in its `folder` of the limit, of the usage, and of cached files in memory.stat."""
+    """Return the bytes that a control group still allows: its limit less the memory in use; cached files do not count
+    as in use. In its `folder`, the file memory.`limit` has the limit, memory.`usage` the memory in use, and the line
+    `cached` of memory.stat the cached files."""
     limit_bytes, used = (int((folder / f"memory.{name}").read_text()) for name in (limit, usage))
     statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return float(limit_bytes - used + int(statistics.get(cached, 0)))

@@ -28,9 +28,10 @@ _MIXERS = (
 
 
 def layers_with_states(model: nn.Module, *, composed: bool) -> dict[str, nn.Module]:
-    """Return the layers by name: whole ones where they are `composed`, otherwise the parts that have states.
+    """Return the layers that have states, by name. If `composed`, a layer of several parts with states counts as one.
 
-    Raises ValueError for a layer that is not causal, or has no rule, and for a model without any."""
+    Raises ValueError for a layer that is not causal, for one that cannot be shared by ranks, and if there is no
+    layer."""
     found: dict[str, nn.Module] = {}
     seen, stack = set[int](), [("", model)]
     while stack:
@@ -51,7 +52,7 @@ def layers_with_states(model: nn.Module, *, composed: bool) -> dict[str, nn.Modu
 
 
 def without_segment(module: nn.Module) -> nn.Module | None:
-    """Return the part of a layer that has no map of a segment, None if there is none."""
+    """Return the first part of a layer for which `segment` is not defined, None if there is none."""
     if isinstance(module, SplitHeads):
         return next((part for part in map(without_segment, module.parts) if part is not None), None)
     return module if segment.dispatch(type(module)) is segment.dispatch(object) else None

@@ -28,12 +28,12 @@ def sharded_linear_attention(
     normalize: str | None = "output",
     feature_map: str = "identity",
 ) -> tuple[Float[Tensor, "b h n dv"], LinearState]:
-    """`causal_linear_attention` over all tokens of the `group`, of which each rank passes its part, in order, as `q`,
-    `k` and `v`.
+    """Run `causal_linear_attention` over the tokens of all ranks of the `group`. Each rank passes its part of the
+    tokens, in the order of the ranks, as `q`, `k` and `v`.
 
-    `state` is that before the tokens of the first rank, and the same on all; the state that is returned is that after
-    this rank's tokens. Every rank must differentiate its outputs if one does. `log_decay` is (b, h, n) or (b, h, n, d);
-    it, `key_mask`, `normalize`, `feature_map` and errors are otherwise as in the operator."""
+    `state` is the state before the tokens of the first rank, the same on all ranks; the returned state is the one after
+    this rank's tokens. If one rank differentiates its outputs, all must. `log_decay` is (b, h, n) or (b, h, n, d);
+    otherwise `log_decay`, `key_mask`, `normalize`, `feature_map` and errors are as in `causal_linear_attention`."""
     line = Line(process_group(group))
     _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
     tokens = 0 if line.is_last else k.shape[-2]
@@ -63,11 +63,11 @@ def sharded_delta_attention(
     key_mask: Bool[Tensor, "#b #h n"] | None = None,
     scale: float = 1.0,
 ) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h d dv"]]:
-    """`causal_delta_attention` over all tokens of the `group`, of which each rank passes its part, in order, as `q`,
-    `k`, `v` and `beta`.
+    """Run `causal_delta_attention` over the tokens of all ranks of the `group`. Each rank passes its part of the
+    tokens, in the order of the ranks, as `q`, `k`, `v` and `beta`.
 
-    `state`, `log_decay` and what is returned are as in `sharded_linear_attention`, `key_mask`, `scale` and errors as in
-    the operator."""
+    `state`, `log_decay` and the results are as in `sharded_linear_attention`; `key_mask`, `scale` and errors are as in
+    `causal_delta_attention`."""
     line = Line(process_group(group))
     _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
     tokens = 0 if line.is_last else k.shape[-2]
@@ -81,7 +81,8 @@ def sharded_delta_attention(
 
 
 def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
-    """Raise ValueError, on every rank, for calls that differ between ranks, but for the number of tokens."""
+    """Raise ValueError, on every rank, if ranks pass different shapes, dtypes or options. Only the number of tokens may
+    differ."""
     sizes = [f"{name} {(*x.shape[:-2], 'n', *x.shape[-1:])} of {x.dtype}" for name, x in tensors.items()]
     line.agree(", ".join([*sizes, *(name for name, x in options.items() if x is not None)]))
     for name, x in tensors.items():

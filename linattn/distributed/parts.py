@@ -50,9 +50,10 @@ def split_sequence(
 ) -> SequencePart:
     """Return this rank's part of `tokens` (b, n), which all ranks of the `group` have whole, and its labels.
 
-    The label of a token is the next token, or the number in `labels` at its place. As that may be on the next rank, it
-    is moved before the sequence is cut. Masked tokens (`key_mask` False) are missing ones: the label is that of the
-    next present token. They, and the last one of a row, have `NO_LABEL`, −100.
+    The label of a token is the next token, or the number in `labels` at the next token's place. As the next token may
+    be on the next rank, labels are computed before the sequence is cut. Masked tokens (`key_mask` False) are missing
+    ones: the label is that of the next present token. Masked tokens, and the last token of a row, have `NO_LABEL`,
+    −100.
 
     Raises ValueError unless the number of ranks divides n."""
     line = Line(process_group(group))
@@ -79,8 +80,8 @@ def sequence_loss(logits: Float[Tensor, "b n v"], labels: TokenIds, *, group: Gr
     """Return the mean cross entropy of the labels of all ranks, each with its own `logits`; labels that are `NO_LABEL`
     do not count. The value is the same on every rank.
 
-    Its gradients are those of this rank's tokens, times the number of ranks: averaged over the ranks, as DDP and FSDP
-    do, they are those of the whole sequence."""
+    Each rank gets the gradients from its own tokens, times the number of ranks. Averaged over the ranks, as DDP and
+    FSDP do, they are the gradients of the whole sequence."""
     line = Line(process_group(group))
     exact = logits.float() if logits.element_size() < 4 else logits
     total = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum")

@@ -63,9 +63,10 @@ class _Axis(NamedTuple):
 
 
 class Plan:
-    """Records what each rank has of a `model`, without any change to it: the names of its `layers`, the placement of
-    each parameter, the shares that each module computes with (and the mesh, if a rank has only a part of the gradient
-    of its inputs), the last projections, whose outputs are summed, the mixtures, and the norms over all heads.
+    """Records how the ranks of the `mesh` share a `model`, without changing it: the names of the `layers`; the
+    placement of each parameter; the shares with which each module computes, with the mesh if each rank has only a part
+    of the gradient of its inputs; the `last` projections, whose outputs are summed; the mixtures; and the norms over
+    all heads.
 
     Raises ValueError for what the ranks of the `mesh` cannot share."""
 
@@ -156,7 +157,8 @@ class Plan:
     def _shares(
         self, owner: nn.Module | None, dims: dict[str, int | None], axis: _Axis | None = None
     ) -> Iterator[Share]:
-        """Yield the share of each tensor that is there, given the dimension that belongs to heads."""
+        """Yield the share of each tensor in `dims` that `owner` has. `dims` maps its name to the dimension that belongs
+        to heads (None: all heads use the whole tensor)."""
         tensors = {} if owner is None else _tensors(owner)
         for name, dim in dims.items():
             tensor = tensors.get(name)
@@ -217,7 +219,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _heads_of_parts(inner: nn.Module, num_heads: int) -> tuple[int, ...]:
-    """Return the number of heads of each part of a mixture, in order; of the whole, if it is none."""
+    """Return the number of heads of each part of a mixture, in order, or (`num_heads`,) for an attention that is no
+    mixture."""
     if isinstance(inner, RotaryAttention):
         return _heads_of_parts(inner.inner, num_heads)
     if not isinstance(inner, SplitHeads):

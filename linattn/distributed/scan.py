@@ -29,8 +29,8 @@ from linattn.ops.nested import map_state
 
 
 def gathered(line: Line, own: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Return x and the state before this rank's tokens, whose segment is `own`; `state` is the same on all ranks, that
-    before the tokens of the first one."""
+    """Return x and the state before this rank's tokens. `own` is the segment of this rank's tokens; `state` is the
+    state before the tokens of the first rank, the same on all ranks."""
     # as every rank waits for the gradients of the others, x takes part even where no input has one
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
     fold = _Fold(line, own, state)
@@ -39,8 +39,8 @@ def gathered(line: Line, own: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
 
 
 class _Fold:
-    """The maps of the ranks before, applied in order. `segments` has the leaves of each of them, `past` the nested
-    tuples of the state that they lead to."""
+    """Applies the segments of the ranks before, in order, to a state. `segments` has the leaves of each of these
+    segments, and `past` the state after them, whose nested tuples show how its leaves belong together."""
 
     def __init__(self, line: Line, own: Any, state: Any):
         self.line, self.own, self.state = line, own, state
@@ -48,7 +48,8 @@ class _Fold:
         self.past: Any = None
 
     def gather(self, leaves: list[Any]) -> None:
-        """Tell all ranks the leaves of this one's segment, and keep those of the ranks before."""
+        """Send the leaves of this rank's segment to all ranks, and keep the leaves of the segments of the ranks
+        before."""
         line, metas = self.line, [leaves] * self.line.size
         if _grows(self.own):
             device = next(x.device for x in tensors_in(leaves))
@@ -59,7 +60,8 @@ class _Fold:
         self.segments = [unpacked(x[:size], meta) for x, size, meta in zip(buffers, sizes, metas, strict=False)]
 
     def __call__(self, segments: list[list[Any]], state: list[Any]) -> list[Any]:
-        """Return the leaves of the state that these leaves of segments make of `state`."""
+        """Apply these `segments`, in order, to `state`. Segments and states are lists of leaves; return those of the
+        new state."""
         past = with_leaves(self.state, state)
         for leaves in segments:
             past = with_leaves(self.own, leaves).after(past)
@@ -107,9 +109,8 @@ class _Gathering(torch.autograd.Function):
 
 
 def _summed(line: Line, grads: list[list[Tensor]], own: list[Tensor], grows: bool) -> list[Tensor]:
-    """Send each rank before the gradients of its segment, and return those of this rank's, summed over the ranks.
-
-    `own` shows the shapes of these; if it `grows`, segments of other ranks may be larger."""
+    """Send the gradients `grads` of the segments of the ranks before to these ranks. Return those of this rank's
+    segment, summed over the ranks, in the shapes of `own`. If `grows`, the segments of other ranks may be larger."""
     if not own:
         return []
     device = grads[0][0].device if grads else line.group_device
@@ -129,7 +130,7 @@ def _summed(line: Line, grads: list[list[Tensor]], own: list[Tensor], grows: boo
 
 
 def _grows(own: Any) -> bool:
-    """Tell whether a segment is as large as its tokens are many."""
+    """Tell whether the size of a segment grows with the number of its tokens."""
     found: list[Any] = []
     map_state(found.append, own, leaf=SoftmaxSegment)
     return bool(found)

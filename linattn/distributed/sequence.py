@@ -65,15 +65,16 @@ def shard_sequence(
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
     for instance by DDP or FSDP. Parts may differ in length. The result's `undo()` takes the changes back.
 
-    The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have; what it returns is,
-    on the last rank, the state after all tokens, which `last_state` gives to all.
+    The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have, and returns, on the
+    last rank, the state after all tokens, which `last_state` gives to all.
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
     products, which takes every causal layer; or "scan", where all ranks are at the same layer. None takes the wave,
-    unless parameters are sharded over the same ranks (call `fully_shard` first) or ranks are more than layers. A rank
-    that waits longer than `timeout` seconds (None: the group's own limit) raises a RuntimeError that says for what.
+    unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks outnumber the layers. A
+    rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that says why.
 
-    Raises ValueError, on every rank, for layers that are not causal, that see all tokens at once, or have no rule."""
+    Raises ValueError, on every rank, for layers that are not causal, see all tokens at once, or cannot hand on a
+    state."""
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     line = Line(process_group(group), timeout)
@@ -185,7 +186,8 @@ def _replace_calls(
 def _example(
     known: dict[Any, Any], extend: Any, inputs: tuple[Tensor, ...], options: dict[str, Any], axis: int
 ) -> tuple[Any, bool]:
-    """Return a state of no tokens, and whether that of one has other sizes. What is in `known` was found before."""
+    """Return a state after no tokens, and whether a state after one token has other sizes. Results are kept in
+    `known`."""
     everything = tensors_in([*inputs, *leaves_of(tuple(options.values()))])
     device = inputs[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -206,7 +208,8 @@ def _first(inputs: Any, axis: int, n: int) -> Any:
 
 
 def _prepare(sharding: SequenceSharding, module: Any) -> None:
-    """Let positions go on from the ranks before, and everything around the layers pass on their masks."""
+    """Let positions count the tokens of the ranks before, keep a stack from packing tokens, and make a reversible
+    sequence run `extend` in the place of `forward`."""
     if isinstance(module, ReversibleSequence):
         # not reversed: that would repeat what ranks say to each other
         sharding.replace(module, "forward", lambda *inputs, **options: module.extend(*inputs, **options)[0])
@@ -221,8 +224,8 @@ def _prepare(sharding: SequenceSharding, module: Any) -> None:
 
 
 def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:
-    """Let positions begin after the present tokens of the ranks before. All ranks tell their numbers at the same time,
-    because under FSDP they all have a part of the embedding."""
+    """Let positions begin after the present tokens of the ranks before. All ranks exchange their numbers of tokens at
+    the same time, because under FSDP each of them holds a part of the embedding."""
 
     def embed_later(
         tokens: Tensor, position: Tensor | None = None, *, key_mask: Tensor | None = None

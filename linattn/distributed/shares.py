@@ -37,8 +37,8 @@ def own_shard(weight: DTensor) -> Tensor:
 
 
 def own_ranges(weight: DTensor, dim: int, ranges: Ranges) -> Tensor:
-    """Return the ranges of `dim` that this rank uses. They are not its shard, so each call gathers the weight, and its
-    gradient is scattered."""
+    """Return the ranges of `dim` that this rank uses. They are not the shard that it stores, so each call gathers the
+    whole weight, and the backward pass scatters its gradient."""
     whole = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return slices(whole, dim, ranges)
 
@@ -49,7 +49,8 @@ def slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def for_own_heads(weight: DTensor) -> Tensor:
-    """Return a weight that all heads share. This rank's gradient is that of its heads, so gradients are summed."""
+    """Return a weight that all heads share. The gradient on each rank is from the rank's own heads, so the gradients
+    are summed."""
     return gradients_summed(weight.to_local(), weight.device_mesh)
 
 

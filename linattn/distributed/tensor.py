@@ -61,7 +61,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorSharding:
 
 
 def _distribute(model: nn.Module, plan: Plan) -> None:
-    """Make DTensors of the parameters, with the values of the first rank, and give all ranks its buffers."""
+    """Make DTensors of the model's parameters, and copy the buffers to all ranks, both with the values of the first
+    rank."""
     parameters = {
         old: nn.Parameter(distribute_tensor(old.detach(), plan.mesh, [placement]), requires_grad=old.requires_grad)
         for old, placement in plan.placements.items()
@@ -87,7 +88,7 @@ def _exchange(model: nn.Module, parameters: dict[Any, nn.Parameter]) -> None:
 
 
 def _change_modules(plan: Plan) -> list[Callable[[], object]]:
-    """Make the modules compute with the shares of this rank. Return the functions that take it back."""
+    """Make the modules compute with the shares of this rank. Return functions that undo these changes."""
     changes: list[Callable[[], object]] = []
     for module, shares, mesh in plan.shares:
         compute_locally(module, shares, mesh)

@@ -89,8 +89,9 @@ class Line:
 
 
 class Format(NamedTuple):
-    """The format of a message: `leaves` are those of a state of no tokens, whose tensors show dtypes and sizes. If the
-    state `grows` with the tokens, a header with the sizes comes before the message."""
+    """The format of a message. `leaves` are the leaves of a state after no tokens, whose tensors have the right dtypes
+    and, unless the state `grows` with the tokens, the right sizes; if it does, a header with the sizes comes before the
+    message."""
 
     leaves: list[Any]
     grows: bool
@@ -107,7 +108,7 @@ def leaves_of(state: Any) -> list[Any]:
 
 
 def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """Return the nested tuples of `state` with `leaves`, in order, in the place of its own."""
+    """Return the nested tuples of `state` with its leaves replaced, in order, by `leaves`."""
     following = iter(leaves)
 
     def built(part: Any) -> Any:
@@ -169,7 +170,7 @@ def packed(leaves: Sequence[Any]) -> Tensor:
 
 
 def unpacked(buffer: Tensor, leaves: Sequence[Any]) -> list[Any]:
-    """Return the leaves, in the place of whose tensors are those of the same shapes and dtypes in the buffer."""
+    """Return the `leaves` with each tensor replaced by one of the same shape and dtype, read from the buffer."""
     parts = iter(buffer.split([num_bytes([x]) for x in tensors_in(leaves)]))
     # copies: a part of the buffer may begin where a number of its dtype may not
     return [next(parts).clone().view(x.dtype).view(x.shape) if isinstance(x, Tensor) else x for x in leaves]

@@ -53,8 +53,8 @@ def carried(
 
 
 class _Arrival(torch.autograd.Function):
-    """x, and the state of the rank before. It is one function of both, so that whoever differentiates what becomes of x
-    also sends the gradient of the state back."""
+    """x, and the state of the rank before. As one function returns both, the backward pass from x also sends the
+    gradient of the state back."""
 
     @staticmethod
     def forward(ctx: Any, line: Line, form: Format, what: str, x: Tensor, anchor: Tensor) -> tuple[Any, ...]:

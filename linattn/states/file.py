@@ -26,10 +26,10 @@ _DESCRIPTION = "linattn"
 
 
 class StateFile(NamedTuple):
-    """The description of a state in its file: how many tokens were read (`num_tokens`, None if nobody said), the number
-    of `rows`, the class of the `model` that read them, its `config` (of a language model, or what is known of one of
-    transformers), the fingerprint of its `weights` (None for the state of an operator), the `notes` of whoever saved
-    it, and the `linattn_version` that wrote the file."""
+    """The description of a state in its file: how many tokens were read (`num_tokens`, None if `save_state` was not
+    given it), the number of `rows`, the class of the `model` that read them, its `config` (of a language model, or what
+    is known of a model of transformers), the fingerprint of its `weights` (None for the state of an operator), the
+    `notes` passed to `save_state`, and the `linattn_version` that wrote the file."""
 
     num_tokens: int | None
     rows: int
@@ -51,9 +51,9 @@ def save_state(
 ) -> None:
     """Write the state to a file. The file takes its name `path` when all of it is on the disk.
 
-    `model` is the module that the state belongs to, a language model or any other, which alone will be able to load
-    it; None for the state of an operator. `num_tokens` is the number of tokens that were read;
-    `notes` are any strings by name."""
+    `model` is the module that the state belongs to, such as a language model: only this module will be able to load the
+    state. It is None for the state of an operator. `num_tokens` is the number of tokens that were read; `notes` are any
+    strings by name."""
     tensors: dict[str, Tensor] = {}
     tree, config = _described(held_state(state), "state", tensors), options_of(model)
     kind, weights = (None, None) if model is None else (type(model).__name__, fingerprint(model))
@@ -65,8 +65,8 @@ def save_state(
 
 
 def load_state(path: str | os.PathLike[str], *, model: nn.Module | None) -> Any:
-    """Return the state in the file `path`, on the device of `model`. This must be the model that it was saved with: the
-    same class, configuration and weights, or None if it was None.
+    """Return the state in the file `path`, on the device of `model`. Pass the model with which the state was saved: one
+    of the same class, configuration and weights, or None for a state that was saved without a model.
 
     Raises ValueError if the file is damaged, altered, of a later version, or of another model."""
     path = Path(path)

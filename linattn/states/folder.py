@@ -50,7 +50,8 @@ class StateFolder:
             os.utime(self._path(key))
 
     def trim(self) -> None:
-        """Delete what is over the budget, also what a killed process left half-written."""
+        """Delete the files that were not used for the longest time until the others fit in the budget. Half-written
+        files count too."""
         files = list[tuple[int, int, Path]]()
         for path in self.root.glob("*/*.state*"):
             with suppress(FileNotFoundError):

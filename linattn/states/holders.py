@@ -19,8 +19,8 @@ def held_state(holder: Any) -> Any:
 
 @singledispatch
 def hold(state: Any, example: Any) -> Any:
-    """Return a new holder of the state, like the holder `example`, or as the model `example` makes it. A state of no
-    holder is returned as it is."""
+    """Return a new holder of `state`: one like `example` if that is a holder, or one as the model `example` makes it.
+    If `example` has no holder, return `state` itself."""
     return state
 
 

@@ -87,9 +87,9 @@ class PrefixCache:
 
     @torch.no_grad()
     def read(self, tokens: Text, state: TokenModelState | None = None) -> TokenModelState:
-        """Return the state after the `tokens`, (n) or (1, n), of which only those are read whose states are not in the
-        cache; the new states enter it. `state` is the one before the tokens, such as that of a decoder's context; texts
-        with different ones have nothing in common.
+        """Return the state after the `tokens`, (n) or (1, n). The model reads only those after the longest beginning in
+        the cache, and the new states enter the cache. `state` is the past before the tokens, such as a decoder's
+        context; texts after different pasts share no states.
 
         Raises ValueError if there is no token, or if one is not of the vocabulary."""
         row = self._row(tokens)
@@ -109,10 +109,10 @@ class PrefixCache:
         return state
 
     def put(self, tokens: Text, new: Mapping[int, TokenModelState], state: TokenModelState | None = None) -> None:
-        """Take states that were made elsewhere: `new` has them by the number of `tokens`, (n) or (1, n), that they are
-        after; `state` is the past before the tokens.
+        """Add states that were made elsewhere. `new` maps a number of tokens to the state after so many of the
+        `tokens`, (n) or (1, n); `state` is the past before all of them.
 
-        Raises ValueError if there are not so many tokens."""
+        Raises ValueError for a number of tokens below 1 or above n."""
         row = self._row(tokens)
         if wrong := [length for length in new if not 0 < length <= len(row)]:
             raise ValueError(

@@ -59,8 +59,8 @@ def _without_hidden(part: KeysAndValues) -> KeysAndValues:
 
 
 def repeat(state: State, times: int) -> State:
-    """Return the state with each row `times` times, one copy after another: the past of as many continuations. A single
-    row is not copied, as nothing writes to states; of more, each row's copies are neighbours."""
+    """Return the state with each row `times` times, for as many continuations of its past. The copies of a row are
+    neighbours. A single row is expanded without a copy, as nothing writes to states."""
     if isinstance(times, bool) or not isinstance(times, int) or times < 1:
         raise ValueError(f"times must be a positive whole number, but is {times!r}")
     if count_rows(state) == 1:

@@ -38,13 +38,13 @@ def segmented_loss(
     labels: TokenIds | None = None,
     key_mask: TokenMask = None,
 ) -> tuple[Float[Tensor, ""], TokenModelState]:
-    """Return the mean cross entropy of every token after the one before it, and the state after the last. The loss, and
-    all gradients of its `backward`, are those of the whole sequence at once, but for rounding; memory is that of
-    `segment` tokens at a time.
+    """Return the mean cross entropy of each token, predicted from those before it, and the state after the last token.
+    The loss, and all gradients of its `backward`, are those of the whole sequence at once, up to rounding; memory is
+    that of `segment` tokens at a time.
 
     `tokens` are (b, n) of any length, whose past is in `state` (None: nothing was before). `labels` (b, n) replace the
-    tokens as targets; one that is `NO_LABEL`, −100, does not count. A masked token (`key_mask` False) is a missing one.
-    The gradient goes back to the parameters of `model` and to `state`; it cannot be differentiated again.
+    tokens as targets; a label that is `NO_LABEL`, −100, does not count. A masked token (`key_mask` False) is a missing
+    one. The gradient goes back to the parameters of `model` and to `state`; it cannot be differentiated again.
 
     Raises ValueError unless the model is causal, `segment` a positive number and the labels as many as the tokens."""
     require_causal(model, "training in segments")
@@ -86,9 +86,9 @@ def segmented_loss(
 
 
 class _Run:
-    """The segments of one call. `states` are those before each segment and, until the caller takes it, the one after
-    the last, without a graph. `learned` tells for each segment which tensors of the state before it have gradients. The
-    random generators' states and the autocast mode are those of the forward pass."""
+    """The segments of one call. `states` are the states before each segment, then the state after the last one until
+    the caller takes it, all without a graph. `learned` tells for each segment which tensors of the state before it have
+    gradients. The backward pass restores the random generators and the autocast mode of the forward pass."""
 
     def __init__(self, step: Step, steps: int, first: Any, learned: list[bool]):
         self.step, self.steps, self.states = step, steps, [map_state(Tensor.detach, first)]
@@ -111,7 +111,8 @@ class _Run:
 
     @contextmanager
     def as_before(self, number: int) -> Iterator[None]:
-        """Read a segment again as the forward pass did: the same numbers drawn, the same autocast."""
+        """Let the block read a segment again as the forward pass did, with the same random numbers and the same
+        autocast mode."""
         generator, (devices, states) = self.generators[number]
         others = [] if self.device.type == "cpu" else devices
         with torch.random.fork_rng(others, device_type="cuda" if self.device.type == "cpu" else self.device.type):

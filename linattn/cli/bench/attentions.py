@@ -30,8 +30,8 @@ def build_attention(setup: Setup, name: str, n: int) -> InnerAttention:
 
 
 def attention_workload(attention: Callable[..., Tensor], setup: Setup, case: Case, **gates: Any) -> Workload:
-    """Return the workload of `attention`, any function of q, k and v: a forward pass if the case is one, otherwise
-    forward and backward, for the gradients of inputs and weights."""
+    """Return the workload of `attention`, any function of q, k and v. It is a forward pass if the workload of `case` is
+    "forward", otherwise a forward and a backward pass, with the gradients of inputs and weights."""
     q, k, v, upstream = _tensors(setup, case.n, case.torch_dtype)
     if case.workload == FORWARD:
         return Workload(torch.no_grad()(lambda: attention(q, k, v, **gates)))
@@ -54,10 +54,10 @@ def _decoding(attention: InnerAttention, setup: Setup, case: Case) -> Workload:
 
 
 def state_at(state_after: Callable[[int], Any], n: int, window: int) -> Any:
-    """Return a state after n tokens, of which `state_after` reads at most 2 · `window`: softmax would take too long.
-
-    They fill every window. Further tokens would only lengthen the caches of softmax, which get n copies of one key and
-    value instead: the time of a call does not depend on the numbers in them."""
+    """Return a state with which a call takes as long as with the state after n tokens, which would take too long to
+    compute. `state_after` reads at most 2 · `window` tokens, which fill every window. The caches of softmax, which
+    further tokens only lengthen, get n copies of one key and value: the time of a call does not depend on the numbers
+    in them."""
 
     def lengthened(cache: KeysAndValues) -> KeysAndValues:
         return KeysAndValues(*(x[..., :1, :].repeat(1, 1, n, 1) for x in (cache.k, cache.v)))

@@ -13,7 +13,7 @@ def ratio(before: Measurement, after: Measurement) -> float:
 
 
 def differ(before: Measurement, after: Measurement) -> bool:
-    """Tell whether the spreads do not overlap and the medians differ by more than `LEAST`, a share of the first."""
+    """Tell whether the spreads do not overlap and the ratio of the medians differs from 1 by at least `LEAST`."""
     apart = after.point.low > before.point.high or after.point.high < before.point.low
     return apart and not 1 - LEAST < ratio(before, after) < 1 + LEAST
 

@@ -74,9 +74,9 @@ def interleaved_times(
 def call_cost(prepare: Prepare, setup: Setup, case: Case, patience: float | None = None) -> Cost:
     """Measure the memory and the duration of one call. Raise RuntimeError if it takes more than `patience` seconds.
 
-    The memory is the peak above the inputs, or the size of the state from which the call starts. On a CPU each call
-    runs in a process of its own, because a process may keep the memory of earlier calls. These processes are forked
-    from one that has only imported torch, if the system can do that."""
+    The memory is the size of the state from which the call starts, or for a call without a state its peak above the
+    inputs. On a CPU each call runs in a process of its own, because a process may keep the memory of earlier calls.
+    These processes are forked from one that has only imported torch, if the system can do that."""
     if setup.device == "cuda":
         return _cost_here(prepare, setup, case)
     forks = "forkserver" in multiprocessing.get_all_start_methods()
@@ -122,7 +122,8 @@ def measure(prepare: Prepare, groups: Sequence[list[Case]], options: Mapping[str
 
 
 class Benchmark:
-    """Measures groups of cases, short sequences first: each method until a case fails or exceeds the time or memory."""
+    """Measures groups of cases, short sequences first. A method ends at the first case that fails, or for which the
+    time or the memory is too small."""
 
     def __init__(self, prepare: Prepare, setup: Setup, repeats: int, deadline: float) -> None:
         self.prepare, self.setup, self.repeats, self.deadline = prepare, setup, repeats, deadline
@@ -133,7 +134,7 @@ class Benchmark:
         """The last length of each curve and its cost, from which those of longer sequences are predicted."""
 
     def measure(self, group: Sequence[Case]) -> None:
-        """Measure the memory of the cases, those of the fastest methods first, then their time in turns."""
+        """Measure the memory of the cases, the fastest method first, then the time of all cases in turns."""
         left, calls = TIME_SHARE * (self.deadline - time.monotonic()), dict[Case, Call]()
         cases = [case for case in group if case.curve not in self.ended]
         for case in sorted(cases, key=lambda case: self._predicted(case).seconds):
@@ -160,7 +161,8 @@ class Benchmark:
         return Cost(cost.bytes * case.n / n, cost.seconds * (case.n / n) ** power)
 
     def _seconds_within(self, left: float, case: Case) -> float:
-        """Predict the seconds that the case takes. Raise RuntimeError if fewer are `left`, or for too little memory."""
+        """Predict the seconds that the case takes. Raise RuntimeError if that is more than `left`, or if the memory is
+        too small."""
         size, call = self._predicted(case)
         on_gpu = self.setup.device == "cuda"
         if size > MEMORY_SHARE * (torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total):

@@ -33,7 +33,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One method with one workload at one length. Any process can prepare it from these names."""
+    """One workload of one method at one length, described by names and numbers only, so that any process can prepare
+    it."""
 
     workload: str
     method: str

@@ -19,7 +19,8 @@ PIECE = 512
 
 
 class Segment(Protocol):
-    """The map of some tokens: nested tuples of tensors, as a state is, so that what sends states sends segments."""
+    """The map from the state before some tokens to the state after them. It consists of nested tuples of tensors, as a
+    state does, so it can be sent like a state."""
 
     def after(self, state: Any) -> Any:
         """Return the state after these tokens, from the `state` before them (None: no token was before)."""
@@ -32,9 +33,10 @@ def segment(
 ) -> Any:
     """Return the `Segment` of the tokens in `inputs`, for a causal attention, a short convolution or a token shift.
 
-    `inputs` and options are those of the module's `extend`, but for the queries: keys and values of split heads, with
-    `key_mask` and `gates`, or tokens x, with `key_mask` and, of a convolution, `starts`. If `state` is the state before
-    the tokens, `segment(…).after(state)` is the state that `extend` returns. Gradients flow through all tensors.
+    `inputs` and options are those of the module's `extend`, without the queries: for an attention keys and values of
+    split heads, with `key_mask` and `gates`; for the others tokens x, with `key_mask` and, for a convolution, `starts`.
+    If `state` is the state before the tokens, `segment(…).after(state)` is the state that `extend` returns. Gradients
+    flow through all tensors.
 
     Raises ValueError for inputs that do not fit, and for a module without such a map."""
     kinds = sorted(kind.__name__ for kind in segment.registry if kind is not object)

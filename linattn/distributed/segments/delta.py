@@ -18,7 +18,7 @@ from linattn.types import KeyMask, Keys, Values
 
 
 class DeltaSegment(NamedTuple):
-    """T and U of the delta rule."""
+    """The map of some tokens for the delta rule: state after = T · state before + U."""
 
     T: Float[Tensor, "b hk 1 d d"]
     U: Float[Tensor, "b hk 1 d dv"]

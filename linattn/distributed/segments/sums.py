@@ -30,7 +30,8 @@ _FORGETS = -1e4
 
 
 class LinearSegment(NamedTuple):
-    """U as a state, and Σ log decay (None: zero), one number per head or one per feature."""
+    """The map of some tokens for linear attention: state after = exp(Σ log decay) · state before + U. `state` is U;
+    `log_decay` is Σ log decay (None: zero), one number per head or one per feature."""
 
     state: FeatureState
     log_decay: Float[Tensor, "b hk 1 e"] | None = None
