@@ -75,7 +75,7 @@ def test_tracking_has_one_table_with_places_of_the_trained_length_first():
     record["curve"][0]["accuracy_32"] = 0.7
     head, _, row = cells(report.joint_table(report.TOGETHER["tracking"], [record]))
     assert head[2:5] == ["parity, 17–32", "parity, 33–128", "swaps, 17–32"]
-    assert row == ["elu", "4,224", "70.0 %", "50.0 % (150)", "", "", "", ""]
+    assert row[:4] == ["elu", "4,224", "70.0 %", "50.0 % (150)"] and not any(row[4:]) and len(row) == len(head)
 
 
 @pytest.mark.parametrize("task", ("recall", "characters", "copying"))
