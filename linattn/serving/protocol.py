@@ -152,7 +152,7 @@ class Interface(NamedTuple):
         count, seed = self._max_new_tokens(body, len(tokens)), body.get("seed")
         request = Request(tokens, max_new_tokens=count, sampling=sampling, stop_tokens=(end,), seed=seed)
         stops = [stop] if isinstance(stop := body.get("stop"), str) else stop or []
-        return Call(body, request, TextStream(self.vocabulary.decoder(), tokens, end=end, stops=stops))
+        return Call(body, request, TextStream(self.vocabulary.decoder(), tokens, stops=stops))
 
     def _tokens(self, body: Any) -> list[int]:
         """Return the prompt's tokens. Before a text comes the token that begins documents; tokens stay as they are."""
