@@ -4,6 +4,7 @@ The last token, `separator`, begins every document and has no text. `lost` retur
 that cannot be restored from the tokens."""
 
 import codecs
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,27 @@ from linattn.generation.texts import Decoder, text_decoder
 from linattn.models.storage import SEPARATOR
 
 
+class SeparatedVocabulary(ABC):
+    """A vocabulary of documents that begin and end with the token `separator`."""
+
+    separator: int
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (self.separator,)
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a document."""
+        tokens = list(self.encode(text.encode()))
+        return tokens if tokens[:1] == [self.separator] else [self.separator, *tokens]
+
+    @abstractmethod
+    def encode(self, text: bytes) -> Sequence[int]:
+        """Return the tokens of a text."""
+
+
 @final
-class Bytes:
+class Bytes(SeparatedVocabulary):
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
     name, size, separator, dtype = "bytes", 257, 256, "<u2"
@@ -35,7 +55,7 @@ class Bytes:
 
 
 @final
-class Tokenizer:
+class Tokenizer(SeparatedVocabulary):
     """A file of the `tokenizers` package. Invalid UTF-8 is read as U+FFFD."""
 
     def __init__(self, path: Path) -> None:
