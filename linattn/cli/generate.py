@@ -147,7 +147,7 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
         sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
         pieces = pretrained.generated(arguments.folder, prompt, arguments, sampling, times)
-        _write(TextStream(str, end="", stops=[arguments.stop]).read(pieces) if arguments.stop else pieces)
+        _write(TextStream(lambda piece: piece or "", stops=[arguments.stop]).read(pieces) if arguments.stop else pieces)
     print(_speed(times), file=sys.stderr)
     return 0
 
@@ -172,7 +172,7 @@ def _speed(times: list[float]) -> str:
 def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
     """Yield the prompt, then the text of the new tokens, in pieces that no later token changes. If the text `stop` is
     generated, the output ends right before it."""
-    pieces = TextStream(vocabulary.decoder(), prompt, end=vocabulary.separator, stops=[stop] if stop else [])
+    pieces = TextStream(vocabulary.decoder(), prompt, stops=[stop] if stop else [])
     yield pieces.prompt
     yield from pieces.read(new)
 

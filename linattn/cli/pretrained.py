@@ -1,11 +1,11 @@
-"""Folders that transformers loads, linearized ones first, for `linattn generate` and `linattn info`."""
+"""Folders that transformers loads, linearized ones first, for `linattn generate`, `serve` and `info`."""
 
 import argparse
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from transformers.cache_utils import Cache
 
 from linattn.console.errors import CommandError, explained
 from linattn.generation.sampling import GREEDY, Sampling
+from linattn.generation.texts import Decoder, text_decoder
 from linattn.integrations.transformers import LinattnForCausalLM, byte_tokenizer
 from linattn.integrations.transformers.state_layer import StateLayer
+from linattn.integrations.transformers.token_model import PretrainedTokenModel
 from linattn.linearize import linearized_layers, load_linearized
 from linattn.linearize.attention import own_attention
 from linattn.linearize.command.run import positions
 from linattn.linearize.command.text import load_tokenizer
 from linattn.linearize.folder import FIELD
+from linattn.models.token_model import TokenModel
 from linattn.states import num_bytes
 
 MEASURED = 256
@@ -40,20 +43,73 @@ def load(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
 
 
+def load_for_requests(folder: Path, arguments: argparse.Namespace) -> tuple[TokenModel, "PretrainedVocabulary"]:
+    """Return the model and the vocabulary for texts that are generated together."""
+    model, vocabulary = _load(folder, arguments)
+    if isinstance(model, LinattnForCausalLM):
+        return model.model, vocabulary
+    if vocabulary.has_chat_template:
+        # a template is a program: one with an error is found here, and not by the first client
+        vocabulary.chat([{"role": "user", "content": "Hello"}])
+    with explained(f"{folder} cannot be served", ValueError):
+        return PretrainedTokenModel(model), vocabulary
+
+
+def _load(folder: Path, arguments: argparse.Namespace) -> tuple[Any, "PretrainedVocabulary"]:
+    """Return the model, on the GPU unless --cpu forbids it, and its vocabulary."""
+    model: Any = load(folder)
+    vocabulary = PretrainedVocabulary(folder, model)
+    return model.to("cuda") if torch.cuda.is_available() and not arguments.cpu else model, vocabulary
+
+
+@final
+class PretrainedVocabulary:
+    """The tokenizer of a folder; bytes, if it has none."""
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        own: Any = load_tokenizer(str(folder), model.config)
+        self.folder, self.has_tokenizer = folder, own is not None
+        self.tokenizer: Any = own if self.has_tokenizer else byte_tokenizer()
+        ends: Any = model.generation_config and model.generation_config.eos_token_id
+        self.stop_tokens = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text as the tokenizer begins it. Raise ValueError if there is none."""
+        tokens = self.tokenizer(text)["input_ids"] if self.has_tokenizer else list(text.encode())
+        if not tokens and self.has_tokenizer and (begin := self.tokenizer.bos_token_id) is not None:
+            tokens = [begin]
+        if not tokens:
+            raise ValueError(f"{self.folder} has no token that begins a text: give a prompt")
+        return tokens
+
+    def chat(self, messages: list[Any]) -> list[int]:
+        """Return the tokens of a conversation up to the next answer, as the chat template writes them."""
+        if not self.has_chat_template:
+            raise CommandError(f"the tokenizer of {self.folder} has no chat template")
+        with explained(f"the chat template of {self.folder} cannot be used", Exception):
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+
+    def decoder(self) -> Decoder:
+        return text_decoder(self.tokenizer.backend_tokenizer, skip_special_tokens=True)
+
+
 def generated(
     folder: Path, prompt: str, arguments: argparse.Namespace, sampling: Sampling, times: list[float]
 ) -> Iterator[str]:
     """Yield the prompt and the new text, or the new text only with `arguments.chat`, which takes the prompt as a user's
     message. Append the times at which the model began and tokens came to `times`."""
-    model: Any = load(folder)
-    tokenizer = load_tokenizer(str(folder), model.config)
-    tokens = _tokens(folder, tokenizer, prompt, chat=arguments.chat)
-    tokenizer = tokenizer or byte_tokenizer()
-    if torch.cuda.is_available() and not arguments.cpu:
-        model = model.to("cuda")
+    model, vocabulary = _load(folder, arguments)
+    message = [{"role": "user", "content": prompt}]
+    tokens = torch.tensor([vocabulary.chat(message) if arguments.chat else vocabulary.prompt(prompt)])
     if arguments.seed is not None:
         torch.manual_seed(arguments.seed)
-    streamer = _Streamer(tokenizer, times, skip_prompt=arguments.chat)
+    streamer = _Streamer(vocabulary.tokenizer, times, skip_prompt=arguments.chat)
     options = {
         "attention_mask": torch.ones_like(tokens, device=model.device),
         "max_new_tokens": arguments.max_new_tokens,
@@ -64,7 +120,7 @@ def generated(
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        **({"stop_strings": [arguments.stop], "tokenizer": tokenizer} if arguments.stop else {}),
+        **({"stop_strings": [arguments.stop], "tokenizer": vocabulary.tokenizer} if arguments.stop else {}),
         "streamer": streamer,
     }
     errors: list[Exception] = []
@@ -97,22 +153,6 @@ class _Streamer(TextIteratorStreamer):
             self.times.append(time.perf_counter())
         self.prompt_came = True
         super().put(value)
-
-
-def _tokens(folder: Path, tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
-    """Return the prompt as a row of tokens: bytes, if the folder has no tokenizer."""
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise CommandError(f"the tokenizer of {folder} has no chat template: leave --chat out")
-        message, options = [{"role": "user", "content": prompt}], {"return_tensors": "pt", "return_dict": True}
-        with explained(f"the chat template of {folder} cannot be used", Exception):
-            return tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)["input_ids"]
-    tokens = list(prompt.encode()) if tokenizer is None else tokenizer(prompt)["input_ids"]
-    if not tokens and (begin := getattr(tokenizer, "bos_token_id", None)) is not None:
-        tokens = [begin]
-    if not tokens:
-        raise CommandError(f"{folder} has no token that begins a text: give a --prompt")
-    return torch.tensor([tokens])
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Answer:
     def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
         self.job, self.text, self.num_tokens = job, "", 0
         stops = [stop] if (stop := job.options["stop"]) else []
-        self.pieces = TextStream(vocabulary.decoder(), job.tokens, end=vocabulary.separator, stops=stops)
+        self.pieces = TextStream(vocabulary.decoder(), job.tokens, stops=stops)
 
     @property
     def stopped(self) -> bool:

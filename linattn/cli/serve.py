@@ -1,4 +1,4 @@
-"""`linattn serve`: generate text with the model of a run for the clients of OpenAI's interface, many at a time."""
+"""`linattn serve`: generate text with the model of a folder for the clients of OpenAI's interface, many at a time."""
 
 import argparse
 import asyncio
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, integers
 from linattn.cli.generate import load_model
-from linattn.cli.run_folder import open_run
+from linattn.cli.run_folder import is_pretrained, open_run
 from linattn.console.errors import explained
 from linattn.states import PrefixCache
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 SMALLER = "a smaller --batch or --cache-bytes"
 EXTRA = "serve"
-SUMMARY = "serve the model of a run to OpenAI's clients"
+SUMMARY = "serve a model to OpenAI's clients"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("folder", type=Path, metavar="RUN", help="the folder of a run, or one that transformers loads")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen there (default: 127.0.0.1, this machine alone)")
     add("--port", default=8000, **integers(0, 65535), help="0: any that is free (default: 8000)")
     add("--batch", default=16, **COUNT, help="generate N texts at a time (default: 16)")
@@ -42,11 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
     from linattn.serving.protocol import Interface
     from linattn.serving.server import Server
 
-    described = open_run(arguments.folder)
-    vocabulary, model = described.vocabulary(), load_model(described, arguments)
+    if is_pretrained(arguments.folder):
+        # this takes seconds to import
+        from linattn.cli.pretrained import load_for_requests
+
+        model, vocabulary = load_for_requests(arguments.folder, arguments)
+        chat = vocabulary.chat if vocabulary.has_chat_template else None
+    else:
+        described = open_run(arguments.folder)
+        vocabulary, model = described.vocabulary(), load_model(described, arguments)
+        chat = chat_template(arguments.folder)
     cache = PrefixCache(model, budget=arguments.cache_bytes) if arguments.cache_bytes else None
-    name, chat = arguments.folder.resolve().name, chat_template(arguments.folder)
-    interface = Interface(name, model, vocabulary, arguments.max_tokens, chat)
+    interface = Interface(arguments.folder.resolve().name, model, vocabulary, arguments.max_tokens, chat)
     engine = Engine(model, size=arguments.batch, queue=arguments.queue, cache=cache)
     asyncio.run(_serve(Server(engine, interface, timeout=arguments.timeout), arguments))
     return 0

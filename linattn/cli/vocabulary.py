@@ -1,23 +1,41 @@
 """Vocabularies: tokens are bytes, or entries of a `tokenizers` file.
 
-The last token, `separator`, begins every document. `decoder` returns a function that takes each next token and returns
-the text that it completes; the separator completes the rest. `lost` returns a lower bound on the number of bytes that
-cannot be restored from the tokens."""
+The last token, `separator`, begins every document and has no text. `lost` returns a lower bound on the number of bytes
+that cannot be restored from the tokens."""
 
 import codecs
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 from linattn.console.errors import CommandError, explained
+from linattn.generation.texts import Decoder, text_decoder
 from linattn.models.storage import SEPARATOR
 
-Decoder = Callable[[int], str]
+
+class SeparatedVocabulary(ABC):
+    """A vocabulary of documents that begin and end with the token `separator`."""
+
+    separator: int
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (self.separator,)
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a document."""
+        tokens = list(self.encode(text.encode()))
+        return tokens if tokens[:1] == [self.separator] else [self.separator, *tokens]
+
+    @abstractmethod
+    def encode(self, text: bytes) -> Sequence[int]:
+        """Return the tokens of a text."""
 
 
 @final
-class Bytes:
+class Bytes(SeparatedVocabulary):
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
     name, size, separator, dtype = "bytes", 257, 256, "<u2"
@@ -32,13 +50,12 @@ class Bytes:
     def decoder(self) -> Decoder:
         # a character of several bytes appears with its last one
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: (
-            decoder.decode(b"", final=True) if token == self.separator else decoder.decode(bytes([token]))
-        )
+        ends = (self.separator, None)
+        return lambda token: decoder.decode(b"" if token in ends else bytes([token]), final=token in ends)
 
 
 @final
-class Tokenizer:
+class Tokenizer(SeparatedVocabulary):
     """A file of the `tokenizers` package. Invalid UTF-8 is read as U+FFFD."""
 
     def __init__(self, path: Path) -> None:
@@ -72,10 +89,8 @@ class Tokenizer:
         return sum(count * len(each.encode("utf-8", "surrogateescape")) for each, count in missing.items())
 
     def decoder(self) -> Decoder:
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        return lambda token: "" if token == self.separator else stream.step(self.backend, token) or ""
+        decode = text_decoder(self.backend, skip_special_tokens=False)
+        return lambda token: "" if token == self.separator else decode(token)
 
 
 def token_dtype(size: int) -> str:

@@ -2,6 +2,7 @@
 
 Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu"""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -105,13 +106,17 @@ class ContinuousBatch:
         """Read a piece of the prompts that there are rows for, and return one more token of each row whose prompt is
         read. There is none if all requests have ended, or if only prompts were read.
 
-        A step that raises an error changes nothing that is generated: the next one tries again. For logits of
-        NaN the error is a LogitsError, which has the requests that are to be cancelled."""
+        A step that raises an error changes nothing that is generated: the next one tries again, after an error of the
+        model by reading the texts again. For logits of NaN the error is a LogitsError, which has the requests that are
+        to be cancelled."""
         with evaluating(self.model):
-            self._admit()
-            self._read()
-            self._join()
-            return [] if self._batch is None else self._extend(self._batch)
+            # logits are there already after an error in drawing from them
+            if self._batch is None or self._batch.logits is None:
+                self._admit()
+                self._read()
+                self._join()
+                self._extend()
+            return [] if self._batch is None else self._draw_next(self._batch)
 
     def _begin(self, state: Any) -> TokenModelState:
         """Return the state, checked by the model, or, for None, that after no token."""
@@ -127,7 +132,7 @@ class ContinuousBatch:
         while self._waiting and self.num_rows < self.size:
             number = next(iter(self._waiting))
             self._reading[number] = row = self._waiting.pop(number)
-            row.find()
+            row.begin()
 
     def _read(self) -> None:
         """Read the next piece of all prompts that are not read to the end. Short rests are padded to one length."""
@@ -180,21 +185,38 @@ class ContinuousBatch:
             for places in groups.values()
         ]
 
-    def _extend(self, batch: "BatchState") -> list[NewToken]:
-        x, state = self.model.extend_hidden(batch.tokens, batch.state)
-        logits = self.model.logits(x[:, -1])
-        drawable = logits.amax(-1).isfinite().tolist()
+    def _extend(self) -> None:
+        """Read the next token of each row that runs. The states before it are dropped one layer after another, so that
+        all but one layer's are in memory once."""
+        if self._batch is None:
+            return
+        (state, seen, tokens, _), self._batch = self._batch, None
+        # no other name may hold the state
+        state = state._replace(stack=deque(state.stack))
+        try:
+            x, state = self.model.extend_hidden(tokens, state)
+            self._batch = BatchState(state, seen, tokens, self.model.logits(x[:, -1]))
+        except BaseException:
+            self._reading |= self._running
+            for row in self._running.values():
+                row.begin()
+            self._running.clear()
+            raise
+
+    def _draw_next(self, batch: BatchState) -> list[NewToken]:
+        assert batch.logits is not None
+        drawable = batch.logits.amax(-1).isfinite().tolist()
         if not all(drawable):
             numbers = zip(self._running, drawable, strict=True)
             raise LogitsError([number for number, good in numbers if not good])
-        drawn = self._draw(logits, batch.seen)
-        self._batch = BatchState(state, batch.seen.scatter_(1, drawn, True), drawn)
+        drawn = self._draw(batch.logits, batch.seen)
+        self._batch = BatchState(batch.state, batch.seen.scatter_(1, drawn, True), drawn, None)
         new, ended = list[NewToken](), list[int]()
         for i, ((number, row), token) in enumerate(zip(self._running.items(), drawn.flatten().tolist(), strict=True)):
-            row.new.append(token)
+            row.append(token)
             if row.ended:
                 ended.append(number)
-                row.keep(state, i)
+                row.keep(batch.state, i)
             new.append(NewToken(number, token, row.ended))
         self._leave(ended)
         return new

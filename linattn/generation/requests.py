@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linattn.checks import check_fields, check_sizes
@@ -39,68 +39,73 @@ class Request:
 
 
 class BatchState(NamedTuple):
-    """The rows that run. The state is that before `tokens`, which are read next. As rows of a state, the three parts
-    are selected and joined alike."""
+    """The rows that run. The state is that before `tokens`, which are read next or, if there are `logits`, that after
+    them. As rows of a state, all parts are selected and joined alike."""
 
     state: TokenModelState
     seen: Bool[Tensor, "b v"]
     tokens: Int[Tensor, "b 1"]
+    logits: Float[Tensor, "b v"] | None
 
 
 class Row:
-    """A request in a batch. `state` is that after `num_tokens` tokens of the prompt, whose last token is left to the
-    batch; None once the row is part of the batch's state."""
+    """A request in a batch, with its `text`, the prompt and the new tokens. `state` is that after `num_tokens` of them,
+    whose last token is left to the batch; None once the row is part of the batch's state."""
 
     def __init__(self, sampler: Sampler, state: TokenModelState, cache: PrefixCache | None) -> None:
-        self.sampler, self.cache = sampler, cache
-        self.state: TokenModelState | None = state
-        (self.prompt,) = sampler.rows
-        self.num_tokens, self.new = 0, list[int]()
-        self.generator: torch.Generator | None = None
+        self.sampler, self.cache, self.start = sampler, cache, state
+        (prompt,) = sampler.rows
+        self.text, self.num_new, self.num_tokens = list(prompt), 0, 0
+        self.state: TokenModelState | None = None
+        self.generator = sampler.generator()
         self.states = dict[int, TokenModelState]()
         """The states for the cache, by numbers of tokens."""
 
     @property
     def unread(self) -> int:
-        return len(self.prompt) - 1 - self.num_tokens
+        return len(self.text) - 1 - self.num_tokens
 
     @property
     def ended(self) -> bool:
-        return len(self.new) == self.sampler.max_new_tokens or not self.sampler.stops.isdisjoint(self.new[-1:])
+        return self.num_new == self.sampler.max_new_tokens or self.text[-1] in self.sampler.stops
 
-    def find(self) -> None:
-        """Begin: after what the cache knows of the prompt, with a generator of its own."""
-        self.generator = self.sampler.generator()
+    def begin(self) -> None:
+        """Begin to read the text, after what the cache knows of it."""
+        self.num_tokens, self.state = 0, self.start
         if self.cache is not None:
-            self.num_tokens, state = self.cache.find(self.prompt[:-1])
-            self.state = self.state if state is None else state
+            self.num_tokens, state = self.cache.find(self.text[:-1])
+            self.state = self.start if state is None else state
 
     def piece(self, longest: int) -> list[int]:
         """Return the next tokens, which end where the cache keeps a state."""
-        stop = min(self.num_tokens + longest, len(self.prompt) - 1)
+        stop = min(self.num_tokens + longest, len(self.text) - 1)
         if self.cache is not None:
             stop = min(stop, self.num_tokens + self.cache.every - self.num_tokens % self.cache.every)
-        return self.prompt[self.num_tokens : stop]
+        return self.text[self.num_tokens : stop]
 
     def advance(self, count: int, state: TokenModelState) -> None:
         self.num_tokens, self.state = self.num_tokens + count, state
         if self.cache is not None and (not self.unread or not self.num_tokens % self.cache.every):
             self.states[self.num_tokens] = _ordinary(state)
         if self.cache is not None and not self.unread:
-            self.cache.put(self.prompt, self.states)
+            self.cache.put(self.text, self.states)
             self.states.clear()
 
     def first(self, model: TokenModel) -> BatchState:
         """Return this row alone, ready to join the batch."""
         assert self.state is not None and not self.unread
-        tokens = torch.tensor([self.prompt], device=model.device)
+        tokens = torch.tensor([self.text], device=model.device)
         seen = torch.zeros(1, model.vocab_size, dtype=torch.bool, device=model.device)
-        return BatchState(self.state, seen.scatter(1, tokens, True), tokens[:, -1:])
+        return BatchState(self.state, seen.scatter(1, tokens, True), tokens[:, -1:], None)
+
+    def append(self, token: int) -> None:
+        self.text.append(token)
+        self.num_new += 1
 
     def keep(self, state: TokenModelState, place: int) -> None:
         """Let the cache keep the state after all tokens but the last, which no call has read."""
         if self.cache is not None:
-            text = self.prompt + self.new[:-1]
+            text = self.text[:-1]
             self.cache.put(text, {len(text): _ordinary(select(state, [place]))})
 
 

@@ -1,6 +1,6 @@
 """Generation with a language model: from tokens or text, all at once or token by token."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
@@ -11,7 +11,7 @@ from linattn.checks import check_types
 from linattn.generation.decoding import Prompts, Sampler
 from linattn.generation.drafts import Draft
 from linattn.generation.sampling import GREEDY, Sampling
-from linattn.generation.texts import TextCoder, is_text
+from linattn.generation.texts import Decoder, TextCoder, is_text
 from linattn.models.token_model import TokenModel
 from linattn.ops.nested import map_state
 
@@ -159,8 +159,10 @@ def _rows(prompts: Any) -> Any:
 def _texts(steps: Iterator[list[int | None]], sampler: Sampler, coder: TextCoder) -> Iterator[list[str | None]]:
     decoders = [coder.decoder() for _ in sampler.rows]
 
-    def piece(decode: Callable[..., str], token: int | None, last: bool) -> str | None:
-        return None if token is None else decode(token, last=last or token in sampler.stops)
+    def piece(decode: Decoder, token: int | None, last: bool) -> str | None:
+        if token is None:
+            return None
+        return decode(token) + (decode(None) if last or token in sampler.stops else "")
 
     for count, step in enumerate(steps, 1):
         last = count == sampler.max_new_tokens

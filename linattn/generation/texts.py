@@ -7,6 +7,9 @@ from linattn.checks import extra
 from linattn.models.storage import SEPARATOR
 from linattn.models.token_model import TokenModel
 
+Decoder = Callable[[int | None], str]
+"""Takes each next token of a text and returns the piece of text that it completes; for None, it returns the rest."""
+
 
 def is_text(prompts: object) -> bool:
     """Return whether the prompts are a string or a list of strings."""
@@ -37,34 +40,39 @@ class TextCoder:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def decoder(self) -> Callable[..., str]:
-        """Return a function that takes each next token of a text and returns the piece of text that it completes. With
-        `last=True` it returns the rest, so that all pieces together are what `decode` returns."""
-        from tokenizers.decoders import DecodeStream
+    def decoder(self) -> Decoder:
+        return text_decoder(self.tokenizer, skip_special_tokens=True)
 
-        tokens, stream, size = list[int](), DecodeStream(skip_special_tokens=True), 0
 
-        def decode(token: int, *, last: bool) -> str:
-            nonlocal size
+def text_decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decoder:
+    """Return a decoder for a text in the tokens of `tokenizer`, one of the tokenizers package. All pieces together are
+    what the tokenizer's own `decode` returns for the whole text."""
+    from tokenizers.decoders import DecodeStream
+
+    tokens, stream, size = list[int](), DecodeStream(skip_special_tokens=skip_special_tokens), 0
+
+    def decode(token: int | None) -> str:
+        nonlocal size
+        if token is None:
+            piece = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)[size:]
+        else:
             tokens.append(token)
-            piece = self.decode(tokens)[size:] if last else stream.step(self.tokenizer, token) or ""
-            size += len(piece)
-            return piece
+            piece = stream.step(tokenizer, token) or ""
+        size += len(piece)
+        return piece
 
-        return decode
+    return decode
 
 
 class TextStream:
     """The text of new tokens, in pieces that no later token changes. It ends before the first of the texts `stops` that
     is generated; `stopped` is then True.
 
-    `decode` returns the text that its token completes; after the token `end` nothing is left to complete. It takes the
-    tokens of the prompt first, whose text is `prompt`, because what a token means may depend on those before it."""
+    The decoder `decode` takes the tokens of the prompt first, whose text is `prompt`, because what a token means may
+    depend on those before it."""
 
-    def __init__(
-        self, decode: Callable[[Any], str], prompt: Iterable[int] = (), *, end: Any, stops: Sequence[str] = ()
-    ) -> None:
-        self._decode, self._end, self._stops = decode, end, stops
+    def __init__(self, decode: Callable[[Any], str], prompt: Iterable[int] = (), *, stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, stops
         self._held, self.stopped = "", False
         self.prompt = "".join(map(decode, prompt))
 
@@ -87,7 +95,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text, for which no more tokens come."""
-        return "" if self.stopped else self._held + self._decode(self._end)
+        return "" if self.stopped else self._held + self._decode(None)
 
 
 def _overlap(text: str, stop: str) -> int:

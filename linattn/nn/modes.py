@@ -8,14 +8,12 @@ from typing import Any
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Switch all modules of a model to evaluation inside the block; afterwards each has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
     # setting an attribute of a module takes longer than a token does, so only those change that must
-    for module, training in modes:
-        if training:
-            module.training = False
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        for module, training in modes:
-            if module.training != training:
-                module.training = training
+        for module in training:
+            module.training = True

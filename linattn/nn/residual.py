@@ -2,6 +2,7 @@
 whole sequences and the next tokens of a sequence."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -23,13 +24,14 @@ Hidden = Float[Tensor, "b n o"]
 
 
 class Extension:
-    """A step for `run` that extends each of `depth` branches from its part of `state` and collects the new `states`."""
+    """A step for `run` that extends each of `depth` branches from its part of `state`, which a deque then loses."""
 
-    def __init__(self, call: Call, state: tuple[Any, ...] | None, depth: int):
-        self.call, self.past, self.states = call, iter(checked_parts(state, depth)), []
+    def __init__(self, call: Call, state: tuple[Any, ...] | deque[Any] | None, depth: int):
+        self.call, self.states = call, []
+        self.past = state if isinstance(state, deque) else deque(checked_parts(state, depth))
 
     def __call__(self, branch: Any, x: Tokens) -> Tokens:
-        y, state = branch.extend(x, next(self.past), **given(**self.call._asdict()))
+        y, state = branch.extend(x, self.past.popleft(), **given(**self.call._asdict()))
         self.states.append(state)
         return y
 
@@ -57,7 +59,7 @@ class Stack(nn.Module, ABC):
     def extend(
         self,
         x: Tokens,
-        state: tuple[Any, ...] | None = None,
+        state: tuple[Any, ...] | deque[Any] | None = None,
         *,
         key_mask: TokenMask = None,
         context: Context = None,

@@ -17,6 +17,8 @@ from linattn.serving.errors import ApiError
 
 # the most tokens of a completion whose request names no number, as in OpenAI's interface
 SHORT = 16
+# the most choices per prompt, as there
+MOST_CHOICES = 128
 Count = Annotated[int, Field(ge=1)]
 Stop = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
@@ -33,6 +35,7 @@ class Body(TypedDict, total=False):
 
     model: Required[str]
     max_tokens: Count | None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None
     temperature: float | None
     top_p: Annotated[float, Field(gt=0, le=1)] | None
     seed: int | None
@@ -41,7 +44,6 @@ class Body(TypedDict, total=False):
     stream_options: StreamOptions | None
 
     user: str | None
-    n: Literal[1] | None
     frequency_penalty: Zero | None
     presence_penalty: Zero | None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None
@@ -49,7 +51,7 @@ class Body(TypedDict, total=False):
 
 @with_config(extra="forbid")
 class CompletionBody(Body, total=False):
-    prompt: Required[str | list[Token]]
+    prompt: Required[str | list[Token] | list[str] | list[list[Token]]]
     best_of: Literal[1] | None
     echo: Literal[False] | None
     logprobs: None
@@ -73,19 +75,13 @@ class ChatBody(Body, total=False):
 COMPLETIONS, CHAT = TypeAdapter[Any](CompletionBody), TypeAdapter[Any](ChatBody)
 
 
-class Call:
-    """A request of a client: its `body`, the `request` for the batch, and the answer as it grows."""
+class Choice:
+    """The text for one `request` of the batch as it grows."""
 
-    def __init__(self, body: Any, request: Request, text: TextStream) -> None:
+    def __init__(self, request: Request, text: TextStream) -> None:
         self.request, self.text, self.num_tokens = request, text, 0
-        self.streams = bool(body.get("stream"))
-        self.counts_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        self.is_chat = "messages" in body
-        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        kind = "text_completion" if not self.is_chat else "chat.completion" + ".chunk" * self.streams
-        self.facts = {"id": name, "object": kind, "created": int(time.time()), "model": body["model"]}
         self.reason: Literal["stop", "length"] | None = None
-        """The reason why the answer is complete, None before."""
+        """The reason why the text is complete, None before."""
 
     def extend(self, token: int, last: bool) -> str:
         """Return the text that a new token completes."""
@@ -96,40 +92,58 @@ class Call:
         return text + self.finish("length") if last else text
 
     def finish(self, reason: Literal["stop", "length"]) -> str:
-        """End the answer, and return the rest of its text."""
+        """End the text, and return the rest of it."""
         self.reason = reason
         return self.text.finish()
 
-    def complete(self, text: str) -> dict[str, Any]:
-        return self.facts | {"choices": [self._choice(text, "message")], "usage": self._usage()}
 
-    def piece(self, text: str) -> dict[str, Any]:
+class Call:
+    """A request of a client: its `body`, and the `choices` of its answer, so many for `each` prompt in turn."""
+
+    def __init__(self, body: Any, choices: list[Choice], each: int) -> None:
+        self.choices, self.num_prompt_tokens = choices, sum(len(choice.request.prompt) for choice in choices[::each])
+        self.streams = bool(body.get("stream"))
+        self.counts_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        self.is_chat = "messages" in body
+        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        kind = "text_completion" if not self.is_chat else "chat.completion" + ".chunk" * self.streams
+        self.facts = {"id": name, "object": kind, "created": int(time.time()), "model": body["model"]}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def complete(self, texts: list[str]) -> dict[str, Any]:
+        choices = [self._choice(index, text, "message") for index, text in enumerate(texts)]
+        return self.facts | {"choices": choices, "usage": self._usage()}
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
         usage = {"usage": None} if self.counts_usage else {}
-        return self.facts | {"choices": [self._choice(text, "delta")]} | usage
+        return self.facts | {"choices": [self._choice(index, text, "delta")]} | usage
 
     def last_piece(self) -> dict[str, Any]:
         """Return the end of a stream for a client that wants to know the numbers of tokens."""
         return self.facts | {"choices": [], "usage": self._usage()}
 
-    def _choice(self, text: str, name: str) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, name: str) -> dict[str, Any]:
         content = {name: {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return {"index": 0, "logprobs": None, "finish_reason": self.reason} | content
+        return {"index": index, "logprobs": None, "finish_reason": self.choices[index].reason} | content
 
     def _usage(self) -> dict[str, int]:
-        prompt, new = len(self.request.prompt), self.num_tokens
+        prompt, new = self.num_prompt_tokens, self.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class Interface(NamedTuple):
-    """Reads requests for the model of this `name`, for at most `max_tokens` new tokens each. The `vocabulary` has a
-    `separator`, `encode` and `decoder`, as the command line's do. `chat` writes messages as the text of a prompt; it is
-    None if there is no template for them."""
+    """Reads requests for the model of this `name`, for at most `max_tokens` new tokens each. The `vocabulary` has the
+    `stop_tokens` after which texts end, `prompt`, which returns the tokens of a text, and `decoder`. `chat` writes
+    messages as a prompt, a text or its tokens; it is None if there is no template for them."""
 
     name: str
     model: TokenModel
     vocabulary: Any
     max_tokens: int
-    chat: Callable[[list[Message]], str] | None = None
+    chat: Callable[[list[Any]], str | list[int]] | None = None
 
     def read(self, endpoint: Any, content: bytes) -> Call:
         """Return the call. Raise ApiError or ValueError for one that is not understood, or is too large."""
@@ -143,31 +157,34 @@ class Interface(NamedTuple):
             raise ApiError(404, f"there is no model {body['model']!r}: the model is {self.name!r}", param="model")
         if body.get("stream_options") and not body.get("stream"):
             raise ApiError(400, "stream_options is for a stream, but stream is not true", param="stream_options")
-        tokens, end = self._tokens(body), self.vocabulary.separator
         # the most likely token is in every nucleus
         greedy, top_p = body.get("temperature") == 0, body.get("top_p")
         sampling = Sampling(
             temperature=_number(body, "temperature", 1.0), top_p=None if greedy or top_p == 1 else top_p
         )
-        count, seed = self._max_new_tokens(body, len(tokens)), body.get("seed")
-        request = Request(tokens, max_new_tokens=count, sampling=sampling, stop_tokens=(end,), seed=seed)
         stops = [stop] if isinstance(stop := body.get("stop"), str) else stop or []
-        return Call(body, request, TextStream(self.vocabulary.decoder(), tokens, end=end, stops=stops))
+        ends, each, seed = self.vocabulary.stop_tokens, _number(body, "n", 1), body.get("seed")
+        choices = list[Choice]()
+        for tokens in self._prompts(body):
+            count = self._max_new_tokens(body, len(tokens))
+            for i in range(each):
+                # the first of several choices is the one that would be alone
+                own = None if seed is None else seed + i
+                request = Request(tokens, max_new_tokens=count, sampling=sampling, stop_tokens=ends, seed=own)
+                choices.append(Choice(request, TextStream(self.vocabulary.decoder(), tokens, stops=stops)))
+        return Call(body, choices, each)
 
-    def _tokens(self, body: Any) -> list[int]:
-        """Return the prompt's tokens. Before a text comes the token that begins documents; tokens stay as they are."""
-        text, first = (
-            body["prompt"] if "prompt" in body else self._chat_text(body["messages"]),
-            self.vocabulary.separator,
-        )
-        if not isinstance(text, str):
-            if text and (last := max(text)) >= self.model.vocab_size:
-                raise ApiError(400, f"tokens must be below {self.model.vocab_size}, but one is {last}", param="prompt")
-            return text
-        tokens = list(self.vocabulary.encode(text.encode()))
-        return tokens if tokens[:1] == [first] else [first, *tokens]
+    def _prompts(self, body: Any) -> list[list[int]]:
+        """Return the tokens of each prompt. Tokens in the body stay as they are."""
+        prompts: Any = body["prompt"] if "prompt" in body else self._chat_prompt(body["messages"])
+        if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
+            prompts = [prompts]
+        rows = [self.vocabulary.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if (last := max(max(row, default=0) for row in rows)) >= self.model.vocab_size:
+            raise ApiError(400, f"tokens must be below {self.model.vocab_size}, but one is {last}", param="prompt")
+        return rows
 
-    def _chat_text(self, messages: list[Message]) -> str:
+    def _chat_prompt(self, messages: list[Message]) -> str | list[int]:
         try:
             if self.chat is None:
                 raise ValueError("the model's tokenizer has no chat template: use /v1/completions")

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from linattn.serving.engine import Engine, TokenQueue
+from linattn.serving.engine import Engine, Job
 from linattn.serving.errors import ApiError
 from linattn.serving.protocol import CHAT, COMPLETIONS, Call, Interface
 
@@ -19,6 +19,8 @@ from linattn.serving.protocol import CHAT, COMPLETIONS, Call, Interface
 BODY, RETRY, GRACE = 2**20, 1, 5.0
 # the status of a client that has left, as in nginx's logs
 LEFT = 499
+# the index of a choice, and more of its text
+Piece = tuple[int, str]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -85,30 +87,42 @@ class Server:
         except TimeoutError:
             raise ApiError(408, f"the body has not come within {self.timeout:g} seconds") from None
         call = await asyncio.to_thread(self.interface.read, endpoint, content)
-        with self.engine.generate(call.request) as tokens:
-            async with aclosing(self._pieces(call, tokens, started)) as pieces:
+        with self.engine.generate([choice.request for choice in call.choices]) as jobs:
+            async with aclosing(self._pieces(call, jobs, started)) as pieces:
                 if call.streams:
                     return await _stream(request, call, pieces)
-                return web.json_response(call.complete("".join([piece async for piece in pieces])))
+                texts = [""] * len(call.choices)
+                async for index, piece in pieces:
+                    texts[index] += piece
+                return web.json_response(call.complete(texts))
 
-    async def _pieces(self, call: Call, tokens: TokenQueue, started: float) -> AsyncGenerator[str]:
-        """Yield the pieces of the answer's text. When the time is over, it ends with what there is."""
-        while call.reason is None:
+    async def _pieces(self, call: Call, jobs: list[Job], started: float) -> AsyncGenerator[Piece]:
+        """Yield the pieces of the choices' texts. When the time is over, they end with what there is."""
+        open_choices = dict(enumerate(call.choices))
+        while open_choices:
             try:
                 async with asyncio.timeout_at(started + self.timeout):
-                    event = await tokens.get()
+                    index, event = await jobs[0].events.get()
             except TimeoutError:
                 if not call.num_tokens:
                     raise ApiError(504, f"there is no token after {self.timeout:g} seconds") from None
-                yield call.finish("length")
+                for index, choice in open_choices.items():
+                    yield index, choice.finish("length")
                 return
             if isinstance(event, Exception):
                 raise event
+            if (choice := open_choices.get(index)) is None:
+                # a token that came after a stop text
+                continue
             if not call.num_tokens:
-                self.metrics.prompt_tokens.inc(len(call.request.prompt))
+                self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
                 self.metrics.first_token.observe(asyncio.get_running_loop().time() - started)
             self.metrics.new_tokens.inc()
-            yield call.extend(*event)
+            text = choice.extend(*event)
+            if choice.reason:
+                del open_choices[index]
+                self.engine.cancel(jobs[index])
+            yield index, text
 
     @web.middleware
     async def _count_and_explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -136,17 +150,15 @@ class Server:
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def _stream(request: web.Request, call: Call, pieces: AsyncIterator[str]) -> web.StreamResponse:
+async def _stream(request: web.Request, call: Call, pieces: AsyncIterator[Piece]) -> web.StreamResponse:
     # an error before the first token has a status of its own
-    text = await anext(pieces)
+    first = await anext(pieces)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        while not call.reason:
-            if text:
-                await _send(response, call.piece(text))
-            text = await anext(pieces)
-        await _send(response, call.piece(text))
+        await _send_piece(response, call, *first)
+        async for piece in pieces:
+            await _send_piece(response, call, *piece)
         if call.counts_usage:
             await _send(response, call.last_piece())
         await response.write(b"data: [DONE]\n\n")
@@ -156,6 +168,11 @@ async def _stream(request: web.Request, call: Call, pieces: AsyncIterator[str]) 
     except Exception as error:
         await _send(response, _explained(error).body())
     return response
+
+
+async def _send_piece(response: web.StreamResponse, call: Call, index: int, text: str) -> None:
+    if text or call.choices[index].reason:
+        await _send(response, call.piece(index, text))
 
 
 async def _send(response: web.StreamResponse, event: object) -> None:

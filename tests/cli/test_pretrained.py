@@ -92,7 +92,7 @@ def test_what_cannot_be_is_one_line(linear, finished, tmp_path, capsys):
     for folder, options, message in (
         (bare, ("--chat",), "has no chat template"),
         (finished, ("--chat",), "which the tokenizer of a run does not have"),
-        (bare, (), "no token that begins a text: give a --prompt"),
+        (bare, (), "no token that begins a text: give a prompt"),
         (linear, ("--state", "x.state"), "--state belongs to a run"),
         (damaged, (), "cannot be loaded"),
         (tmp_path / "none", (), "no run"),

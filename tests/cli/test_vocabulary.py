@@ -20,7 +20,7 @@ def vocabulary(request, tokenizer):
 def test_text_comes_back_piece_by_piece(vocabulary):
     decode = vocabulary.decoder()
     pieces = [decode(token) for token in vocabulary.encode(TEXT.encode())]
-    assert "".join(pieces) + decode(vocabulary.separator) == TEXT
+    assert "".join(pieces) + decode(None) == TEXT and decode(vocabulary.separator) == ""
     # a character appears when it is whole, and not only at the end
     assert not any("�" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > len(TEXT) // 4
@@ -29,7 +29,7 @@ def test_text_comes_back_piece_by_piece(vocabulary):
 def test_bytes_that_are_no_text_are_replaced():
     decode = Bytes().decoder()
     assert "".join(map(decode, b"a\xff\xc3b")) == "a\ufffd\ufffdb"
-    assert decode(0xC3) + decode(256) == "\ufffd"
+    assert decode(0xC3) + decode(256) == "\ufffd" == decode(0xC3) + decode(None)
 
 
 def test_a_tokenizer_reads_what_is_no_text(tokenizer):
@@ -37,6 +37,14 @@ def test_a_tokenizer_reads_what_is_no_text(tokenizer):
     tokens = vocabulary.encode(b"the \xff cat")
     assert max(tokens) < vocabulary.separator
     assert "".join(map(vocabulary.decoder(), tokens)) == "the \ufffd cat"
+
+
+def test_the_end_of_a_text_completes_it(tokenizer):
+    """Also a text that ends within a character, so that all pieces together are what the tokenizer decodes."""
+    vocabulary = Tokenizer(tokenizer)
+    tokens = list(vocabulary.encode("a💡".encode()))[:-1]
+    decode = vocabulary.decoder()
+    assert "".join(map(decode, [*tokens, None])) == vocabulary.backend.decode(tokens)
 
 
 def lost(vocabulary, text: str | bytes) -> int:

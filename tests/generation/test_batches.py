@@ -1,12 +1,13 @@
 """A request in a running batch gets the tokens that it would get alone, whoever joins or leaves."""
 
 import random
+from weakref import ref
 
 import pytest
 import torch
 
 from linattn.generation import ContinuousBatch, Request, Sampling, batches, generate, generate_each
-from linattn.ops.nested import map_state
+from linattn.ops.nested import first_tensor, map_state
 from linattn.states import PrefixCache, num_bytes
 from tests.models.causal import MODELS, VOCABULARY, every_kind, small_model, some_tokens
 
@@ -247,6 +248,44 @@ def test_a_step_that_fails_changes_nothing_that_is_generated():
     broken.clear()
     finish(batch, texts)
     assert [texts[number] for number in numbers] == expected
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_after_an_error_of_the_model_the_texts_are_read_again(cached):
+    """In the middle of its layers, where some states are those before a token and others those after it."""
+    model = small_model(ELU)
+    requests = [*some_requests(5, 4), Request([1, 2], max_new_tokens=6, sampling=Sampling(temperature=1.0), seed=1)]
+    expected = [alone(model, request) for request in requests]
+    batch, texts = ContinuousBatch(model, cache=PrefixCache(model, every=3) if cached else None), {}
+    numbers = [batch.add(request) for request in requests]
+    for _ in range(3):
+        for number, token, _ in batch.step():
+            texts.setdefault(number, []).append(token)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    hook = model.blocks[1].feed_forward.register_forward_hook(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            batch.step()
+    hook.remove()
+    finish(batch, texts)
+    assert [texts[number] for number in numbers] == expected
+
+
+def test_a_step_has_one_layer_of_states_twice():
+    """When a layer is reached, the old states of those before it are gone."""
+    model = small_model(ELU | {"depth": 4})
+    batch, counts = ContinuousBatch(model), list[int]()
+    for _ in range(2):
+        batch.add(Request([1, 2, 3], max_new_tokens=3))
+    batch.step()
+    old = [ref(first_tensor(part)) for part in batch._batch.state.stack]
+    for block in model.blocks:
+        block.mixer_norm.register_forward_hook(lambda *_: counts.append(sum(each() is not None for each in old)))
+    batch.step()
+    assert counts == [4, 3, 2, 1]
 
 
 def test_logits_of_nan_name_the_requests():

@@ -62,6 +62,40 @@ def test_texts_are_those_of_generate_alone(server, model, case):
     assert len(pieces(server, **case)) == len(parts)
 
 
+def test_several_prompts_and_choices_are_those_of_single_ones(server, model):
+    """The choices of one prompt follow one another; the first is the one that would be alone."""
+    case = {"temperature": 1.0, "seed": 3, "max_tokens": 9}
+    for prompts in (["the cat", "", "a longer prompt"], [[1, 2, 200], [3]]):
+        single = [complete(server, prompt=prompt, **case) for prompt in prompts]
+        answer = complete(server, prompt=prompts, **case)
+        assert [choice.text for choice in answer.choices] == [each.choices[0].text for each in single]
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert getattr(answer.usage, name) == sum(getattr(each.usage, name) for each in single)
+        both = complete(server, prompt=prompts, n=2, **case)
+        assert [choice.index for choice in both.choices] == list(range(2 * len(prompts)))
+        assert [choice.text for choice in both.choices[::2]] == [choice.text for choice in answer.choices]
+        next_seed = [complete(server, prompt=prompt, **case | {"seed": 4}) for prompt in prompts]
+        assert [choice.text for choice in both.choices[1::2]] == [each.choices[0].text for each in next_seed]
+        assert both.usage.prompt_tokens == answer.usage.prompt_tokens
+        *parts, last = pieces(server, prompt=prompts, n=2, stream_options={"include_usage": True}, **case)
+        texts = [""] * len(both.choices)
+        for part in parts:
+            texts[part.choices[0].index] += part.choices[0].text
+        assert texts == [choice.text for choice in both.choices] and last.usage == both.usage
+        ends = [part.choices[0].index for part in parts if part.choices[0].finish_reason]
+        assert sorted(ends) == list(range(2 * len(prompts)))
+
+
+def test_a_choice_that_ends_leaves_its_row_to_others(server, model):
+    case = {"temperature": 0, "max_tokens": 30}
+    (first, _), (second, _) = (alone(model, {"prompt": prompt, **case}) for prompt in ("b", "the cat"))
+    stop = next(first[i : i + 3] for i in range(3, 27) if first[i : i + 3] not in second)
+    answer = complete(server, prompt=["b", "the cat"], stop=stop, **case)
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
+    assert [choice.text for choice in answer.choices] == [first[: first.index(stop)], second]
+    wait_until(lambda: not server.engine.batch and not server.engine.open)
+
+
 def test_a_text_ends_before_the_first_stop_text(server, model):
     case = {"prompt": "b", "temperature": 0, "max_tokens": 30}
     text, _ = alone(model, case)
@@ -166,12 +200,21 @@ def post(server, content, path="/v1/completions"):
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 WRONG = [
     *({name: value} for name in GOOD for value in (None, 3.5, True, {}) if (name, value) != ("max_tokens", None)),
-    *({"prompt": value} for value in ([], [257], [-1], [1.5], ["x"], [2**70])),
+    *({"prompt": value} for value in ([], [257], [-1], [1.5], [2**70], ["x", 1], ["x", []], [[]], [[1], []], [[257]])),
     *({"max_tokens": value} for value in (0, -1, 5001, "3")),
     *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot")),
     *({"top_p": value} for value in (0, 1.5, "x")),
     *({"stop": value} for value in ("", 3, ["a", ""], list("abcde"))),
-    *({"n": 2}, {"best_of": 2}, {"echo": True}, {"logprobs": 0}, {"suffix": "x"}, {"logit_bias": {"3": 1}}),
+    *(
+        {"n": 0},
+        {"n": 129},
+        {"n": 2.5},
+        {"best_of": 2},
+        {"echo": True},
+        {"logprobs": 0},
+        {"suffix": "x"},
+        {"logit_bias": {"3": 1}},
+    ),
     *({"presence_penalty": 0.5}, {"frequency_penalty": -1}, {"seed": 2**70}, {"seed": "x"}, {"stream": 1}),
     *({"stream_options": {"include_usage": True}}, {"max_completion_tokens": 3}, {"unknown": 1}),
 ]
@@ -266,7 +309,7 @@ def test_health_models_and_metrics(model):
         assert [each.id for each in server.client.models.list()] == ["tiny"]
         count = complete(server, prompt="abcd", max_tokens=7).usage.completion_tokens
         with pytest.raises(openai.BadRequestError):
-            complete(server, prompt="abcd", n=2)
+            complete(server, prompt="abcd", n=0)
         assert server.metric("linattn_prompt_tokens_total") == 5
         assert server.metric("linattn_new_tokens_total") == count
         assert server.metric('linattn_requests_total{status="400"}') == 1

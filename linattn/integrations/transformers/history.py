@@ -71,6 +71,13 @@ class History:
                 state = span.read(spans[-1].inputs, span.before)[1]
         self.state, self.spans = state, spans
 
+    def begin(self) -> Any:
+        """Return the state before the first token, None if there is none. It is found from recorded tokens."""
+        if self.state is None:
+            return None
+        first = self.spans[0]
+        return first.read(self._part(first.inputs, 0, 0), None)[1]
+
     def map(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the rows of all tensors."""
         self.state = map_state(function, self.state)

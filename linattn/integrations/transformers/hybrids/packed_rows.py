@@ -94,11 +94,17 @@ def _restarts(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Int[Tenso
 def _has_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     use_cache = arguments.get("use_cache")
     use_cache = model.config.use_cache and not model.training if use_cache is None else use_cache
-    return use_cache or _cache(arguments) is not None
+    return use_cache or cache_in(arguments) is not None
 
 
-def _cache(arguments: Mapping[str, Any]) -> Any:
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model, None if there is none."""
     return arguments.get("past_key_values", arguments.get("cache_params"))
+
+
+def num_tokens(arguments: Mapping[str, Any]) -> int:
+    tokens = arguments.get("input_ids")
+    return (arguments["inputs_embeds"] if tokens is None else tokens).shape[1]
 
 
 def _check(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -106,7 +112,7 @@ def _check(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if why := packing_obstacle(model):
         raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {why}")
-    if _cache(arguments) is not None or arguments.get("use_cache"):
+    if cache_in(arguments) is not None or arguments.get("use_cache"):
         raise ValueError("several documents in a row have no cache to continue: give use_cache=False, and no cache")
     if mask is not None and (torch.compiler.is_compiling() or not mask.all()):
         raise ValueError("several documents in a row do not go together with padding: give no attention_mask")

@@ -15,26 +15,36 @@ import transformers
 from torch import nn
 
 from linattn.integrations.transformers.documents import MARK
+from linattn.integrations.transformers.hybrids.recording import recorded
 from linattn.integrations.transformers.hybrids.scans import convolution, delta_rule, lightning_attention, mamba2_scan
 
 
 class Scan(NamedTuple):
-    """Our function for one of transformers', the operator that it calls, and the package whose kernels are
-    preferred."""
+    """Our function for one of transformers', the operator that it calls, the package whose kernels are preferred, and
+    the names of the arguments (b n …) and of the state before them, if its tokens can be taken back."""
 
     function: Callable[..., Any]
     operator: str
     package: str | None = None
+    tokens: tuple[str, ...] = ()
+    state: str = ""
 
 
+DELTA = ("query", "key", "value", "g", "beta"), "initial_state"
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = {
-    "torch_chunk_gated_delta_rule": Scan(delta_rule, "causal_delta_attention", "fla"),
-    "chunk_kimi_delta_attention": Scan(delta_rule, "causal_delta_attention", "fla"),
-    "mamba2_chunk_scan": Scan(mamba2_scan, "causal_linear_attention", "mamba_ssm"),
+    "torch_chunk_gated_delta_rule": Scan(delta_rule, "causal_delta_attention", "fla", *DELTA),
+    "chunk_kimi_delta_attention": Scan(delta_rule, "causal_delta_attention", "fla", *DELTA),
+    "mamba2_chunk_scan": Scan(
+        mamba2_scan, "causal_linear_attention", "mamba_ssm", ("hidden_states", "dt", "B", "C"), "initial_states"
+    ),
     "MiniMaxLightningAttention.forward": Scan(lightning_attention, "causal_linear_attention"),
     CONVOLUTION: Scan(convolution, "a sum of shifted products"),
 }
+
+
+RECORDING = "recording"
+"""The mark of calls whose tokens the cache may take back, in the place of the numbers of documents."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Place:
     def install(self) -> None:
         """Replace transformers' function by ours, unless that is done already."""
         if not hasattr(self.read(), "stock"):
-            setattr(self._owner(), self._attribute(), _before(self.read(), SCANS[self.name].function))
+            setattr(self._owner(), self._attribute(), _before(self.read(), SCANS[self.name]))
 
     def restore(self) -> None:
         """Restore transformers' function, unless another one has replaced ours since."""
@@ -105,7 +115,7 @@ def _forward(layer: nn.Module) -> Callable[..., Any]:
     return unwrap(type(layer).forward)
 
 
-def _before(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _before(stock: Callable[..., Any], ours: Scan) -> Callable[..., Any]:
     """Return a function that calls ours if the call has the mark, else transformers'."""
 
     @wraps(stock)
@@ -113,7 +123,11 @@ def _before(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
         marked, documents = MARK in options, options.pop(MARK, None)
         if not marked:
             return stock(*args, **options)
-        return ours(*args, documents=documents, **options)
+        if documents is not RECORDING:
+            return ours.function(*args, documents=documents, **options)
+        if ours.tokens:
+            return recorded(ours.function, ours.tokens, ours.state, args, options)
+        return ours.function(*args, **options)
 
     vars(call)["stock"] = stock
     return call

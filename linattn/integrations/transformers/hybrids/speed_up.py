@@ -14,15 +14,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.documents import MARK
-from linattn.integrations.transformers.hybrids.packed_rows import DOCUMENT_ARGUMENTS, document_numbers, packing_obstacle
+from linattn.integrations.transformers.hybrids.packed_rows import (
+    DOCUMENT_ARGUMENTS,
+    cache_in,
+    document_numbers,
+    num_tokens,
+    packing_obstacle,
+)
 from linattn.integrations.transformers.hybrids.places import (
     CONVOLUTION,
+    RECORDING,
     SCANS,
     Place,
     global_names,
     kernel_preference,
     places_in,
 )
+from linattn.integrations.transformers.hybrids.recording import begin_call
 
 RECURRENT = {
     "torch_recurrent_gated_delta_rule",
@@ -56,6 +64,9 @@ class Marker:
         arguments = self.head_arguments | dict(zip(self.names, args, strict=False)) | options
         self.head_arguments = {}
         documents, changes = document_numbers(model, arguments, self.names)
+        past = None if torch.compiler.is_compiling() else cache_in(arguments)
+        if past is not None and begin_call(past, num_tokens(arguments)):
+            documents = RECORDING
         return (), {**arguments, **changes, MARK: documents}
 
     def install(self) -> None:
@@ -79,6 +90,7 @@ class SpeedUp:
     replaced: dict[str, str]
     kept: dict[str, str]
     _marks: list[Marker] = field(init=False, repr=False, default_factory=list)
+    _stateful: list[Any] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
         """Restore transformers' own functions for this model, and in transformers' modules, too, if no other model uses
@@ -91,6 +103,9 @@ class SpeedUp:
         for place in {place for marker in self._marks for place in marker.places} - needed:
             place.restore()
         self._marks = []
+        for model in self._stateful:
+            del model._is_stateful
+        self._stateful = []
 
     def __str__(self) -> str:
         replaced = [f"  replaced in {count} layers: {what}" for what, count in Counter(self.replaced.values()).items()]
@@ -129,8 +144,24 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
     for name, places in owners.items():
         head = _model_around(layers, name.rpartition(".")[0]) if name else None
         record._marks.append(Marker(layers[name], None if head is None else layers[head], places))
+    if _all_recorded(scans, kept):
+        # transformers refuses assisted decoding for such models, as their own caches cannot be cropped
+        record._stateful = [each for each in layers.values() if _refuses_drafts(each)]
+        for each in record._stateful:
+            each._is_stateful = False
     print(record)
     return record
+
+
+def _all_recorded(scans: dict[str, set[Place]], kept: dict[str, str]) -> bool:
+    """Return whether the tokens of all recurrent layers can be taken back."""
+    names = {place.name for places in scans.values() for place in places} - {CONVOLUTION}
+    return all(SCANS[name].tokens for name in names) and {*kept.values()} <= {STEPS, SOFTMAX}
+
+
+def _refuses_drafts(model: Any) -> bool:
+    """Return whether transformers refuses drafts because of the cache alone: it also needs this name for it."""
+    return getattr(model, "_is_stateful", False) and "past_key_values" in signature(model.forward).parameters
 
 
 def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[str, str]]:
