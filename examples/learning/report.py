@@ -40,7 +40,7 @@ def table(task: Task, runs: Sequence[Run]) -> str:
         by_seed = {run["seed"]: run for run in sorted(runs, key=_seed) if run["method"] == method}
         if by_seed:
             lines.append([label(method), *_figures(task, by_seed, seeds), *_costs(task, method, by_seed)])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 class Column(NamedTuple):
@@ -80,7 +80,7 @@ def joint_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
             rows.append((state_size(first, method), label(method), figures))
     rows.sort(key=lambda row: -row[0])
     head = ["method", "state", *(column.heading for column in columns)]
-    return _markdown([head, *([method, f"{size:,}", *figures] for size, method, figures in rows)])
+    return markdown([head, *([method, f"{size:,}", *figures] for size, method, figures in rows)])
 
 
 def _seeds(column: Column, method: str, runs: Sequence[Run]) -> str:
@@ -95,7 +95,7 @@ def _sooner(column: Column, run: Run) -> str:
     return f" ({step:,})" if column.metric == column.task.metric and step < column.task.training.steps else ""
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
 
@@ -150,11 +150,16 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
 def with_tables(page: str, runs: Sequence[Run]) -> str:
     """Return the page with the tables of what was run between their marks, in the place of what was there."""
     for name, text in tables(runs).items():
-        marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not marks.search(page):
-            raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
-        page = marks.sub(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
+        page = replaced(page, name, text)
     return page
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """Return the page with the text between the marks of a table."""
+    marks = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not marks.search(page):
+        raise ValueError(f"the page has no place for a table: <!-- table {name} --> … <!-- end -->")
+    return marks.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -82,6 +82,11 @@ class TrainOptions(ModelOptions):
     segment: int | None = training(
         None, "tokens that are in memory at a time, of a sequence of any length; the gradients are those of all of it"
     )
+    carry: float | None = training(
+        None,
+        "let this share of the sequences begin with the state after the sequence before them in their document",
+        parse.SHARE,
+    )
     sequence_parallel: int = training(
         1, "with several processes: so many share each sequence, of which each has a part", free=True
     )

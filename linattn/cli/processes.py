@@ -25,8 +25,9 @@ def check_sharing(options: TrainOptions, processes: int) -> None:
     """Raise ValueError unless this number of `processes` can run with --sequence-parallel, --segment and --context as
     they are."""
     ranks = options.sequence_parallel
-    if ranks > 1 and options.segment is not None:
-        raise ValueError("--segment does not work with --sequence-parallel")
+    for name in ("segment", "carry"):
+        if ranks > 1 and getattr(options, name) is not None:
+            raise ValueError(f"--{name} does not work with --sequence-parallel")
     if processes % ranks:
         raise ValueError(f"--sequence-parallel {ranks} must divide the number of processes, but there are {processes}")
     if options.context % ranks:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from linattn.cli.checkpoints import adopt_checkpoint
 from linattn.cli.options import TrainOptions
@@ -17,13 +17,21 @@ from linattn.cli.processes import sequences_per_update
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
-from linattn.cli.windows import RepeatedBatches, TrainingWindows, open_tokens, padded, validation_windows
+from linattn.cli.windows import (
+    RepeatedBatches,
+    WindowChains,
+    open_tokens,
+    padded,
+    training_windows,
+    validation_windows,
+)
 from linattn.console.errors import CommandError, writing
 from linattn.distributed import SequenceSharding, sequence_loss, split_sequence
+from linattn.integrations.transformers import StatefulTrainer
 from linattn.models.loss import NO_LABEL
 
 
-class RunTrainer(Trainer):
+class RunTrainer(StatefulTrainer):
     """Saves complete checkpoints of finite weights, and takes the learning rate from the schedule."""
 
     def __init__(
@@ -39,10 +47,10 @@ class RunTrainer(Trainer):
         self.sequences_per_step = sequences_per_update(options, args.world_size)
         self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
         self.reports = Reports(run, self.schedule, tokens_per_step=self.sequences_per_step * (options.context - 1))
-        training, validation = open_tokens(run, "training"), open_tokens(run, "validation")
-        length, most = options.limit() * self.sequences_per_step, math.ceil(options.evaluate_tokens / options.context)
-        windows = TrainingWindows(training, options.context, seed=options.seed, length=length)
-        validated = validation_windows(validation, options.context, most=most)
+        windows = training_windows(run, options, sequences=self.sequences_per_step)
+        self.rows = windows.rows if isinstance(windows, WindowChains) else None
+        most = math.ceil(options.evaluate_tokens / options.context)
+        validated = validation_windows(open_tokens(run, "validation"), options.context, most=most)
         ranks, self.labels_per_evaluation = options.sequence_parallel, 0.0
         if args.world_size > 1:
             count = len(validated)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from linattn.console.lock import locked
 from linattn.console.machine import timestamp
 from linattn.distributed import SequenceSharding, shard_sequence
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
+from linattn.integrations.transformers.own_model.stateful_trainer import require_continuation
 
 
 def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary) -> None:
@@ -53,6 +55,9 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
         own = LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator)
         require_weights(partial(LinattnForCausalLM, own), options)
         model = LinattnForCausalLM(own)
+    if options.carry is not None:
+        with explained("this cannot be run here", ValueError):
+            require_continuation(model.model, "--carry")
     if is_restart() and must_join():
         join_processes(cpu=options.cpu)
     with explained("this cannot be run here", ValueError, ImportError):
@@ -170,9 +175,9 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         ddp_find_unused_parameters=False,
         log_level="error",
     )
-    for other in ("checkpointing", "fsdp"):
-        if options.segment is not None and getattr(options, other):
-            raise ValueError(f"--segment does not work with --{other}")
+    for name, other in product(("segment", "carry"), ("checkpointing", "fsdp")):
+        if getattr(options, name) is not None and getattr(options, other):
+            raise ValueError(f"--{name} does not work with --{other}")
     check_sharing(options, args.world_size)
     if options.fsdp and not can_shard(args):
         raise ValueError(

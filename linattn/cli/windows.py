@@ -1,4 +1,5 @@
-"""Windows of `context` tokens from a long row: shuffled endlessly for training, evenly spread for validation.
+"""Windows of `context` tokens from a long row: shuffled endlessly for training, alone or in chains, and evenly spread
+for validation.
 
 Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from linattn.cli.options import TrainOptions
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import token_dtype
 from linattn.console.errors import CommandError
+from linattn.integrations.transformers.own_model.stateful_trainer import CONTINUES
 from linattn.models.loss import NO_LABEL
 
 
@@ -59,6 +62,83 @@ def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.
     """Return the offset, from 0 to `slack` tokens, and the order of so many `windows` in the pass of this `number`."""
     random = np.random.default_rng((seed, number))
     return int(random.integers(slack + 1)), random.permutation(windows)
+
+
+TURNS, LEAST_PER_ROW = 16, 32
+
+
+def count_turns(windows: int, sequences: int) -> int:
+    """Return the number of updates, each of so many `sequences`, from a window to the next window of its document.
+    Updates that read the same documents one after another teach less (docs/learning.md). Data of few `windows` have a
+    smaller number, so that each row has at least `LEAST_PER_ROW` of them per pass."""
+    return min(TURNS, max(1, windows // (sequences * LEAST_PER_ROW)))
+
+
+@final
+class WindowChains(Dataset):
+    """`length` windows in passes over all documents. Each pass cuts the documents into chains of consecutive windows
+    and shuffles the chains. The first window of a document begins a chain; of all other windows this `share`, chosen at
+    random, continues the chain of the window before, and the rest begins chains. Window i of the data set continues
+    window i − `rows`, or begins a chain. Only the first `rows` windows of a pass may be inside a chain and continue
+    none.
+
+    The first window of a document begins with its first token. The last window reaches into the following document, and
+    no window continues it. Window i depends on the seed, the number of rows and i alone."""
+
+    def __init__(
+        self, tokens: np.ndarray, context: int, *, separator: int, seed: int, length: int, rows: int, share: float
+    ) -> None:
+        self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
+        self.rows, self.share, last = rows, share, len(tokens) - 1
+        documents = np.flatnonzero(tokens == separator)
+        # the last target of a document is the separator of the next one
+        sizes = np.append(documents[1:], last) - documents
+        counts = np.minimum(-(-sizes // (context - 1)), (last - documents) // (context - 1))
+        within = _count_up(counts)
+        self.starts = np.repeat(documents, counts) + within * (context - 1)
+        self.is_first = within == 0
+        self.per_row = max(1, len(self.starts) // rows)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        step, row = divmod(index, self.rows)
+        number, position = divmod(step, self.per_row)
+        order, continues = _chains(self, number)
+        place = (row * self.per_row + position) % len(order)
+        item = window(self.tokens, int(self.starts[order[place]]), self.context)
+        return item | {CONTINUES: torch.tensor(position > 0 and bool(continues[place]))}
+
+
+@lru_cache(maxsize=1)
+def _chains(windows: WindowChains, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the windows in the order of the pass of this `number`, and which of them continue the window before."""
+    random = np.random.default_rng((windows.seed, number))
+    begins = np.flatnonzero(windows.is_first | (random.random(len(windows.starts)) >= windows.share))
+    lengths = np.append(begins[1:], len(windows.starts)) - begins
+    chains = random.permutation(len(begins))
+    within = _count_up(lengths[chains])
+    order = np.repeat(begins[chains], lengths[chains]) + within
+    # the rows of a batch have equal parts of the order; they begin at other places in each pass
+    turn = int(random.integers(len(order)))
+    return np.roll(order, turn), np.roll(within > 0, turn)
+
+
+def _count_up(lengths: np.ndarray) -> np.ndarray:
+    """Return 0, 1, … up to each length, one after another."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def training_windows(run: Run, options: TrainOptions, *, sequences: int) -> TrainingWindows | WindowChains:
+    """Return the windows of all updates, each of so many `sequences`."""
+    tokens, context, seed = open_tokens(run, "training"), options.context, options.seed
+    length = options.limit() * sequences
+    if (share := options.carry) is None:
+        return TrainingWindows(tokens, context, seed=seed, length=length)
+    rows = sequences * count_turns(len(tokens) // context, sequences)
+    separator = run.vocabulary().separator
+    return WindowChains(tokens, context, separator=separator, seed=seed, length=length, rows=rows, share=share)
 
 
 def validation_windows(tokens: np.ndarray, context: int, *, most: int) -> list[dict[str, Tensor]]:

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.checks import check_sizes
 from linattn.generation.drafts import Draft, DraftedBatch
 from linattn.generation.sampling import Logits, Sampling, Seen, draw
-from linattn.models.token_model import TokenModel, TokenModelState, require_causal
+from linattn.models.token_model import TokenModel, TokenModelState, require_causal, require_constant_state
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import checked_kind, for_batch, map_state
 
@@ -59,8 +58,8 @@ class Sampler(NamedTuple):
             raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
         if draft is not None and compiled:
             raise ValueError("compile is for one token at a time, but a draft makes calls of many lengths: give one")
-        if compiled and (growing := _growing(model)):
-            raise ValueError(f"compile needs a state of constant size, but that of {growing} grows with every token")
+        if compiled:
+            require_constant_state(model, "compile")
         return cls(model, rows, max_new_tokens, sampling, frozenset(stop_tokens), seed, draft, complete, compiled)
 
     def check_positions(self, state: TokenModelState | None) -> None:
@@ -179,15 +178,6 @@ def _compiled_step(model: TokenModel, rows: int) -> Callable[..., tuple[Logits, 
 
 def _contiguous(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _growing(model: TokenModel) -> str | None:
-    """Return the name of an attention whose state grows with every token, None if there is none."""
-    for part in model.modules():
-        kind = part.state_kind if isinstance(part, InnerAttention) else None
-        if KeysAndValues in (kind, *getattr(kind, "__annotations__", {}).values()):
-            return type(part).__name__
-    return None
 
 
 def _checked_rows(prompts: Any, stop_tokens: Collection[int], vocab_size: int) -> list[list[int]]:

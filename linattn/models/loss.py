@@ -13,6 +13,16 @@ NO_LABEL = -100
 """The label of a token without a loss, as in torch and transformers."""
 
 
+def count_following(labels: Tensor, tokens: Tensor) -> int:
+    """Return 0 for `labels` (b, n) of `tokens` (b, n), and 1 for labels (b, n + 1), which also have the target of the
+    last token. Raise ValueError for labels of another shape."""
+    following = labels.shape[1] - tokens.shape[1]
+    if len(labels) != len(tokens) or following not in (0, 1):
+        b, n = tokens.shape[:2]
+        raise ValueError(f"labels must be {(b, n)}, as the tokens, or {(b, n + 1)}, but are {tuple(labels.shape)}")
+    return following
+
+
 @check_types
 def next_token_loss(
     logits: Float[Tensor, "b k v"], tokens: TokenIds, *, key_mask: TokenMask = None, ignore_index: int = NO_LABEL

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention
+from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.rotary import count_positions
 from linattn.checks import check_types
 from linattn.nn import MultiheadAttention
@@ -190,6 +190,15 @@ def require_causal(model: TokenModel, purpose: str) -> None:
     """Raise ValueError if a model has attention and is not causal; `purpose` names the caller in the message."""
     if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
         raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
+
+
+def require_constant_state(model: TokenModel, purpose: str) -> None:
+    """Raise ValueError if the state of an attention of the model grows with every token."""
+    for part in model.modules():
+        kind = part.state_kind if isinstance(part, InnerAttention) else None
+        if KeysAndValues in (kind, *getattr(kind, "__annotations__", {}).values()):
+            name = type(part).__name__
+            raise ValueError(f"{purpose} needs a state of constant size, but that of {name} grows with every token")
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from linattn.checks import check_sizes
-from linattn.models.loss import NO_LABEL
+from linattn.models.loss import NO_LABEL, count_following
 from linattn.models.token_model import TokenModel, TokenModelState, require_causal
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
@@ -35,7 +35,7 @@ def segmented_loss(
     state: TokenModelState | None = None,
     *,
     segment: int,
-    labels: TokenIds | None = None,
+    labels: Int[Tensor, "b labels"] | None = None,
     key_mask: TokenMask = None,
 ) -> tuple[Float[Tensor, ""], TokenModelState]:
     """Return the mean cross entropy of each token, predicted from those before it, and the state after the last token.
@@ -43,22 +43,22 @@ def segmented_loss(
     that of `segment` tokens at a time.
 
     `tokens` are (b, n) of any length, whose past is in `state` (None: nothing was before). `labels` (b, n) replace the
-    tokens as targets; a label that is `NO_LABEL`, −100, does not count. A masked token (`key_mask` False) is a missing
-    one. The gradient goes back to the parameters of `model` and to `state`; it cannot be differentiated again.
+    tokens as targets; a label that is `NO_LABEL`, −100, does not count. `labels` (b, n + 1) also have the target of the
+    last token. A masked token (`key_mask` False) is a missing one. The gradient goes back to the parameters of `model`
+    and to `state`; it cannot be differentiated again.
 
-    Raises ValueError unless the model is causal, `segment` a positive number and the labels as many as the tokens."""
+    Raises ValueError unless the model is causal, `segment` a positive number and `labels` of one of these shapes."""
     require_causal(model, "training in segments")
     check_sizes(segment=segment)
     labels = tokens if labels is None else labels
-    if labels.shape != tokens.shape:
-        raise ValueError(f"labels must be as the tokens, {tuple(tokens.shape)}, but are {tuple(labels.shape)}")
+    following = count_following(labels, tokens)
     if key_mask is not None:
         # to the left, where the next token of each is the next in its row
-        where = compact(key_mask)
-        tokens, labels = (pack(x.unsqueeze(-1), where).squeeze(-1) for x in (tokens, labels))
-        key_mask = real(where)
-        labels = labels.masked_fill(~key_mask, NO_LABEL)
-    targets = F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
+        wheres = compact(key_mask), compact(F.pad(key_mask, (0, following), value=True))
+        tokens, labels = (pack(x.unsqueeze(-1), y).squeeze(-1) for x, y in zip((tokens, labels), wheres, strict=True))
+        key_mask = real(wheres[0])
+        labels = labels.masked_fill(~real(wheres[1]), NO_LABEL)
+    targets = F.pad(labels[:, 1:], (0, 1 - following), value=NO_LABEL)
     count = (targets != NO_LABEL).sum().clamp(min=1)
 
     def step(number: int, state: Any) -> tuple[Tensor, Any]:

@@ -71,6 +71,7 @@ ELSEWHERE = {
     "tie_embeddings": "test_the_untied_output_has_a_matrix_of_its_own",
     "checkpointing": "test_checkpointing_recomputes",
     "segment": "test_resume.py",
+    "carry": "test_carry.py",
     "cpu": "test_a_gpu_is_left_alone",
     "fsdp": "test_distributed.py",
     "sequence_parallel": "test_sequence_parallel.py",

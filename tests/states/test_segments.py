@@ -175,3 +175,15 @@ def test_wrong_arguments(options, message):
 def test_a_model_that_is_not_causal_has_no_segments():
     with pytest.raises(ValueError, match="training in segments needs a causal model, but this LanguageModel is not"):
         segmented_loss(small_model(ELU, causal=False), some_tokens(1, 9), segment=3)
+
+
+def test_the_last_token_may_have_a_label_too():
+    """Also behind masked tokens."""
+    model, tokens, key_mask = small_model(ELU), some_tokens(2, 17), torch.rand(2, 16) < 0.7
+    for mask in (None, key_mask):
+        with_last = None if mask is None else torch.cat([mask, torch.ones(2, 1, dtype=torch.bool)], 1)
+        expected, _ = whole(model, tokens, None, with_last)
+        loss, _ = segmented_loss(model, tokens[:, :-1], segment=5, labels=tokens, key_mask=mask)
+        assert_close(loss, expected)
+    with pytest.raises(ValueError, match=r"labels must be \(2, 16\), as the tokens, or \(2, 17\), but are \(2, 18\)"):
+        segmented_loss(model, tokens[:, :-1], segment=5, labels=some_tokens(2, 18))

@@ -19,6 +19,7 @@ with extra("transformers"):
     )
     from linattn.integrations.transformers.own_model.lora import register_target_modules
     from linattn.integrations.transformers.own_model.model import LinattnModel
+    from linattn.integrations.transformers.own_model.stateful_trainer import StatefulTrainer
     from linattn.integrations.transformers.own_model.tokenizer import (
         byte_tokenizer,
         file_tokenizer,
@@ -35,6 +36,7 @@ __all__ = [
     "LinattnForTokenClassification",
     "LinattnModel",
     "SpeedUp",
+    "StatefulTrainer",
     "attended_modules",
     "byte_tokenizer",
     "file_tokenizer",

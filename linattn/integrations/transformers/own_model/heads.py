@@ -17,7 +17,7 @@ from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.config import LinattnConfig
 from linattn.integrations.transformers.own_model.model import LinattnPreTrainedModel, make_key_mask
 from linattn.models import LanguageModel
-from linattn.models.loss import NO_LABEL
+from linattn.models.loss import NO_LABEL, count_following
 from linattn.states import segmented_loss
 
 
@@ -51,14 +51,15 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "b n d"] | None = None,
-        labels: Int[Tensor, "b n"] | None = None,
+        labels: Int[Tensor, "b labels"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
-        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices)."""
+        """Return the loss, and the logits after all tokens (0), the last few (int) or chosen ones (indices).
+        Labels (b, n + 1) also have the target of the last token."""
         cache = self._cache(past_key_values, use_cache)
         if labels is not None and self.segment_length is not None:
             others = {
@@ -78,8 +79,10 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         logits = self.model.logits(x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep])
         loss = None
         if labels is not None:
-            labels = _present(labels, key_mask)
-            loss = self.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch)
+            labels = _present(labels, key_mask, count_following(labels, x))
+            targets = F.pad(labels[:, 1:], (0, x.shape[1] + 1 - labels.shape[1]), value=NO_LABEL).contiguous()
+            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": targets}
+            loss = self.loss_function(logits, labels, logits.shape[-1], **options)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
     def get_output_embeddings(self) -> nn.Linear | None:
@@ -106,14 +109,14 @@ class LinattnForCausalLM(LinattnPreTrainedModel, GenerationMixin):
         self,
         tokens: Int[Tensor, "b n"],
         attention_mask: Tensor | None,
-        labels: Int[Tensor, "b n"],
+        labels: Int[Tensor, "b labels"],
         cache: LinattnCache | None,
         num_items: Tensor | int | None,
     ) -> CausalLMOutputWithPast:
         assert self.segment_length is not None
         seen, state = (0, None) if cache is None else (cache.get_seq_length(), cache.state)
         key_mask = make_key_mask(attention_mask, tokens, seen)
-        labels = _present(labels, key_mask)
+        labels = _present(labels, key_mask, count_following(labels, tokens))
         loss, state = segmented_loss(
             self.model, tokens, state, segment=self.segment_length, labels=labels, key_mask=key_mask
         )
@@ -204,9 +207,15 @@ class LinattnForTokenClassification(_Classifier):
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
-def _present(labels: Int[Tensor, "b n"], key_mask: Bool[Tensor, "b n"] | None) -> Int[Tensor, "b n"]:
-    """Return the labels without those of missing tokens, and of tokens after one: a missing token predicts nothing."""
-    return labels if key_mask is None else labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
+def _present(
+    labels: Int[Tensor, "b labels"], key_mask: Bool[Tensor, "b n"] | None, following: int
+) -> Int[Tensor, "b labels"]:
+    """Return the labels without those of missing tokens, and of tokens after one: a missing token predicts nothing.
+    Labels of a token behind the last one (`following` is 1, else 0) are present."""
+    if key_mask is None:
+        return labels
+    key_mask = F.pad(key_mask, (0, following), value=True)
+    return labels.masked_fill(~(key_mask & F.pad(key_mask, (1, -1))), NO_LABEL)
 
 
 def _pooled(x: Float[Tensor, "b n d"], key_mask: Bool[Tensor, "b n"] | None, *, causal: bool) -> Float[Tensor, "b d"]:

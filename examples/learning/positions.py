@@ -1,0 +1,218 @@
+"""Bits per byte against the position in a document that is read from its beginning: what is a long past worth?
+
+Trains by `linattn train` on Python's standard library, with and without `--carry`, and reads held-out files: whole, and
+each part of them from 256 bytes before it, as if there were no longer past. A run is a line of JSON; what the file has
+is not run again. The table and the picture go into the page.
+
+    python -m examples.learning.positions --method local+elu gated_delta --carry 0 0.9 --out docs/positions.jsonl
+    python -m examples.learning.positions --out docs/positions.jsonl --page docs/learning.md"""
+
+import argparse
+import math
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from examples.learning.report import markdown, replaced
+from examples.learning.run import append, read
+from linattn import LanguageModel
+from linattn.cli.demo import EXCLUDED
+from linattn.cli.main import main as linattn
+from linattn.cli.vocabulary import Bytes
+
+EDGES = (0, 256, 1_024, 4_096, 16_384, 65_536)
+RANGES = list(pairwise(EDGES))
+# every 12th file is held out; those of at least 16,384 bytes are read, so that the same files are in all ranges but one
+HELD_OUT, SHORTEST = 12, 16_384
+# bytes of a past that is cut off, and one part in so many of those that are read in this way
+SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
+
+SIZES, BATCH = "--dim 128 --num-heads 4 --window 64 --convolution 4", 2_048
+METHODS = {
+    "softmax": "--attention softmax",
+    "local+elu": "--attention local:2+elu:2",
+    **{
+        name: f"--attention {name} --rotary none --head-norm"
+        for name in ("gated_delta", "ssd", "gla", "kda", "retention")
+    },
+}
+
+
+def split() -> tuple[list[Path], list[Path]]:
+    """Return the files to train on and those that are held out, as the demo finds them."""
+    folder, excluded = Path(sysconfig.get_paths()["stdlib"]), EXCLUDED.split()
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
+    files = [folder / name for name in names if not any(Path(part).match(x) for part in name.parts for x in excluded)]
+    return [file for i, file in enumerate(files) if i % HELD_OUT], files[::HELD_OUT]
+
+
+def documents(files: Sequence[Path]) -> Iterator[Tensor]:
+    """Yield the tokens of files that are long enough, each after a separator, up to the last range."""
+    for file in files:
+        text = file.read_bytes()
+        if len(text) >= SHORTEST:
+            yield torch.tensor([Bytes.separator, *text[: EDGES[-1]]])
+
+
+@torch.no_grad()
+def bits_of(model: LanguageModel, tokens: Tensor, *, piece: int = 2_048) -> Tensor:
+    """Return the bits of each token but the first, read from the beginning."""
+    state, bits = None, []
+    for start in range(0, len(tokens) - 1, piece):
+        targets = tokens[start + 1 : start + piece + 1]
+        logits, state = model.extend(tokens[None, start : start + len(targets)], state)
+        bits.append(F.cross_entropy(logits[0].float(), targets, reduction="none") / math.log(2))
+    return torch.cat(bits)
+
+
+@torch.no_grad()
+def bits_after_short_past(model: LanguageModel, tokens: Tensor, starts: Sequence[int]) -> Tensor:
+    """Return the bits of the parts of `SHORT_PAST` tokens from each start on, after as many other tokens."""
+    windows = torch.stack([tokens[start - SHORT_PAST : start + SHORT_PAST] for start in starts])
+    logits = torch.cat([model(part[:, :-1])[:, SHORT_PAST - 1 :] for part in windows.split(16)])
+    bits = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, SHORT_PAST:].flatten(), reduction="none")
+    return bits / math.log(2)
+
+
+def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[dict[str, Any]]:
+    """Return for each range of positions up to `last` the mean bits, and those of some parts of it with the whole past
+    and with a short one."""
+    sums = [torch.zeros(5, dtype=torch.float64) for _ in RANGES]
+    for tokens in texts:
+        bits = bits_of(model, tokens[: last + 1])
+        for total, (begin, end) in zip(sums, RANGES, strict=True):
+            part = bits[begin:end]
+            total[:2] += torch.tensor([part.sum(), len(part)])
+            # byte i is token i + 1
+            starts = range(begin + 1, min(end, len(bits)) - SHORT_PAST + 2, SHORT_PAST * EVERY.get(begin, 1))
+            if begin in EVERY and len(starts):
+                short = bits_after_short_past(model, tokens, starts)
+                full = torch.cat([bits[start - 1 : start - 1 + SHORT_PAST] for start in starts])
+                total[2:] += torch.tensor([full.sum(), short.sum(), len(short)])
+    return [
+        {
+            "from": begin,
+            "to": end,
+            "bits": round(float(total[0] / total[1]), 4),
+            "bytes": int(total[1]),
+            **({"short_past": round(float(total[3] - total[2]) / float(total[4]), 4)} if total[4] else {}),
+        }
+        for total, (begin, end) in zip(sums, RANGES, strict=True)
+        if total[1]
+    ]
+
+
+def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of one run."""
+    training, held_out = split()
+    texts, steps = list(documents(held_out)), options.steps
+    with tempfile.TemporaryDirectory() as folder:
+        run = f"{folder}/run"
+        words = f"{SIZES} {METHODS[method]} --out {run} --cpu --seed {seed} --depth {options.depth} --steps {steps}"
+        words += f" --context {options.context} --batch {BATCH // options.context} --lr {options.lr}"
+        words += f" --evaluate-every {steps} --evaluate-tokens 65536 --save-every {steps} --log-every 100"
+        words += f" --carry {carry}" if carry else ""
+        before = time.process_time()
+        data = [*map(str, training), *(f"--validation-data={file}" for file in held_out)]
+        if status := linattn(["train", *data, *words.split()]):
+            raise SystemExit(status)
+        seconds = time.process_time() - before
+        model = LanguageModel.load(run)
+    # softmax keeps every key, and is far from what it was trained on
+    ranges = measure(model, texts, EDGES[-3] if method == "softmax" else EDGES[-1])
+    return key(method, carry, seed, options) | {"cpu_seconds": round(seconds), "ranges": ranges}
+
+
+def key(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    settings = {name: getattr(options, name) for name in ("depth", "context", "steps", "lr")}
+    return {"method": method, "carry": carry, "seed": seed, **settings}
+
+
+def label(range_: dict[str, Any]) -> str:
+    return "–".join(f"{edge // 1024} k" if edge >= 1024 else str(edge) for edge in (range_["from"], range_["to"]))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a row per context, method and share of `--carry`, in this order; seeds are side by side."""
+    longest = max((run["ranges"] for run in runs), key=len)
+    ranges = [label(each) for each in longest]
+    worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
+    lines = [["method", "context", "`--carry`", *ranges, *worth, "CPU s"]]
+    names = list(METHODS)
+    for context, index, carry in sorted({(run["context"], names.index(run["method"]), run["carry"]) for run in runs}):
+        kind = (context, names[index], carry)
+        seeds = [run for run in runs if (run["context"], run["method"], run["carry"]) == kind]
+        figures = [_cells(seeds, number, "bits", "{:.3f}") for number in range(len(longest))]
+        past = [_cells(seeds, i, "short_past", "{:+.3f}") for i, each in enumerate(longest) if "short_past" in each]
+        seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
+        lines.append([names[index], f"{context:,}", f"{carry:g}" if carry else "", *figures, *past, seconds])
+    return markdown(lines)
+
+
+def _cells(runs: Sequence[dict[str, Any]], number: int, name: str, form: str) -> str:
+    return " / ".join(form.format(run["ranges"][number][name]) for run in runs if number < len(run["ranges"]))
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the bits in each range, and how many of them the past beyond 256 bytes saves; without --carry dashed. Only
+    runs with the shortest context, without and with the share 0.9, are drawn."""
+    from examples.learning.curves import plt, styles
+    from examples.pictures import save
+
+    plt.rcParams["font.size"] = 11
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    style = styles([name for name in METHODS if any(run["method"] == name for run in runs)])
+    shortest = min(run["context"] for run in runs)
+    for run in runs:
+        if run["seed"] == 0 and run["context"] == shortest and run["carry"] in (0, 0.9):
+            look = style[run["method"]] | ({} if run["carry"] else {"linestyle": "--", "markerfacecolor": "none"})
+            for axes, name in zip(panels, ("bits", "short_past"), strict=True):
+                points = [(label(each), each[name]) for each in run["ranges"] if name in each]
+                axes.plot(*zip(*points, strict=True), label=run["method"] if run["carry"] else "_", **look)
+    panels[0].set_title("bits per byte, read from the beginning", fontsize=11, loc="left")
+    panels[1].set_title("bits that the past beyond 256 bytes saves", fontsize=11, loc="left")
+    panels[1].axhline(0, color="#bbbbbb", zorder=0)
+    for axes in panels:
+        axes.set_xlabel("position in the document (dashed: without --carry)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    save(figure, path)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=[])
+    parser.add_argument("--carry", nargs="+", type=float, default=[0.0, 0.9], help="0: without --carry")
+    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--page", type=Path, help="the page whose table and picture show the file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for seed in options.seed:
+        for method in options.method:
+            for carry in options.carry:
+                wanted = key(method, carry, seed, options)
+                if not any(wanted.items() <= record.items() for record in read(options.out)):
+                    append(options.out, train(method, carry, seed, options))
+    if options.page:
+        runs = read(options.out)
+        options.page.write_text(replaced(options.page.read_text(), "positions", table(runs)))
+        draw(runs, options.page.with_name(f"{options.page.stem}-positions.svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Positions are counted from the beginning of a document, and a short past is a short one."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from examples.learning import positions
+from examples.learning.run import read
+from linattn import LanguageModel, LanguageModelConfig
+
+
+def model(attention: str = "elu", **options) -> LanguageModel:
+    fields = {"vocab_size": 257, "dim": 16, "depth": 1, "num_heads": 2, "attention": attention, **options}
+    own = LanguageModel(LanguageModelConfig(**fields)).eval()
+    with torch.no_grad():
+        # so large that the past shows in the logits
+        for weight in own.parameters():
+            weight.mul_(15 if weight.dim() > 1 else 1)
+    return own
+
+
+def bits(model, tokens):
+    with torch.no_grad():
+        return F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none") / math.log(2)
+
+
+def test_a_document_is_read_whole():
+    own, tokens = model(), torch.randint(257, (300,))
+    assert_close(positions.bits_of(own, tokens, piece=64), bits(own, tokens))
+
+
+def test_a_short_past_is_cut_off():
+    own, tokens = model(), torch.randint(257, (1200,))
+    short = positions.bits_after_short_past(own, tokens, [300, 700]).view(2, 256)
+    for row, start in zip(short, (300, 700), strict=True):
+        assert_close(row, bits(own, tokens[start - 256 : start + 256])[-256:])
+
+
+def test_a_window_loses_nothing_by_a_short_past_and_a_sum_does():
+    texts = [torch.randint(257, (5000,)) for _ in range(2)]
+    ranges = positions.measure(model("local", window=8), texts, 65_536)
+    assert [(x["from"], x["to"], x["bytes"]) for x in ranges] == [
+        (0, 256, 512),
+        (256, 1024, 1536),
+        (1024, 4096, 6144),
+        (4096, 16384, 2 * 903),
+    ]
+    assert [x["short_past"] for x in ranges[2:]] == pytest.approx([0, 0], abs=1e-4)
+    own = model("elu")
+    ranges, expected = positions.measure(own, texts, 65_536), torch.cat([bits(own, text)[256:1024] for text in texts])
+    assert ranges[1]["bits"] == pytest.approx(float(expected.mean()), abs=1e-3)
+    assert ranges[2]["short_past"] != pytest.approx(0, abs=1e-3)
+
+
+def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
+    """What the file has is not run again."""
+    files = [tmp_path / f"{i}.py" for i in range(3)]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes(range(32, 127)) * (200 + i))
+    monkeypatch.setattr(positions, "split", lambda: (files[:2], files[2:]))
+    monkeypatch.setattr(positions, "SIZES", "--dim 16 --num-heads 4 --window 8 --precision float32")
+    monkeypatch.setattr(positions, "BATCH", 512)
+    out, page, threads = tmp_path / "runs.jsonl", tmp_path / "page.md", torch.get_num_threads()
+    page.write_text("before\n<!-- table positions -->\n<!-- end -->\nafter\n")
+    arguments = ["--method", "local+elu", "--depth", "1", "--steps", "1", "--carry", "0", "0.9", "--out", str(out)]
+    positions.main([*arguments, "--page", str(page)])
+    records = read(out)
+    assert [(record["carry"], len(record["ranges"])) for record in records] == [(0, 5), (0.9, 5)]
+    monkeypatch.setattr(positions, "train", lambda *_: pytest.fail("run twice"))
+    positions.main(arguments)
+    torch.set_num_threads(threads)
+    head, _, first, second = [line.split(" | ") for line in page.read_text().splitlines()[2:6]]
+    assert head[3:6] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
+    assert first[1:3] == ["256", ""] and second[1:3] == ["256", "0.9"] and float(first[3]) > 5
+    assert ">local+elu<" in (tmp_path / "page-positions.svg").read_text()
+
+
+def test_the_demos_files_are_split():
+    training, held_out = positions.split()
+    assert len(training) > 9 * len(held_out) > 0 and not set(training) & set(held_out)
