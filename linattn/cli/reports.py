@@ -38,6 +38,8 @@ class Reports(TrainerCallback):
         self.bar: tqdm | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        # a checkpoint brings the steps between reports that its process was given
+        state.compute_steps(args, state.max_steps)
         self.last_step = state.global_step
         if state.is_world_process_zero:
             self.first_progress = begin = self.schedule.progress(state.global_step) if state.global_step else 0.0

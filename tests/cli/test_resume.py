@@ -211,5 +211,8 @@ def test_options_may_be_repeated_but_not_changed(broken_off, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "linattn train: the run began with --lr 0.002, so it cannot go on with 0.0001"
     # what the weights do not depend on may change
-    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "2e-3", "--keep", "1"]) == 0
-    assert open_run(broken_off).saved_steps() == [8]
+    reports = ("--log-every", "1", "--save-every", "1", "--keep", "2")
+    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "2e-3", *reports]) == 0
+    run = open_run(broken_off)
+    assert run.saved_steps() == [7, 8]
+    assert {7, 8} <= {record["step"] for record in run.records() if "learning_rate" in record}
