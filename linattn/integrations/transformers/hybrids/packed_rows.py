@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from linattn.integrations.transformers.documents import positions_in
+from linattn.integrations.transformers.hybrids.places import lacks_mark
 
 DOCUMENT_ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
 LEAKING = {
@@ -53,8 +54,10 @@ def document_numbers(
 
 def packing_obstacle(model: nn.Module) -> str:
     """Return the reasons why a model cannot keep the documents of a row apart, an empty text if it can."""
-    kinds = {type(layer).__name__ for layer in model.modules()}
-    return "; ".join(f"{name}: {why}" for name, why in LEAKING.items() if name in kinds)
+    kinds = {type(layer).__name__: layer for layer in model.modules()}
+    reasons = {name: why for name, why in LEAKING.items() if name in kinds}
+    reasons |= {name: "its scan gets no documents" for name, layer in kinds.items() if lacks_mark(layer)}
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
 
 
 def _numbers(arguments: Mapping[str, Any], b: int, n: int) -> Int[Tensor, "#b n"] | None:

@@ -28,6 +28,8 @@ from linattn.integrations.transformers.hybrids.places import (
     Place,
     global_names,
     kernel_preference,
+    lacks_mark,
+    mark_layer,
     places_in,
 )
 from linattn.integrations.transformers.hybrids.recording import begin_call
@@ -35,10 +37,10 @@ from linattn.integrations.transformers.hybrids.recording import begin_call
 RECURRENT = {
     "torch_recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
+    "mamba_selective_state_update",
     "mamba2_selective_state_update",
 }
 STEPS = "decoding steps stay transformers' own, which are fast"
-SELECTIVE = "its decay is a number per channel and per number of the state, which no state of ours has"
 SOFTMAX = "softmax attention is no scan; set_attn_implementation('linattn:…') puts another method there"
 
 
@@ -52,6 +54,8 @@ class Marker:
         self.handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
         if head is not None and "position_ids" not in self.names:
             self.handles.append(head.register_forward_pre_hook(self.store, with_kwargs=True))
+        for layer in model.modules():
+            self.handles += mark_layer(layer) if places and lacks_mark(layer) else ()
         _markers.add(self)
         self.install()
 
@@ -175,8 +179,6 @@ def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[st
         elif places:
             scans[name] = places
             kept |= dict.fromkeys(sorted(called & RECURRENT), STEPS)
-        elif "mamba_selective_scan" in called:
-            kept[kind] = SELECTIVE
         elif hasattr(layer, "is_causal"):
             kept[kind] = SOFTMAX
     return scans, kept
