@@ -1,8 +1,9 @@
-"""Mamba-1's selective scan, S_i = exp(Δ_i A) ⊙ S_{i−1} + B_i v_iᵀ and y_i = C_i S_i, whose decays differ by token, channel
-and row of the state. Gu & Dao, https://arxiv.org/abs/2312.00752
+"""Mamba-1's selective scan, S_i = exp(Δ_i A) ⊙ S_{i−1} + B_i v_iᵀ and y_i = C_i S_i, whose decays differ from token to
+token and within the state. Gu & Dao, https://arxiv.org/abs/2312.00752
 
-No product of matrices computes such a scan. So it goes from token to token, for chunks of tokens and as many channels as
-the cache holds; a gradient computes the states of a chunk again, from the one before it."""
+Such decays cannot be moved out of the sums, so no product of matrices computes this scan. It runs token by token, but
+the rest of the work is done for a chunk of tokens at once, and for as many channels as the cache holds. The gradient
+recomputes the states of each chunk from its first state, which is saved."""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ BLOCK = 2**19
 
 
 class ScanCall(NamedTuple):
-    """Values v and time steps Δ (*b n c), rates A (*b d c), keys B and queries C (*b n d), all in one dtype. The leading
-    dimensions are the same, one at least."""
+    """Values v and time steps Δ (*b n c), rates A (*b d c), keys B and queries C (*b n d). All have one dtype and the
+    same leading dimensions, at least one."""
 
     v: Tensor
     delta: Tensor
@@ -50,7 +51,7 @@ def definition(call: ScanCall, save: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Part(NamedTuple):
-    """Rows of the first dimension and channels whose chunks are computed one after another."""
+    """The rows of the first dimension, and the channels, that are computed together."""
 
     rows: slice
     channels: slice
@@ -89,7 +90,7 @@ def _empty(call: ScanCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Work:
-    """The tensors of a chunk's tokens (l *b …), in memory that all chunks share."""
+    """The tensors of one chunk of a part, with its tokens in front. All chunks use the same memory."""
 
     def __init__(self, call: ScanCall, part: _Part):
         self.call, self.part, self.A = call, part, part.state(call.A).contiguous()
@@ -98,7 +99,7 @@ class _Work:
         self._states = self.A.new_empty(length + 1, *self.A.shape)
 
     def scan(self, tokens: slice, S: Tensor) -> None:
-        """Compute the states of a chunk that begins with the state S."""
+        """Load a chunk and compute its states, from the state S before it on."""
         v, delta, _, B, C = self.call
         length = tokens.stop - tokens.start
         self.v, self.delta = (self.part.tokens(x, tokens).contiguous() for x in (v, delta))
@@ -132,7 +133,8 @@ def _gradient(call: ScanCall, saved: Tensors, grads: Tensors) -> Tensors:
     assert dy is not None and dS is not None
     if starts is None or not starts.numel():
         starts = _forward(call, True)[2]
-    dv, ddelta, dA, dB, dC = torch.empty_like(v), torch.empty_like(delta), *(torch.zeros_like(x) for x in (A, B, C))
+    dv, ddelta = (x.new_empty(x.shape) for x in (v, delta))
+    dA, dB, dC = (x.new_zeros(x.shape) for x in (A, B, C))
     n = v.shape[-2]
     for part in _parts(A, n):
         work, dstate = _Work(call, part), part.state(dS)

@@ -50,6 +50,7 @@ class Marker:
 
     def __init__(self, model: nn.Module, head: nn.Module | None, places: set[Place]):
         self.places, self.names = places, tuple(signature(model.forward).parameters)
+        self.obstacle = packing_obstacle(model)
         self.head_arguments: dict[str, Any] = {}
         self.handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
         if head is not None and "position_ids" not in self.names:
@@ -67,7 +68,7 @@ class Marker:
             self.install()
         arguments = self.head_arguments | dict(zip(self.names, args, strict=False)) | options
         self.head_arguments = {}
-        documents, changes = document_numbers(model, arguments, self.names)
+        documents, changes = document_numbers(model, arguments, self.names, self.obstacle)
         past = None if torch.compiler.is_compiling() else cache_in(arguments)
         if past is not None and begin_call(past, num_tokens(arguments)):
             documents = RECORDING

@@ -10,7 +10,9 @@ from linattn.integrations.transformers.hybrids.selective_scan import SELECTIVE_S
 from tests.laws import LENGTHS
 
 
-def inputs(n: int, lead: tuple[int, ...] = (3,), c: int = 5, d: int = 4, dtype: torch.dtype = torch.float64) -> ScanCall:
+def inputs(
+    n: int, lead: tuple[int, ...] = (3,), c: int = 5, d: int = 4, dtype: torch.dtype = torch.float64
+) -> ScanCall:
     """Return values, positive time steps, negative rates, keys and queries. Some decays are strong, some weak."""
     v, delta, B, C = (torch.randn(*lead, n, size, dtype=dtype) for size in (c, c, d, d))
     rates = -torch.randn(*lead, d, c, dtype=dtype).mul(2).exp()
