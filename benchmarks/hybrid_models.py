@@ -1,6 +1,6 @@
 """transformers' hybrid models on this machine's CPU, as they come and with our scans.
 
-    python benchmarks/hybrid_models.py [--threads 1] [--repeats 5] [--only mamba2,kimi_linear,qwen3_next]
+    python benchmarks/hybrid_models.py [--threads 1] [--repeats 5] [--only mamba2,mamba,minimax]
 
 Both have the same random weights, in float32, and take turns in one process. Times are medians of processor time; a
 machine that is slow for a while is then slow for both, so read their ratio. A step is the loss of the next tokens and
@@ -66,6 +66,20 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 256,
             "shared_expert_intermediate_size": 256,
+        },
+    ),
+    "mamba": ("MambaForCausalLM", 256, {**TEXT, "state_size": 16}),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        2048,
+        {
+            **TEXT,
+            **ATTENTION,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
         },
     ),
 }

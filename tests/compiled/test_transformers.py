@@ -4,10 +4,20 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from linattn.integrations.transformers import LinattnCache, LinattnConfig, LinattnForCausalLM, speed_up
 from linattn.linearize import convert, plan
+from linattn.ops.library import NAMESPACE
 
 SIZE = {"vocab_size": 31, "dim": 32, "depth": 1, "num_heads": 4, "window": 5}
 
@@ -105,3 +115,26 @@ def test_a_stock_model_with_our_scans_is_one_graph():
     gradients = (torch.autograd.grad(y, weights, upstream) for y in (found, separate))
     assert_close(*gradients, rtol=1e-4, atol=1e-4)
     record.undo()
+
+
+def test_a_stock_model_with_our_selective_scan_is_one_graph():
+    torch._dynamo.reset()
+    model = MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4))
+    record, tokens = speed_up(model), torch.randint(31, (2, 40))
+    expected = model(tokens, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = compiled(tokens, use_cache=False).logits
+    assert_close(found, expected)
+    weights, upstream = list(model.parameters()), torch.randn_like(found)
+    assert_close(*(torch.autograd.grad(y, weights, upstream) for y in (found, expected)))
+    record.undo()
+
+
+def test_the_selective_scan_is_one_operation():
+    v, B = torch.randn(2, 40, 3), torch.randn(2, 40, 4)
+    call = tuple(x.requires_grad_() for x in (v, v.exp(), -torch.rand(2, 4, 3), B, B.sin()))
+    operations = getattr(torch.ops, NAMESPACE)
+    y, S, starts = operations.selective_scan_chunked(*call, True)
+    torch.library.opcheck(operations.selective_scan_chunked.default, (*call, False))
+    arguments = tuple(x.detach() for x in (torch.randn_like(y), torch.randn_like(S), starts, *call))
+    torch.library.opcheck(operations.selective_scan_chunked_gradient.default, arguments)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from linattn.integrations.transformers.documents import positions_in
+from linattn.integrations.transformers.hybrids.places import lacks_mark
 
 DOCUMENT_ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
 LEAKING = {
@@ -24,11 +25,11 @@ NO_POSITIONS_IN_MASK = {"granitemoehybrid"}
 
 
 def document_numbers(
-    model: PreTrainedModel, arguments: Mapping[str, Any], names: tuple[str, ...]
+    model: PreTrainedModel, arguments: Mapping[str, Any], names: tuple[str, ...], obstacle: str
 ) -> tuple[Int[Tensor, "#b n"] | None, dict[str, Any]]:
     """Return the number of each token's document (None: each row is one document), and new values for some arguments.
 
-    `names` are the parameters of the model's forward."""
+    `names` are the parameters of the model's forward, and `obstacle` is its `packing_obstacle`."""
     tokens = arguments.get("input_ids")
     tokens = arguments.get("inputs_embeds") if tokens is None else tokens
     # seq_idx is for kernels only: other functions of these models raise an error
@@ -42,7 +43,7 @@ def document_numbers(
         raise ValueError("position_ids restart at other tokens than the documents of cu_seq_lens_q or seq_idx begin")
     if documents is None:
         return None, changes
-    _check(model, arguments)
+    _check(model, arguments, obstacle)
     changes |= {"use_cache": False, "attention_mask": None}
     if restarts is None and "position_ids" in names:
         changes["position_ids"] = positions_in(documents)
@@ -53,8 +54,10 @@ def document_numbers(
 
 def packing_obstacle(model: nn.Module) -> str:
     """Return the reasons why a model cannot keep the documents of a row apart, an empty text if it can."""
-    kinds = {type(layer).__name__ for layer in model.modules()}
-    return "; ".join(f"{name}: {why}" for name, why in LEAKING.items() if name in kinds)
+    kinds = {type(layer).__name__: layer for layer in model.modules()}
+    reasons = {name: why for name, why in LEAKING.items() if name in kinds}
+    reasons |= {name: "its scan gets no documents" for name, layer in kinds.items() if lacks_mark(layer)}
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
 
 
 def _numbers(arguments: Mapping[str, Any], b: int, n: int) -> Int[Tensor, "#b n"] | None:
@@ -107,11 +110,11 @@ def num_tokens(arguments: Mapping[str, Any]) -> int:
     return (arguments["inputs_embeds"] if tokens is None else tokens).shape[1]
 
 
-def _check(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+def _check(model: PreTrainedModel, arguments: Mapping[str, Any], obstacle: str) -> None:
     """Raise ValueError for a model or an argument that does not allow several documents in a row."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if why := packing_obstacle(model):
-        raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {why}")
+    if obstacle:
+        raise ValueError(f"{type(model).__name__} cannot keep the documents of a row apart: {obstacle}")
     if cache_in(arguments) is not None or arguments.get("use_cache"):
         raise ValueError("several documents in a row have no cache to continue: give use_cache=False, and no cache")
     if mask is not None and (torch.compiler.is_compiling() or not mask.all()):

@@ -13,10 +13,17 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from linattn.integrations.transformers.documents import MARK
 from linattn.integrations.transformers.hybrids.recording import recorded
-from linattn.integrations.transformers.hybrids.scans import convolution, delta_rule, lightning_attention, mamba2_scan
+from linattn.integrations.transformers.hybrids.scans import (
+    convolution,
+    delta_rule,
+    lightning_attention,
+    mamba2_scan,
+    mamba_scan,
+)
 
 
 class Scan(NamedTuple):
@@ -38,9 +45,14 @@ SCANS = {
     "mamba2_chunk_scan": Scan(
         mamba2_scan, "causal_linear_attention", "mamba_ssm", ("hidden_states", "dt", "B", "C"), "initial_states"
     ),
+    "mamba_selective_scan": Scan(mamba_scan, "a selective scan in chunks", "mamba_ssm"),
     "MiniMaxLightningAttention.forward": Scan(lightning_attention, "causal_linear_attention"),
     CONVOLUTION: Scan(convolution, "a sum of shifted products"),
 }
+WITHOUT_MARK = {"mamba_selective_scan"}
+"""Functions that layers call without their own keyword arguments: neither a mark nor documents reach them."""
+
+_marked_layers: list[None] = []
 
 
 RECORDING = "recording"
@@ -102,6 +114,24 @@ def global_names(layer: nn.Module) -> set[str]:
     return {forward.__qualname__, *(() if code is None else code.co_names)}
 
 
+def lacks_mark(layer: nn.Module) -> bool:
+    """Return whether a layer calls its scan without its own keyword arguments."""
+    return not global_names(layer).isdisjoint(WITHOUT_MARK)
+
+
+def mark_layer(layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Mark everything that a layer calls, by two hooks around its forward."""
+    return layer.register_forward_pre_hook(_enter), layer.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(*_: Any) -> None:
+    _marked_layers.append(None)
+
+
+def _leave(*_: Any) -> None:
+    _marked_layers.pop()
+
+
 def kernel_preference(layer: nn.Module, places: set[Place]) -> str:
     """Return the reason to leave a layer's scan to the kernels of a package, an empty text if there is none."""
     device = next((parameter.device.type for parameter in layer.parameters()), "cpu")
@@ -116,11 +146,11 @@ def _forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _before(stock: Callable[..., Any], ours: Scan) -> Callable[..., Any]:
-    """Return a function that calls ours if the call has the mark, else transformers'."""
+    """Return a function that calls ours if the call, or the layer around it, has the mark, else transformers'."""
 
     @wraps(stock)
     def call(*args: Any, **options: Any) -> Any:
-        marked, documents = MARK in options, options.pop(MARK, None)
+        marked, documents = MARK in options or _marked_layers, options.pop(MARK, None)
         if not marked:
             return stock(*args, **options)
         if documents is not RECORDING:

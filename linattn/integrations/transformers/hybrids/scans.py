@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from linattn.integrations.transformers.hybrids.selective_scan import selective_scan
 from linattn.ops import LinearState, causal_delta_attention, causal_linear_attention
 from linattn.ops.convolution import short_convolution
 
@@ -81,6 +82,33 @@ def mamba2_scan(
     y = y.flatten(1, 2).transpose(1, 2)
     y = (y if D is None else y + D[:, None] * x).contiguous()
     return (y, state.S.flatten(1, 2).mT.contiguous()) if return_final_states else y
+
+
+def mamba_scan(
+    hidden_states: Float[Tensor, "b c n"],
+    dt: Float[Tensor, "b c n"],
+    A: Float[Tensor, "c d"],
+    B: Float[Tensor, "b d n"],
+    C: Float[Tensor, "b d n"],
+    D: Float[Tensor, " c"] | None = None,
+    z: Float[Tensor, "b c n"] | None = None,
+    delta_bias: Float[Tensor, " c"] | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    *,
+    documents: None = None,
+    **kwargs: Any,
+) -> Float[Tensor, "b c n"] | tuple[Float[Tensor, "b c n"], Float[Tensor, "b c d"]]:
+    """Mamba-1's selective scan, in float32, which the results keep. Rows have one document each."""
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+    delta = _float32_or_better((F.softplus(dt) if delta_softplus else dt).mT)
+    x, k, q = (y.mT.to(delta.dtype) for y in (hidden_states, B, C))
+    y, S = selective_scan(delta * x, delta, A.mT.to(delta.dtype).expand(len(x), -1, -1), k, q)
+    y = y if D is None else y + D * x
+    y = (y if z is None else y * F.silu(z.mT)).mT
+    return (y, S.mT) if return_last_state else y
 
 
 def convolution(

@@ -28,6 +28,8 @@ from linattn.integrations.transformers.hybrids.places import (
     Place,
     global_names,
     kernel_preference,
+    lacks_mark,
+    mark_layer,
     places_in,
 )
 from linattn.integrations.transformers.hybrids.recording import begin_call
@@ -35,10 +37,10 @@ from linattn.integrations.transformers.hybrids.recording import begin_call
 RECURRENT = {
     "torch_recurrent_gated_delta_rule",
     "recurrent_kimi_delta_attention",
+    "mamba_selective_state_update",
     "mamba2_selective_state_update",
 }
 STEPS = "decoding steps stay transformers' own, which are fast"
-SELECTIVE = "its decay is a number per channel and per number of the state, which no state of ours has"
 SOFTMAX = "softmax attention is no scan; set_attn_implementation('linattn:…') puts another method there"
 
 
@@ -48,10 +50,13 @@ class Marker:
 
     def __init__(self, model: nn.Module, head: nn.Module | None, places: set[Place]):
         self.places, self.names = places, tuple(signature(model.forward).parameters)
+        self.obstacle = packing_obstacle(model)
         self.head_arguments: dict[str, Any] = {}
         self.handles = [model.register_forward_pre_hook(self, with_kwargs=True)]
         if head is not None and "position_ids" not in self.names:
             self.handles.append(head.register_forward_pre_hook(self.store, with_kwargs=True))
+        for layer in model.modules():
+            self.handles += mark_layer(layer) if places and lacks_mark(layer) else ()
         _markers.add(self)
         self.install()
 
@@ -63,7 +68,7 @@ class Marker:
             self.install()
         arguments = self.head_arguments | dict(zip(self.names, args, strict=False)) | options
         self.head_arguments = {}
-        documents, changes = document_numbers(model, arguments, self.names)
+        documents, changes = document_numbers(model, arguments, self.names, self.obstacle)
         past = None if torch.compiler.is_compiling() else cache_in(arguments)
         if past is not None and begin_call(past, num_tokens(arguments)):
             documents = RECORDING
@@ -175,8 +180,6 @@ def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[st
         elif places:
             scans[name] = places
             kept |= dict.fromkeys(sorted(called & RECURRENT), STEPS)
-        elif "mamba_selective_scan" in called:
-            kept[kind] = SELECTIVE
         elif hasattr(layer, "is_causal"):
             kept[kind] = SOFTMAX
     return scans, kept

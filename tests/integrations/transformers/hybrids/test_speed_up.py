@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from linattn.integrations.transformers import SpeedUp, speed_up
 from linattn.integrations.transformers.hybrids import places as places_module
 from linattn.integrations.transformers.hybrids.places import CONVOLUTION, SCANS, kernel_preference, places_in
-from tests.integrations.transformers.hybrids.families import FAMILIES, VOCABULARY, make
+from tests.integrations.transformers.hybrids.families import FAMILIES, SELECTIVE, VOCABULARY, make
 
 LEAKING = ("qwen4_exp", "glm5_next")
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -24,8 +24,9 @@ LENGTHS = (1, 9, 3, 20, 4)
 STARTS = torch.tensor([0, 1, 10, 13, 33, 37])
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_packing_family = pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LEAKING])
-every_scan = pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "mamba2", "minimax"])
+every_packing_family = pytest.mark.parametrize("family", [name for name in FAMILIES if name not in LEAKING + SELECTIVE])
+SCANNING = ("qwen3_next", "kimi_linear", "mamba2", "minimax", "mamba")
+every_scan = pytest.mark.parametrize("family", SCANNING)
 
 _records: list[SpeedUp] = []
 
@@ -95,7 +96,7 @@ def test_training_with_checkpointed_layers_gives_the_same_gradients(family):
 @torch.no_grad()
 def test_a_cache_continues_by_many_tokens_and_by_one(family):
     stock, ours = pair(family)
-    name = "cache_params" if family == "mamba2" else "past_key_values"
+    name = "cache_params" if family in ("mamba2", "mamba", "falcon_mamba") else "past_key_values"
     caches: list[Any] = [None, None]
     for n in (20, 14, 1, 1):
         piece, found = tokens(2, n), []
@@ -112,8 +113,8 @@ def test_greedy_generation_of_left_padded_prompts_is_that_of_transformers(family
     x, mask = tokens(2, 21), torch.ones(2, 21, dtype=torch.long)
     mask[0, :6] = 0
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    # generate reads in chunks only where it makes the cache itself
-    chunks = {} if family in ("mamba2", "minimax") else {"prefill_chunk_size": 8}
+    # generate reads in chunks only where it makes the cache itself; Mamba-1's layers forget the past at a chunk's start
+    chunks = {} if family in ("mamba2", "minimax", *SELECTIVE) else {"prefill_chunk_size": 8}
     expected = stock.generate(x, attention_mask=mask, **options)
     assert torch.equal(ours.generate(x, attention_mask=mask, **options, **chunks), expected)
 
@@ -166,7 +167,7 @@ def test_documents_are_told_in_any_way(family, told):
     assert_close(outputs(ours, x, **PACKED[told]()), separately(stock, x), **CLOSE)
 
 
-@every_scan
+@pytest.mark.parametrize("family", [name for name in SCANNING if name not in SELECTIVE])
 def test_gradients_of_packed_rows_are_those_of_separate_ones(family):
     (stock, ours), x = pair(family), tokens(1)
     separate, packed = separately(stock, x), outputs(ours.train(), x, position_ids=positions())
@@ -208,11 +209,11 @@ def test_positions_of_text_and_images_tell_documents_by_those_of_text():
     assert_close(outputs(ours, x, position_ids=place), outputs(ours, x, position_ids=positions()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", LEAKING)
+@pytest.mark.parametrize("family", LEAKING + SELECTIVE)
 def test_models_that_mix_documents_elsewhere_refuse_packed_rows(family, capsys):
     _, ours = pair(family)
     assert "rows of several documents" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"cannot keep the documents of a row apart: .* across documents"):
+    with pytest.raises(ValueError, match=r"cannot keep the documents of a row apart: .* documents"):
         ours(tokens(1), position_ids=positions())
 
 
@@ -272,12 +273,20 @@ def test_one_document_is_a_row_like_any_other():
         ours()
 
 
+@every_scan
 @torch.no_grad()
-def test_other_models_of_the_class_keep_their_numbers_and_their_errors():
-    stock, x = make("qwen3_next"), tokens(1)
+def test_other_models_of_the_class_keep_their_numbers(family):
+    stock, x = make(family), tokens(1)
     before = outputs(stock, x)
-    sped_up(make("qwen3_next"))
+    ours = outputs(sped_up(make(family)), x)
     assert torch.equal(outputs(stock, x), before)
+    assert not torch.equal(ours, before)
+
+
+@torch.no_grad()
+def test_other_models_of_the_class_keep_their_errors():
+    stock, x = make("qwen3_next"), tokens(1)
+    sped_up(make("qwen3_next"))
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         stock(x, cu_seq_lens_q=STARTS)
 
@@ -314,8 +323,6 @@ def test_models_without_a_scan_are_refused():
     llama = transformers.LlamaConfig(**sizes, num_attention_heads=2, intermediate_size=16)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no scan .* LlamaAttention: softmax"):
         speed_up(transformers.LlamaForCausalLM(llama))
-    with pytest.raises(ValueError, match="MambaMixer: its decay is a number per channel and per number of the state"):
-        speed_up(transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)))
     with pytest.raises(ValueError, match="Mamba2Block is no model of transformers, nor does it hold one"):
         speed_up(make("mamba2").backbone.layers[0])
     model = sped_up(make("mamba2"))
@@ -383,6 +390,20 @@ def test_copies_and_pickles_stay_sped_up():
         _records.pop().undo()
 
 
+@torch.no_grad()
+def test_layers_without_the_mark_of_their_model_stay_sped_up_in_copies_and_after_errors():
+    model, x = sped_up(make("mamba")), tokens(1)
+    found = outputs(model, x)
+    with pytest.raises(RuntimeError):
+        model.backbone.layers[0].mixer(torch.zeros(1, 5, 3))
+    _records.pop().undo()
+    stock = make("mamba")
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert_close(outputs(other, x), outputs(stock, x), **CLOSE)
+    assert torch.equal(outputs(model, x), outputs(stock, x))
+    assert not torch.equal(found, outputs(stock, x))
+
+
 @every_scan
 @torch.no_grad()
 def test_half_precision_is_as_close_to_float32_as_that_of_transformers(family):
@@ -395,6 +416,5 @@ def test_half_precision_is_as_close_to_float32_as_that_of_transformers(family):
 
 @torch.no_grad()
 def test_every_function_is_found_in_some_family():
-    families = ("qwen3_next", "kimi_linear", "mamba2", "minimax")
-    found = {place.name for family in families for layer in make(family).modules() for place in places_in(layer)}
+    found = {place.name for family in SCANNING for layer in make(family).modules() for place in places_in(layer)}
     assert found == SCANS.keys()
