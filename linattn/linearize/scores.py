@@ -27,16 +27,27 @@ class Scores(NamedTuple):
     losses: tuple[float, ...]
 
 
-@torch.no_grad()
+BatchScores = tuple[int, dict[str, float]]
+"""The number of predictions on a batch, and the means of their scores."""
+
+
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model on the `batches`, and how close its output is to the teacher's."""
     require_batches(batches)
-    rows = []
+    return mean_scores([batch_scores(model, teacher, batch) for batch in batches])
+
+
+@torch.no_grad()
+def batch_scores(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> BatchScores:
+    """Measure the model on one batch."""
+    labeled = with_labels(model, batch)
     with evaluating(model), evaluating(teacher):
-        for batch in batches:
-            labeled = with_labels(model, batch)
-            (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
-            rows.append((len(y), _means(y, labels, target)))
+        (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
+    return len(y), _means(y, labels, target)
+
+
+def mean_scores(rows: Sequence[BatchScores]) -> Scores:
+    """Return the means over all predictions of all batches."""
     total = sum(count for count, _ in rows)
     means = {name: math.fsum(count * row[name] for count, row in rows) / total for name in rows[0][1]}
     losses = tuple(row["loss"] for _, row in rows if "loss" in row)
