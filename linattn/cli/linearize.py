@@ -9,7 +9,7 @@ from pathlib import Path
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
 from linattn.console.errors import CommandError
 
-SMALLER = "a lower --batch or --context, or --lora,"
+SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
 DEFAULT, WINDOW = "taylor2", 16
 NEEDED = {"model": "MODEL", "data": "--data", "out": "--out"}
@@ -57,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learning rate of fine-tuning, new weights have 2.5 times that (default: by the distance to the teacher)",
     )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
+    add("--accumulate", default=1, **COUNT, help="batches per update (default: 1)")
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of the weights that do not train, of the teacher, of matrix products and of OUT; what trains is float32 "
+        "(default: float32)",
+    )
+    add("--checkpointing", **FLAG, help="recompute activations in the backward pass, to save memory")
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")

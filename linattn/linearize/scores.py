@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.linearize.calls import Batch, run
-from linattn.linearize.distance import Diverged, predictions, require_batches, with_labels
+from linattn.linearize.calls import Batch
+from linattn.linearize.distance import Diverged, require_batches
+from linattn.linearize.predictions import pieces, predict, with_labels
 from linattn.nn.modes import evaluating
 
 
@@ -42,8 +43,12 @@ def batch_scores(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch)
     """Measure the model on one batch."""
     labeled = with_labels(model, batch)
     with evaluating(model), evaluating(teacher):
-        (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
-    return len(y), _means(y, labels, target)
+        found, target = (predict(each, labeled, inputs=batch) for each in (model, teacher))
+        parts = [_sums(y, labels, expected) for y, expected, labels in pieces(found, target)]
+    means = {name: math.fsum(part[name] for part in parts) / len(target.vectors) for name in parts[0]}
+    if not all(map(math.isfinite, means.values())):
+        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
+    return len(target.vectors), means
 
 
 def mean_scores(rows: Sequence[BatchScores]) -> Scores:
@@ -55,15 +60,12 @@ def mean_scores(rows: Sequence[BatchScores]) -> Scores:
     return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
-def _means(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
-    """Return the means of the scores over one batch: of predictions y beside `labels` and `target`, the teacher's."""
+def _sums(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
+    """Return the sums of the scores over places: of predictions y beside `labels` and `target`, the teacher's."""
     columns = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
         columns["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
         columns["accuracy"], columns["agreement"] = best == labels, best == target.argmax(-1)
         columns["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
-    means = {name: float(column.double().mean()) for name, column in columns.items()}
-    if not all(map(math.isfinite, means.values())):
-        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
-    return means
+    return {name: float(column.double().sum()) for name, column in columns.items()}

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from linattn.checks import check_numbers, check_types, extra
 from linattn.linearize.attention import linearized_layers, own_attention
-from linattn.linearize.calls import Batch, run
-from linattn.linearize.distance import divergence, layer_distance, layer_outputs, output_distance, with_labels
-from linattn.linearize.training import Budget, Training, train
+from linattn.linearize.calls import Batch
+from linattn.linearize.conversion import give_own_weights
+from linattn.linearize.distance import LayerOutputs, compare_layers, divergence, layer_distance, output_distance
+from linattn.linearize.predictions import Predictions, divergence_sum, pieces, predict, with_labels
+from linattn.linearize.training import Add, Budget, Training, backward, train
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,17 @@ def transfer(
     these tokens. Weights outside of these layers do not change. The `batches` repeat within the `budget`; the `rates`
     fall to zero."""
 
-    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        outputs = layer_outputs(student, teacher, batch).values()
-        return torch.stack([layer_distance(student, batch, layer) for layer in outputs]).mean()
-
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
+
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+        def see(index: int, outputs: LayerOutputs) -> None:
+            add(layer_distance(student, batch, outputs) / len(layers))
+
+        compare_layers(student, teacher, batch, see)
+
     weights = [weight for layer in layers for weight in layer.parameters()]
+    give_own_weights(teacher, weights)
     return train(model, objective, batches, _groups(model, weights, rates), budget)
 
 
@@ -78,21 +85,36 @@ def fine_tune(
     min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that is near its teacher away
     from it, and smaller ones would take too long for a model that is far away."""
 
-    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        batch = with_labels(student, batch)
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+        labeled = with_labels(student, batch)
         with torch.no_grad():
-            target = run(teacher, batch)
-        output = run(student, batch)
-        distance = output_distance(student, output, target, batch)
-        return distance if output.get("loss") is None else (distance + output.loss) / 2
+            target = predict(teacher, labeled, inputs=batch)
+        _add_distance(predict(student, labeled), target, add)
 
     with ExitStack() as stack:
         weights = list(model.parameters())
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
-            weights = [*new, *stack.enter_context(_adapters(model, lora))]
+            weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
+        give_own_weights(teacher, weights)
         rates = rates or _default_rates(model, teacher, batches)
         return train(model, objective, batches, _groups(model, weights, rates), budget)
+
+
+def _add_distance(found: Predictions, target: Predictions, add: Add) -> None:
+    """Add the mean of the distance to the `target` and of the model's own loss, or the distance alone."""
+    if found.head is None:
+        distance = output_distance(found, target)
+        add(distance if found.loss is None else (distance + found.loss) / 2)
+        return
+    # the gradients of the pieces of the logits sum up in that of the last hidden states
+    hidden = found.vectors.detach().requires_grad_()
+    for y, expected, labels in pieces(found._replace(vectors=hidden), target):
+        distance = divergence_sum(y, expected)
+        if labels is not None:
+            distance = (distance + F.cross_entropy(y, labels, reduction="sum")) / 2
+        add(distance / len(hidden))
+    backward(found.vectors, hidden.grad)
 
 
 def _default_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
@@ -118,9 +140,9 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
 
 
 @contextmanager
-def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
+def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
     """Add LoRA adapters to the model's old linear maps inside the block, yield their weights, and merge them at the
-    end. Hu et al., https://arxiv.org/abs/2106.09685"""
+    end. The teacher has the weights without them until then. Hu et al., https://arxiv.org/abs/2106.09685"""
     with extra("cli"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -139,8 +161,9 @@ def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]
     try:
         yield [weight for name, weight in model.named_parameters() if "lora_" in name]
     finally:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, BaseTunerLayer):
-                module.merge()
-                model.set_submodule(name, module.get_base_layer())
+        adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+        give_own_weights(teacher, [module.get_base_layer().weight for _, module in adapted])
+        for name, module in adapted:
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
         del model.peft_config

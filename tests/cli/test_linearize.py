@@ -326,3 +326,25 @@ def test_each_stage_has_a_step_and_both_have_all():
     for total in range(1, 30):
         stages = run._steps("transfer", total), run._steps("fine-tune", total)
         assert min(stages) >= 1 and sum(stages) == max(2, total)
+
+
+def test_everything_that_saves_memory_at_once(model, text, tmp_path):
+    """Losses are within 1 % of those without, and the folder is in bfloat16."""
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    assert linearize(model, text, plain) == 0
+    options = ("--dtype", "bfloat16", "--checkpointing", "--batch", "1", "--accumulate", "2")
+    assert linearize(model, text, saving, *options) == 0
+    first, second = (json.loads((out / "report.json").read_text("utf-8"))["losses"] for out in (plain, saving))
+    # the batches are others
+    assert second["fine-tune"] == pytest.approx(first["fine-tune"], rel=0.01)
+    weights = AutoModelForCausalLM.from_pretrained(saving, trust_remote_code=True, dtype="auto").parameters()
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+
+
+def test_a_model_that_cannot_recompute_is_refused_before_any_work(text, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "bert"
+    BertModel(BertConfig(vocab_size=256, max_position_embeddings=64, **SIZE)).save_pretrained(folder)
+    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
+    assert linearize(folder, text, tmp_path / "linear", "--checkpointing") == 2
+    assert "--checkpointing" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["bert"]

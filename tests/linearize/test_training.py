@@ -25,7 +25,7 @@ from linattn.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.linearize.distance import layer_distance, layer_outputs, relative_error
+from linattn.linearize.distance import LayerOutputs, compare_layers, layer_distance, relative_error
 from linattn.linearize.stages import RATES
 from linattn.models.loss import NO_LABEL
 from tests.integrations.transformers.stock_attention.families import (
@@ -122,6 +122,12 @@ def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
             assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
     training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
     assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+
+
+def layer_outputs(model: Any, teacher: Any, batch: Any) -> dict[int, LayerOutputs]:
+    outputs: dict[int, LayerOutputs] = {}
+    compare_layers(model, teacher, batch, outputs.__setitem__)
+    return outputs
 
 
 def _zero(x: torch.Tensor) -> None:

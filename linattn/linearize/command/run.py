@@ -5,44 +5,39 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
-from linattn.console.memory import PROBE, TRAINED_BYTES, activation_bytes, available_memory, require_memory
 from linattn.linearize.choice import choose_layers
+from linattn.linearize.command.inputs import check_memory, load_model, read_text
 from linattn.linearize.command.progress import progress_bar
 from linattn.linearize.command.result import (
     RECORD,
     REPORT,
     Record,
-    positions,
     read_record,
     settings,
     write_model,
     write_report,
 )
-from linattn.linearize.command.text import Tokens, TrainingBatches, held_out_batches, load_tokenizer, read_tokens
+from linattn.linearize.command.text import TrainingBatches, held_out_batches
 from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
-from linattn.linearize.distance import Diverged, predicts_next
-from linattn.linearize.folder import FIELD, load_linearized
+from linattn.linearize.distance import Diverged
+from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
 from linattn.linearize.scores import scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
 from linattn.linearize.training import Budget, Training
-from linattn.models.storage import MODEL_TYPE
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
@@ -73,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _linearize(arguments: argparse.Namespace) -> int:
-    model, config = load_model(arguments.model)
+    model, config = load_model(arguments)
     tokenizer, tokens, sizes = read_text(arguments, model, config)
-    if torch.cuda.is_available() and not arguments.cpu:
-        model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     batches = TrainingBatches(tokens.training, seed=arguments.seed, **sizes)
     with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
+        if arguments.checkpointing and not model.supports_gradient_checkpointing:
+            raise ValueError(f"--checkpointing: {type(model).__name__} cannot recompute activations")
         check_memory(model, arguments, sizes["context"])
         # before any work: a model whose outputs cannot be compared cannot be trained towards its teacher
         scores(model, model, [batches[0]])
@@ -89,7 +84,7 @@ def _linearize(arguments: argparse.Namespace) -> int:
     work = open_work(arguments)
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
-        conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)])
+        conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
         record = _train(conversion, batches, held_out, arguments, work)
         write_model(arguments.out, model, tokenizer, record)
     except Diverged as error:
@@ -115,13 +110,11 @@ def _report_again(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: float | None) -> int:
     """Load the model of a finished conversion and its teacher, and write the report."""
-    stock, config = load_model(arguments.model)
+    stock, config = load_model(arguments)
     with explained(f"{out} cannot be loaded", OSError, ValueError, SafetensorError):
-        model = load_linearized(out, dtype=stock.dtype).eval()
+        model = load_linearized(out, dtype=stock.dtype, device_map={"": stock.device}).eval()
     tokenizer, tokens, sizes = read_text(arguments, stock, config)
-    teacher = make_teacher(stock)
-    if torch.cuda.is_available() and not arguments.cpu:
-        model, teacher = model.to("cuda"), teacher.to("cuda")  # pyright: ignore
+    teacher = make_teacher(stock, shared=True)
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     with report_fails_alone(out):
         write_report(out, record, model, teacher, tokenizer, tokens.held_out, held_out, seconds=seconds)
@@ -141,73 +134,6 @@ def report_fails_alone(out: Path) -> Iterator[None]:
     except BaseException:
         print(again, file=sys.stderr)
         raise
-
-
-def read_text(
-    arguments: argparse.Namespace, model: PreTrainedModel, config: PreTrainedConfig
-) -> tuple[Any, Tokens, dict[str, Any]]:
-    """Return the model's tokenizer, the tokens of the data, and the sizes of their batches."""
-    context = arguments.context or min(512, positions(config))
-    tokenizer = load_tokenizer(arguments.model, config)
-    tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
-    check_tokens(tokens, context, config)
-    mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
-    return tokenizer, tokens, {"context": context, "batch": arguments.batch, "mask": mask}
-
-
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """Load the model with the class that saved it."""
-    with explained(f"{name} cannot be loaded", OSError, ValueError, SafetensorError):
-        config: Any = AutoConfig.from_pretrained(name)
-        if hasattr(config, FIELD):
-            raise CommandError(f"{name} is linearized already: give the model that it was made from")
-        if config.model_type == MODEL_TYPE:
-            attention = config.to_language_model().attention
-            names = attention if isinstance(attention, str) else ", ".join(attention)
-            advice = (
-                "train another one with `linattn train --attention`" if "softmax" in names else "it is linear already"
-            )
-            raise CommandError(f"{name} is a model of linattn, whose attention is {names}: {advice}")
-        kind = getattr(transformers, (config.architectures or ["none"])[0], None)
-        if kind is None or not hasattr(kind, "from_pretrained"):
-            raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
-        model = kind.from_pretrained(name, dtype=torch.float32).eval()
-    if model.main_input_name != "input_ids" or config.is_encoder_decoder:
-        raise CommandError(
-            f"the command reads text into models of one row of tokens, but {type(model).__name__} is none: "
-            "linattn.linearize has its stages as functions"
-        )
-    return model, config
-
-
-def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None:
-    """Raise CommandError unless there are enough tokens, and the model has a position and an embedding for each."""
-    for name, row in tokens._asdict().items():
-        if len(row) < context:
-            raise CommandError(
-                f"the data are too short: {len(row):,} tokens are {name.replace('_', ' ')}, but a context of "
-                f"{context:,} needs at least {context:,}"
-            )
-    if context > (most := positions(config)):
-        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
-    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
-    if largest >= size:
-        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
-
-
-def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
-    """Raise CommandError if the memory is too small for the teacher and the optimizer beside the model or, on a CPU,
-    for the activations of a batch. On a GPU, torch itself raises an error for activations that do not fit."""
-    count = sum(weight.numel() for weight in model.parameters())
-    on_cpu = arguments.cpu or not torch.cuda.is_available()
-    available, trained = available_memory(cpu=on_cpu), 0 if arguments.lora else TRAINED_BYTES - 4
-    # with the model, whose weights are there already
-    needs = {f"its teacher, and what trains, of {count:,} parameters": (4 + trained) * count}
-    if on_cpu:
-        tokens = torch.zeros(1, min(context, PROBE), dtype=torch.int64, device=model.device)
-        per_token = activation_bytes(lambda: model(input_ids=tokens), model) / tokens.numel()
-        needs[f"the activations of {arguments.batch:,} × {context:,} tokens"] = per_token * arguments.batch * context
-    require_memory(needs, available, "a lower --batch or --context needs less, and so does --lora")
 
 
 def _work(out: Path) -> Path:
@@ -252,9 +178,20 @@ def _train(
         print(f"layers that stay softmax: {', '.join(map(str, choice.kept))}", file=sys.stderr)
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
-    second = _stage("fine-tune", tune, arguments, work)
+    with recomputing(model) if arguments.checkpointing else nullcontext():
+        second = _stage("fine-tune", tune, arguments, work)
     record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
     return record | {"seconds": first.seconds + second.seconds}
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """Recompute activations in the backward pass inside the block."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
 
 
 def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work: Path) -> Record:
@@ -273,15 +210,10 @@ def _stage(name: str, train: Callable[[Budget], Training], arguments: argparse.N
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
     with progress_bar(name) as show:
-        return train(Budget(steps, minutes, work / name, arguments.save_every, show))
+        return train(Budget(steps, minutes, work / name, arguments.save_every, arguments.accumulate, show))
 
 
 def _steps(stage: str, total: int) -> int:
     """Return the steps of a stage, its part of the `total` of both stages: at least one each."""
     first = max(1, round(FIRST_STAGE * total))
     return first if stage == "transfer" else max(1, total - first)
-
-
-def is_masked(model: PreTrainedModel) -> bool:
-    """Return True for a masked language model, which predicts hidden tokens from those on both sides."""
-    return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() and not predicts_next(model)
