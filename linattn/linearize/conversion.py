@@ -4,9 +4,10 @@ import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linattn.integrations.transformers.stock_attention.attention import OWN
 from linattn.linearize.attention import LinearizedAttention, attach, detach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX, Batch
 from linattn.linearize.closed_form import set_projections, set_shares
@@ -16,13 +17,21 @@ from linattn.linearize.plan import Plan, module_sizes
 
 @dataclass(frozen=True)
 class Conversion:
-    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, and the name
-    of the `attention` function that the model used before."""
+    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, the name of
+    the `attention` function that the model used before, and the `initial` values of its new weights, by name."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel
     plan: Plan
     attention: str | None
+    initial: dict[str, Tensor]
+
+    def reset(self) -> None:
+        """Restore the weights as they were right after the conversion, before any training. Layers that are softmax
+        again stay so."""
+        known = self.model.state_dict().keys()
+        weights = self.teacher.state_dict() | self.initial
+        self.model.load_state_dict({name: x for name, x in weights.items() if name in known})
 
     def undo(self) -> None:
         """Restore the model as it was before the conversion, bit by bit, also after training."""
@@ -63,7 +72,9 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = (), *
         attach(model.get_submodule(name), own)
     describe(model)
     model.set_attn_implementation(SOFTMAX)
-    return Conversion(model, teacher, plan, attention)
+    new = {f"{name}.{OWN}.": own.state_dict() for name, own in owns.items()}
+    initial = {prefix + key: x.clone() for prefix, weights in new.items() for key, x in weights.items()}
+    return Conversion(model, teacher, plan, attention, initial)
 
 
 def make_teacher(model: PreTrainedModel, *, shared: bool = False) -> PreTrainedModel:

@@ -33,6 +33,10 @@ class Rates:
 
 
 RATES = Rates(4e-3, 1e-2)
+WIDTH = 128
+"""The hidden size up to which these rates are good. Beyond, the effect of a step grows with the size."""
+FULL_STEPS = 100
+"""The steps of a conversion, both stages, from which on these rates are good. Fewer do not average their noise out."""
 FIRST_STAGE = 0.2
 """The share of a conversion's steps that is best spent on `transfer`."""
 # the number of batches that the first distance is measured on
@@ -45,13 +49,14 @@ def transfer(
     batches: Sequence[Batch],
     budget: Budget,
     *,
-    rates: Rates = RATES,
+    rates: Rates | None = None,
 ) -> Training:
     """Train all linearized layers at once, each to give the output of the teacher's layer for the same input.
 
     The loss is the mean of the layers' relative errors. If only some tokens have labels, half of it is the error at
     these tokens. Weights outside of these layers do not change. The `batches` repeat within the `budget`; the `rates`
-    fall to zero."""
+    fall to zero. By default they are 4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and,
+    for n steps, min(1, n / 20)."""
 
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
@@ -64,7 +69,9 @@ def transfer(
 
     weights = [weight for layer in layers for weight in layer.parameters()]
     give_own_weights(teacher, weights)
-    return train(model, objective, batches, _groups(model, weights, rates), budget)
+    full_steps = FIRST_STAGE * FULL_STEPS if rates is None else 1.0
+    groups = _groups(model, weights, rates or _scaled(_width_factor(model)))
+    return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
 @check_types
@@ -81,9 +88,9 @@ def fine_tune(
     are logits, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
-    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer` times
-    min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that is near its teacher away
-    from it, and smaller ones would take too long for a model that is far away."""
+    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, but with
+    n / 80 for n steps, times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that
+    is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
 
     def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
         labeled = with_labels(student, batch)
@@ -97,8 +104,9 @@ def fine_tune(
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
         give_own_weights(teacher, weights)
-        rates = rates or _default_rates(model, teacher, batches)
-        return train(model, objective, batches, _groups(model, weights, rates), budget)
+        full_steps = (1 - FIRST_STAGE) * FULL_STEPS if rates is None else 1.0
+        groups = _groups(model, weights, rates or _default_rates(model, teacher, batches))
+        return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
 def _add_distance(found: Predictions, target: Predictions, add: Add) -> None:
@@ -121,6 +129,16 @@ def _default_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Se
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
     # a divergence of zero may be rounded to less
     factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
+    return _scaled(factor * _width_factor(model))
+
+
+def _width_factor(model: PreTrainedModel) -> float:
+    """Return a factor of the rates that falls as the hidden size grows, as each output of a layer then sums up more
+    changes. Yang et al., https://arxiv.org/abs/2203.03466"""
+    return min(1.0, WIDTH / getattr(model.config.get_text_config(), "hidden_size", WIDTH))
+
+
+def _scaled(factor: float) -> Rates:
     return Rates(factor * RATES.stock, factor * RATES.new)
 
 

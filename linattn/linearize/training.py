@@ -90,9 +90,12 @@ def train(
     batches: Sequence[Batch],
     groups: list[dict[str, Any]],
     budget: Budget,
+    *,
+    full_steps: float = 1.0,
 ) -> Training:
     """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
-    then fall along half a cosine. Other weights do not change. There is no dropout, as there is none in the teacher.
+    then fall along half a cosine; if there are fewer steps than `full_steps`, the peaks are lower in proportion. Other
+    weights do not change. There is no dropout, as there is none in the teacher.
 
     The groups' weights in bfloat16 are float32 until the training ends, as bfloat16 has no room for small steps; the
     model then computes in bfloat16, by autocast."""
@@ -114,7 +117,11 @@ def train(
         while budget.progress(len(losses), seconds) < 1:
             started = time.monotonic()
             # the progress in the middle of the step: at its begin, the first learning rate would be zero
-            factor = learning_rate_factor(budget.progress(len(losses) + 0.5, seconds), WARMUP)
+            progress = budget.progress(len(losses) + 0.5, seconds)
+            factor = learning_rate_factor(progress, WARMUP)
+            if progress > 0:
+                # with a budget in minutes, the number of steps follows from the time of those so far
+                factor *= min(1.0, (len(losses) + 0.5) / progress / full_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = factor * peak
             optimizer.zero_grad()

@@ -28,6 +28,7 @@ from linattn.console.errors import CommandError
 from linattn.integrations.transformers import LinattnForCausalLM
 from linattn.linearize import linearized_layers, training
 from linattn.linearize.command import result, run
+from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
 
@@ -348,3 +349,23 @@ def test_a_model_that_cannot_recompute_is_refused_before_any_work(text, tmp_path
     assert linearize(folder, text, tmp_path / "linear", "--checkpointing") == 2
     assert "--checkpointing" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["bert"]
+
+
+def test_training_that_does_harm_is_undone(model, text, tmp_path, capsys):
+    out = tmp_path / "linear"
+    assert linearize(model, text, out, "--lr", "1", "--keep", "0") == 0
+    made = json.loads((out / "report.json").read_text("utf-8"))
+    assert made["scores"]["linear"]["loss"] == pytest.approx(made["scores"]["swapped in"]["loss"], rel=1e-4)
+    assert made["sentences"][-1] == "Training did not help, so the model has the weights before it."
+    assert "training did not help" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_announced():
+    assert budget_note(10**9, 4_096, 20_000, 10.0, 1.0) is None
+    assert budget_note(10**9, 4_096, None, 60 * 24.0, 1.0) is None
+    said = budget_note(10**9, 4_096, None, 10.0, 2.0)
+    assert said.startswith("the budget is small for 1,000,000,000 weights: it reads about 1,228,800 tokens")
+    assert "needs about 50,000,000, and these take about 6:46:54 (hours" in said
+    # every conversion needs a hundred updates
+    assert "needs about 12,800" in budget_note(10, 128, 99, 10.0, 1.0)
+    assert budget_note(10, 128, 100, 10.0, 1.0) is None

@@ -75,8 +75,7 @@ def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None
 def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
     """Raise CommandError if the memory is too small for the teacher and the optimizer beside the model or, on a CPU,
     for the activations of a batch. On a GPU, torch itself raises an error for activations that do not fit."""
-    parts = [model] if arguments.lora is None else [x for x in model.modules() if hasattr(x, "is_causal")]
-    count, size = sum(weight.numel() for part in parts for weight in part.parameters()), model.dtype.itemsize
+    count, size = trained_weights(model, arguments.lora), model.dtype.itemsize
     on_cpu = arguments.cpu or not torch.cuda.is_available()
     available = available_memory(cpu=on_cpu)
     # the weights are there already; what trains is float32, and then the teacher has weights of its own
@@ -90,6 +89,12 @@ def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context:
         needs[f"the activations of {arguments.batch:,} × {context:,} tokens"] = per_token * arguments.batch * context
     smaller = "a lower --batch (with --accumulate, updates stay the same) or --context needs less, and so do"
     require_memory(needs, available, f"{smaller} --dtype bfloat16, --checkpointing and --lora")
+
+
+def trained_weights(model: PreTrainedModel, lora: int | None) -> int:
+    """Return the number of weights that train: all, or with adapters those of attention, as in the first stage."""
+    parts = [model] if lora is None else [x for x in model.modules() if hasattr(x, "is_causal")]
+    return sum(weight.numel() for part in parts for weight in part.parameters())
 
 
 def is_masked(model: PreTrainedModel) -> bool:

@@ -77,6 +77,8 @@ def write_report(
     swapped_in, show = Scores(**record["swapped_in"]), partial(print, "report:", file=sys.stderr)
     found = report(model, teacher, held_out, probes, swapped_in=swapped_in, seconds=seconds, progress=show)
     facts = found.to_dict() | {name: value for name, value in record.items() if name != "swapped_in"}
+    if record["reset"]:
+        facts["sentences"].append("Training did not help, so the model has the weights before it.")
     facts["samples"] = decoded_samples(facts["generated"], tokenizer)
     # the page first: a folder with the figures has both
     write_atomically(out / PAGE, html(facts))

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
@@ -19,7 +20,8 @@ from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.linearize.choice import choose_layers
-from linattn.linearize.command.inputs import check_memory, load_model, read_text
+from linattn.linearize.command.budget import STEP, budget_note
+from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
 from linattn.linearize.command.progress import progress_bar
 from linattn.linearize.command.result import (
     RECORD,
@@ -35,7 +37,7 @@ from linattn.linearize.conversion import Conversion, convert, make_teacher, rest
 from linattn.linearize.distance import Diverged
 from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
-from linattn.linearize.scores import scores
+from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
 from linattn.linearize.training import Budget, Training
 
@@ -168,7 +170,8 @@ def _train(
     """Run both stages of training, with the choice of layers between them; return the record of the conversion."""
     model, teacher, keep = conversion.model, conversion.teacher, arguments.keep
     record: Record = {"settings": settings(arguments), "plan": conversion.plan.to_dict(), "kept": keep}
-    record["swapped_in"] = _swapped_in(conversion, held_out, work)
+    record["swapped_in"], seconds = _swapped_in(conversion, held_out, work)
+    _announce(model, held_out[0], arguments, seconds)
     first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, work)
     if isinstance(keep, Fraction):
         count = max(1, round(keep * len(conversion.plan.replaced)))
@@ -181,7 +184,20 @@ def _train(
     with recomputing(model) if arguments.checkpointing else nullcontext():
         second = _stage("fine-tune", tune, arguments, work)
     record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
+    record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
     return record | {"seconds": first.seconds + second.seconds}
+
+
+def _reset_if_worse(conversion: Conversion, held_out: list[dict[str, Tensor]], before: Scores) -> bool:
+    """Restore the weights before the training if the model was better with them; return whether it was."""
+    after = scores(conversion.model, conversion.teacher, held_out)
+    worse = after.cosine < before.cosine
+    if None not in (before.kl, after.kl, before.loss, after.loss):
+        worse = after.kl + after.loss > before.kl + before.loss  # pyright: ignore[reportOperatorIssue]
+    if worse:
+        conversion.reset()
+        print("training did not help: OUT has the weights before it; give it more steps or data", file=sys.stderr)
+    return worse
 
 
 @contextmanager
@@ -194,14 +210,29 @@ def recomputing(model: PreTrainedModel) -> Iterator[None]:
         model.gradient_checkpointing_disable()
 
 
-def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work: Path) -> Record:
-    """Return the scores of the model before its training. They are measured once, also if it is interrupted."""
+def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work: Path) -> tuple[Record, float]:
+    """Return the scores of the model before its training, and the seconds that a batch took. They are measured once,
+    also if the training is interrupted."""
     path = work / "swapped_in.json"
     if not path.exists():
+        started = time.monotonic()
         found = scores(conversion.model, conversion.teacher, held_out)
-        write_atomically(path, json.dumps(found._asdict()))
-    with explained(f"{path} is corrupt", ValueError):
-        return json.loads(path.read_bytes())
+        seconds = (time.monotonic() - started) / len(held_out)
+        write_atomically(path, json.dumps({"scores": found._asdict(), "seconds": seconds}))
+    with explained(f"{path} is corrupt", ValueError, KeyError, TypeError):
+        record = json.loads(path.read_bytes())
+        return record["scores"], record["seconds"]
+
+
+def _announce(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace, seconds: float) -> None:
+    """Say if the budget is too small for the model, of which a forward pass and the teacher's take so many seconds."""
+    each = STEP * seconds * arguments.accumulate
+    tokens = arguments.accumulate * batch["input_ids"].numel()
+    note = budget_note(
+        trained_weights(model, arguments.lora), tokens, arguments.steps, arguments.minutes or MINUTES, each
+    )
+    if note is not None:
+        print(note, file=sys.stderr)
 
 
 def _stage(name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path) -> Training:
