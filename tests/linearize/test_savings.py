@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from benchmarks.conversion_memory import LiveMemory
 from linattn.linearize import (
     Budget,
     Rates,
@@ -22,6 +23,7 @@ from linattn.linearize.attention import own_attention
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
+    GROUPED,
     TEXT,
     VOCABULARY,
     every,
@@ -161,3 +163,34 @@ def test_small_steps_reach_weights_in_bfloat16():
     fine_tune(conversion.model, conversion.teacher, batches, Budget(steps=64), rates=Rates(1e-5, 1e-5))
     changed = [(x != before[name]).double().mean() for name, x in conversion.model.state_dict().items()]
     assert torch.stack(changed).mean() > 0.1
+
+
+def test_a_step_needs_less_memory_than_one_and_a_half_copies_of_the_logits(monkeypatch):
+    """With its weights, gradients and activations, which are small here: 16 pieces of 32 tokens."""
+    n, vocabulary = 128, 4_096
+    family = ("LlamaForCausalLM", {**GROUPED, "vocab_size": vocabulary, "num_hidden_layers": 1})
+    model = make(family, torch.float32)
+    batches = [{"input_ids": torch.randint(vocabulary, (4, n))}]
+    conversion = convert(model, plan(model, batches[0], method="elu", window=0), shared=True)
+    logits = 4 * n * vocabulary * 4
+
+    def peak() -> int:
+        with LiveMemory() as memory:
+            fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.0, 0.0))
+        return memory.peaks[""]
+
+    assert peak() > 4 * logits
+    monkeypatch.setattr(predictions, "PIECE", 4 * n * vocabulary // 16)
+    assert peak() < 1.5 * logits
+
+
+def test_transfer_needs_memory_for_one_layer_at_a_time():
+    def peak(layers: int) -> int:
+        model = make(("LlamaForCausalLM", {**GROUPED, "num_hidden_layers": layers}), torch.float32)
+        batches = [{"input_ids": torch.randint(3, VOCABULARY, (8, 64))}]
+        conversion = convert(model, plan(model, batches[0], method="elu"))
+        with LiveMemory() as memory:
+            transfer(model, conversion.teacher, batches, Budget(steps=1))
+        return memory.peaks[""]
+
+    assert peak(6) < 1.5 * peak(2)
