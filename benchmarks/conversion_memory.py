@@ -121,6 +121,7 @@ def stages(
     def load() -> None:
         with no_init_weights():
             made["model"] = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        made["model"].tie_weights()
         # other values than zeros, which would be no model at all
         ids = torch.randint(config.get_text_config().vocab_size, (batch, context))
         made["batches"] = [{"input_ids": ids}]

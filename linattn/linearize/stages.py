@@ -180,7 +180,8 @@ def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> It
         yield [weight for name, weight in model.named_parameters() if "lora_" in name]
     finally:
         adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-        give_own_weights(teacher, [module.get_base_layer().weight for _, module in adapted])
+        base: list[Any] = [module.get_base_layer() for _, module in adapted]
+        give_own_weights(teacher, [layer.weight for layer in base])
         for name, module in adapted:
             module.merge()
             model.set_submodule(name, module.get_base_layer())

@@ -87,8 +87,13 @@ def write_report(
     for sample in facts["samples"][:1]:
         print("\n".join(f"{name + ':':<8} {json.dumps(text, ensure_ascii=False)}" for name, text in sample.items()))
     if found.left_out:
-        print(f"`linattn linearize --report {out}` measures everything", file=sys.stderr)
+        print(f"{report_command(out)} measures everything", file=sys.stderr)
     print(f"{out} is complete: {out / PAGE} has the report", file=sys.stderr)
+
+
+def report_command(out: Path) -> str:
+    """Return the command that makes the report of a complete folder."""
+    return shlex.join(["linattn", "linearize", "--report", str(out)])
 
 
 def language_probes(config: PreTrainedConfig, text: Tensor, held_out: list[dict[str, Tensor]]) -> Probes:

@@ -28,6 +28,7 @@ from linattn.linearize.command.result import (
     REPORT,
     Record,
     read_record,
+    report_command,
     settings,
     write_model,
     write_report,
@@ -126,7 +127,7 @@ def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: f
 @contextmanager
 def report_fails_alone(out: Path) -> Iterator[None]:
     """Say, where a report ends early, that the model is there and how to make the report."""
-    again = f"{out} has the model, but no report: `linattn linearize --report {out}` makes it"
+    again = f"{out} has the model, but no report: {report_command(out)} makes it"
     try:
         yield
     except KeyboardInterrupt:
