@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
-from transformers.initialization import no_init_weights
 
 from linattn.console.machine import forget_peak, peak_bytes
 from linattn.linearize import Budget, convert, fine_tune, plan, scores, training, transfer
@@ -119,10 +118,7 @@ def stages(
     budget = Budget(steps=2)
 
     def load() -> None:
-        with no_init_weights():
-            made["model"] = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        made["model"].tie_weights()
-        # other values than zeros, which would be no model at all
+        made["model"] = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         ids = torch.randint(config.get_text_config().vocab_size, (batch, context))
         made["batches"] = [{"input_ids": ids}]
 
