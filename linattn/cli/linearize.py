@@ -7,17 +7,28 @@ from fractions import Fraction
 from pathlib import Path
 
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
+from linattn.console.errors import CommandError
 
-SMALLER = "a lower --batch or --context, or --lora,"
+SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
 DEFAULT, WINDOW = "taylor2", 16
+NEEDED = {"model": "MODEL", "data": "--data", "out": "--out"}
+OF_REPORT = ("command", "report", "model", "data", "cpu")
+"""Options that --report takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder or name of a model of transformers")
-    add("--data", nargs="+", required=True, metavar="FILE", help="files, or folders of files, of text like its own")
-    add("--out", required=True, type=Path, metavar="OUT", help="the folder of the linear model and the report")
+    add("model", nargs="?", metavar="MODEL", help="folder or name of a model of transformers")
+    add("--data", nargs="+", metavar="FILE", help="files, or folders of files, of text like its own")
+    add("--out", type=Path, metavar="OUT", help="the folder of the linear model and the report")
+    add(
+        "--report",
+        type=Path,
+        metavar="OUT",
+        help="measure the model in OUT again, with all probes, and write its report; MODEL and --data say where its "
+        "teacher and data are now",
+    )
     add = parser.add_argument_group("what it becomes").add_argument
     shown = f"an attention, or a mixture of them (default: {DEFAULT})"
     add("--method", type=METHOD, default=DEFAULT, metavar="METHOD", help=shown)
@@ -46,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learning rate of fine-tuning, new weights have 2.5 times that (default: by the distance to the teacher)",
     )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
+    add("--accumulate", default=1, **COUNT, help="batches per update (default: 1)")
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of the weights that do not train, of the teacher, of matrix products and of OUT; what trains is float32 "
+        "(default: float32)",
+    )
+    add("--checkpointing", **FLAG, help="recompute activations in the backward pass, to save memory")
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
@@ -53,10 +73,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.report is None:
+        if missing := [shown for name, shown in NEEDED.items() if not getattr(arguments, name)]:
+            raise CommandError(f"{', '.join(missing)} must be given, or --report OUT")
+    elif others := _others(arguments):
+        raise CommandError(f"--report measures a model that is complete, without {', '.join(others)}")
     # this takes seconds to import, so mistakes in the options are reported before
     from linattn.linearize.command import run
 
     return run.run(arguments)
+
+
+def _others(arguments: argparse.Namespace) -> list[str]:
+    """Return the options, beside those that --report takes, that are not at their defaults."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    values = vars(arguments).items()
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, value in values
+        if name not in OF_REPORT and value != parser.get_default(name)
+    ]
 
 
 def layer_choice(text: str) -> Fraction | tuple[int, ...]:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     command = COMMANDS[parsed.command]
     try:
-        needed, target = getattr(command, "EXTRA", "cli"), getattr(parsed, "out", "the output")
+        needed, target = getattr(command, "EXTRA", "cli"), getattr(parsed, "out", None) or "the output"
         with extra(needed), interrupted_by_sigterm(), writing(target):
             # the `command` of a package takes seconds to import, so mistakes in its options are told before
             runner = import_module(f"{command.__name__}.command") if hasattr(command, "__path__") else command

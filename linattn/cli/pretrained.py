@@ -21,7 +21,7 @@ from linattn.integrations.transformers.state_layer import StateLayer
 from linattn.integrations.transformers.token_model import PretrainedTokenModel
 from linattn.linearize import linearized_layers, load_linearized
 from linattn.linearize.attention import own_attention
-from linattn.linearize.command.run import positions
+from linattn.linearize.command.result import positions
 from linattn.linearize.command.text import load_tokenizer
 from linattn.linearize.folder import FIELD
 from linattn.models.token_model import TokenModel

@@ -106,10 +106,14 @@ def observe(model: PreTrainedModel, batch: Batch, note: Callable[[AttentionCall]
 
 def run(model: PreTrainedModel, batch: Batch) -> Any:
     """Call the model on its device. It makes no cache, because with one it would attend as in generation."""
-    if not isinstance(batch, Mapping):
-        kind = type(batch).__name__
-        raise ValueError(f'a batch holds the arguments of a call by name, as {{"input_ids": …}}, but is a {kind}')
+    check_batch(batch)
     inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     if "use_cache" in inspect.signature(model.forward).parameters:
         inputs["use_cache"] = False
     return model(**inputs)
+
+
+def check_batch(batch: object) -> None:
+    if not isinstance(batch, Mapping):
+        kind = type(batch).__name__
+        raise ValueError(f'a batch holds the arguments of a call by name, as {{"input_ids": …}}, but is a {kind}')

@@ -3,23 +3,30 @@ attention has any effect."""
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linattn.checks import check_fields
+from linattn.checks import check_fields, check_numbers, given
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.controls import CONTROLS, controlled, entropies
-from linattn.linearize.distance import layer_errors
+from linattn.linearize.distance import layer_errors, require_batches
 from linattn.linearize.probes import Cost, Generated, costs, fused_softmax, greedy_agreement, needles, recall
-from linattn.linearize.scores import Scores, scores
+from linattn.linearize.scores import Scores, batch_scores, mean_scores
 
-BEFORE, AFTER, WINDOW, OFF = "teacher", "linear", "window alone", "linear part off"
+BEFORE, SWAPPED, AFTER = "teacher", "swapped in", "linear"
+WINDOW, OFF = "window alone", "linear part off"
 """Rows of a report's scores. The last two are controls."""
+LEAST_BATCHES = 2
+"""A report measures at least so many batches, as a single one has no noise to compare with."""
+SCORES_SHARE = 0.5
+"""The most of a report's time that its scores take."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,9 @@ class Layer:
 @dataclass(frozen=True)
 class Report:
     """Holds the measurements of a `model` that was linearized by a `method` with a `window`. `scores` has a row for the
-    teacher, the model, and each control, and `layers` one for each attention; `recall`, `generated` and `costs`, pairs
-    of model and teacher, are of language models only."""
+    teacher, the model before its training (*swapped in*) if that was measured, the model, and each control, and
+    `layers` one for each attention; `recall`, `generated` and `costs`, pairs of model and teacher, are of language
+    models only. `left_out` names the parts that there was no time for."""
 
     model: str
     method: str
@@ -60,6 +68,7 @@ class Report:
     generated: Generated | None = None
     recall: tuple[Recall, ...] = ()
     costs: tuple[tuple[Cost, Cost], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON with all fields and the `sentences()` about them."""
@@ -73,6 +82,8 @@ class Report:
     def sentences(self) -> list[str]:
         """Say what the figures mean: first the result, then whether the linear part has any effect."""
         sentences = [self.result(), self.verdict()]
+        if SWAPPED in self.scores and (before := self.scores[SWAPPED].loss) is not None:
+            sentences.append(f"Before its training, with linear attention swapped in, its loss was {before:.3f} bits.")
         change, noise = _change(self.scores[WINDOW], self.scores[AFTER])
         if change is not None and noise is not None and change <= noise:
             sentences.append(
@@ -81,6 +92,9 @@ class Report:
             )
         if (text := self.generated) is not None:
             sentences.append(f"Greedy texts equal the teacher's for {text.equal:.1f} of {text.tokens} tokens.")
+        if failed := [each for each in self.recall if each.teacher < 0.5]:
+            shares = ", ".join(f"{100 * each.teacher:.0f} % over {each.length:,} tokens" for each in failed)
+            sentences.append(f"The teacher itself fails to recall ({shares}), so this says nothing of the conversion.")
         if self.costs:
             model, teacher = self.costs[-1]
             sentences.append(
@@ -88,6 +102,8 @@ class Report:
                 f"and values {1e3 * teacher.seconds:.2f} ms ({teacher.seconds / model.seconds:.1f} ×); the state has "
                 f"{model.bytes:,} bytes, the cache {teacher.bytes:,}."
             )
+        if self.left_out:
+            sentences.append(f"There was no time for {', '.join(self.left_out)}.")
         return sentences
 
     def result(self) -> str:
@@ -147,39 +163,96 @@ class Probes:
         check_fields(self)
 
 
+class Clock:
+    """Tells how much of `seconds` is left (None: there is no limit)."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.started, self.seconds = time.monotonic(), math.inf if seconds is None else seconds
+        self.per_token = 0.0
+
+    def left(self) -> float:
+        return self.started + self.seconds - time.monotonic()
+
+    def calibrate(self, tokens: int) -> None:
+        """Note that one model has read so many `tokens` since the start."""
+        self.per_token = (time.monotonic() - self.started) / tokens
+
+    def suffices(self, tokens: int) -> bool:
+        """Return whether there is time for one model to read so many tokens, as fast as those before."""
+        return self.per_token * tokens < self.left()
+
+
 def report(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
     batches: Sequence[Batch],
     probes: Probes | None = None,
     *,
+    swapped_in: Scores | None = None,
+    seconds: float | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Measure a linearized model and its teacher on held-out batches and by `probes`. `progress` gets stages' names."""
+    """Measure a linearized model and its teacher on held-out batches and by `probes`. `progress` gets stages' names.
+
+    `swapped_in` are the model's `scores` before its training, for comparison. With `seconds`, the report ends about
+    then: it takes fewer batches, two at least, and leaves out the probes that there is no time for."""
+    check_numbers(**given(seconds=seconds))
     probes = Probes() if probes is None else probes
     linear = linearized_layers(model)
     if not linear:
         raise ValueError("the model has no linearized layer to report on: convert it first")
+    require_batches(batches)
+    clock, left_out = Clock(seconds), []
+
+    def affordable(part: str, tokens: int) -> bool:
+        """Announce the part, or note that it is left out, by the tokens that models read for it."""
+        if not clock.suffices(tokens):
+            left_out.append(part)
+            return False
+        progress(part)
+        return True
+
     progress("scores")
-    table = {BEFORE: scores(teacher, teacher, batches), AFTER: scores(model, teacher, batches)}
-    for name, control in CONTROLS.items():
-        with controlled(model, control):
-            table[name] = scores(model, teacher, batches)
-    progress("layers")
-    layers = _layers(model, teacher, batches)
-    text, recalls, pairs = None, [], []
-    if probes.prompts is not None:
-        progress("generated text")
-        text = greedy_agreement(model, teacher, probes.prompts, tokens=probes.new_tokens)
+    table = _scores(model, teacher, batches, clock)
+    if swapped_in is not None:
+        table = {BEFORE: table.pop(BEFORE), SWAPPED: swapped_in, **table}
+    text, layers, recalls, pairs = None, (), [], []
+    if (prompts := probes.prompts) is not None and affordable(
+        "generated text", 2 * (prompts.numel() + len(prompts) * probes.new_tokens)
+    ):
+        text = greedy_agreement(model, teacher, prompts, tokens=probes.new_tokens)
+    if affordable("layers", 4 * _count(batches[0])):
+        layers = _layers(model, teacher, batches)
     for length in probes.recall_lengths:
-        progress(f"recall over {length:,} tokens")
-        recalls.append(_recall(model, teacher, probes, length))
+        if affordable(f"recall over {length:,} tokens", 4 * probes.recall_rows * length):
+            recalls.append(_recall(model, teacher, probes, length))
     for tokens in probes.cost_lengths:
-        progress(f"a token after {tokens:,}")
-        with fused_softmax(teacher):
-            pairs.append(tuple(costs([model, teacher], tokens)))
+        if affordable(f"a token after {tokens:,}", 2 * tokens):
+            with fused_softmax(teacher):
+                pairs.append(tuple(costs([model, teacher], tokens)))
     spec = own_attention(next(iter(linear.values()))).spec
-    return Report(type(teacher).__name__, spec.method, spec.window, table, layers, text, tuple(recalls), tuple(pairs))
+    found = (table, layers, text, tuple(recalls), tuple(pairs), tuple(left_out))
+    return Report(type(teacher).__name__, spec.method, spec.window, *found)
+
+
+def _scores(
+    model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], clock: Clock
+) -> dict[str, Scores]:
+    """Return the scores of the teacher, the model and the controls, of as many batches as there is time for."""
+    rows = {name: [] for name in (BEFORE, AFTER, *CONTROLS)}
+    for place, batch in enumerate(batches):
+        if place >= LEAST_BATCHES and clock.left() < (1 - SCORES_SHARE) * clock.seconds:
+            break
+        for name, found in rows.items():
+            with controlled(model, CONTROLS[name]) if name in CONTROLS else nullcontext():
+                found.append(batch_scores(teacher if name == BEFORE else model, teacher, batch))
+        clock.calibrate(2 * len(rows) * sum(map(_count, batches[: place + 1])))
+    return {name: mean_scores(found) for name, found in rows.items()}
+
+
+def _count(batch: Batch) -> int:
+    """Return the number of rows and columns in a batch's largest tensor, tokens in that of a language model."""
+    return max(math.prod(x.shape[:2]) for x in batch.values() if isinstance(x, Tensor))
 
 
 def _layers(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Layer, ...]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linattn.linearize.calls import Batch, run
-from linattn.linearize.distance import Diverged, predictions, require_batches, with_labels
+from linattn.linearize.calls import Batch
+from linattn.linearize.distance import Diverged, require_batches
+from linattn.linearize.predictions import pieces, predict, with_labels
 from linattn.nn.modes import evaluating
 
 
@@ -27,16 +28,31 @@ class Scores(NamedTuple):
     losses: tuple[float, ...]
 
 
-@torch.no_grad()
+BatchScores = tuple[int, dict[str, float]]
+"""The number of predictions on a batch, and the means of their scores."""
+
+
 def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Scores:
     """Measure the model on the `batches`, and how close its output is to the teacher's."""
     require_batches(batches)
-    rows = []
+    return mean_scores([batch_scores(model, teacher, batch) for batch in batches])
+
+
+@torch.no_grad()
+def batch_scores(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch) -> BatchScores:
+    """Measure the model on one batch."""
+    labeled = with_labels(model, batch)
     with evaluating(model), evaluating(teacher):
-        for batch in batches:
-            labeled = with_labels(model, batch)
-            (y, labels), (target, _) = (predictions(each, labeled, run(each, batch)) for each in (model, teacher))
-            rows.append((len(y), _means(y, labels, target)))
+        found, target = (predict(each, labeled, inputs=batch) for each in (model, teacher))
+        parts = [_sums(y, labels, expected) for y, expected, labels in pieces(found, target)]
+    means = {name: math.fsum(part[name] for part in parts) / len(target.vectors) for name in parts[0]}
+    if not all(map(math.isfinite, means.values())):
+        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
+    return len(target.vectors), means
+
+
+def mean_scores(rows: Sequence[BatchScores]) -> Scores:
+    """Return the means over all predictions of all batches."""
     total = sum(count for count, _ in rows)
     means = {name: math.fsum(count * row[name] for count, row in rows) / total for name in rows[0][1]}
     losses = tuple(row["loss"] for _, row in rows if "loss" in row)
@@ -44,15 +60,12 @@ def scores(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[B
     return Scores(loss, accuracy, kl, agreement, means["cosine"], losses)
 
 
-def _means(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
-    """Return the means of the scores over one batch: of predictions y beside `labels` and `target`, the teacher's."""
+def _sums(y: Tensor, labels: Tensor | None, target: Tensor) -> dict[str, float]:
+    """Return the sums of the scores over places: of predictions y beside `labels` and `target`, the teacher's."""
     columns = {"cosine": F.cosine_similarity(y, target, dim=-1)}
     if labels is not None:
         log_p, log_t, best = y.log_softmax(-1), target.log_softmax(-1), y.argmax(-1)
         columns["loss"] = F.nll_loss(log_p, labels, reduction="none") / math.log(2)
         columns["accuracy"], columns["agreement"] = best == labels, best == target.argmax(-1)
         columns["kl"] = (log_t.exp() * (log_t - log_p)).sum(-1) / math.log(2)
-    means = {name: float(column.double().mean()) for name, column in columns.items()}
-    if not all(map(math.isfinite, means.values())):
-        raise Diverged(f"the outputs on a held-out batch are not finite: {means}")
-    return means
+    return {name: float(column.double().sum()) for name, column in columns.items()}

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from linattn.checks import check_numbers, check_types, extra
 from linattn.linearize.attention import linearized_layers, own_attention
-from linattn.linearize.calls import Batch, run
-from linattn.linearize.distance import divergence, layer_distance, layer_outputs, output_distance, with_labels
-from linattn.linearize.training import Budget, Training, train
+from linattn.linearize.calls import Batch
+from linattn.linearize.conversion import give_own_weights
+from linattn.linearize.distance import LayerOutputs, compare_layers, divergence, layer_distance, output_distance
+from linattn.linearize.predictions import Predictions, divergence_sum, pieces, predict, with_labels
+from linattn.linearize.training import Add, Budget, Training, backward, train
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Rates:
 
 
 RATES = Rates(4e-3, 1e-2)
+WIDTH = 128
+"""The hidden size up to which these rates are good. Beyond, the effect of a step grows with the size."""
+FULL_STEPS = 100
+"""The steps of a conversion, both stages, from which on these rates are good. Fewer do not average their noise out."""
 FIRST_STAGE = 0.2
 """The share of a conversion's steps that is best spent on `transfer`."""
 # the number of batches that the first distance is measured on
@@ -42,22 +49,29 @@ def transfer(
     batches: Sequence[Batch],
     budget: Budget,
     *,
-    rates: Rates = RATES,
+    rates: Rates | None = None,
 ) -> Training:
     """Train all linearized layers at once, each to give the output of the teacher's layer for the same input.
 
     The loss is the mean of the layers' relative errors. If only some tokens have labels, half of it is the error at
     these tokens. Weights outside of these layers do not change. The `batches` repeat within the `budget`; the `rates`
-    fall to zero."""
-
-    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        outputs = layer_outputs(student, teacher, batch).values()
-        return torch.stack([layer_distance(student, batch, layer) for layer in outputs]).mean()
+    fall to zero. By default they are 4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and,
+    for n steps, min(1, n / 20)."""
 
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
+
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+        def see(index: int, outputs: LayerOutputs) -> None:
+            add(layer_distance(student, batch, outputs) / len(layers))
+
+        compare_layers(student, teacher, batch, see)
+
     weights = [weight for layer in layers for weight in layer.parameters()]
-    return train(model, objective, batches, _groups(model, weights, rates), budget)
+    give_own_weights(teacher, weights)
+    full_steps = FIRST_STAGE * FULL_STEPS if rates is None else 1.0
+    groups = _groups(model, weights, rates or _scaled(_width_factor(model)))
+    return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
 @check_types
@@ -74,31 +88,57 @@ def fine_tune(
     are logits, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
-    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer` times
-    min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that is near its teacher away
-    from it, and smaller ones would take too long for a model that is far away."""
+    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, but with
+    n / 80 for n steps, times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that
+    is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
 
-    def objective(student: PreTrainedModel, batch: Batch) -> Tensor:
-        batch = with_labels(student, batch)
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+        labeled = with_labels(student, batch)
         with torch.no_grad():
-            target = run(teacher, batch)
-        output = run(student, batch)
-        distance = output_distance(student, output, target, batch)
-        return distance if output.get("loss") is None else (distance + output.loss) / 2
+            target = predict(teacher, labeled, inputs=batch)
+        _add_distance(predict(student, labeled), target, add)
 
     with ExitStack() as stack:
         weights = list(model.parameters())
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
-            weights = [*new, *stack.enter_context(_adapters(model, lora))]
-        rates = rates or _default_rates(model, teacher, batches)
-        return train(model, objective, batches, _groups(model, weights, rates), budget)
+            weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
+        give_own_weights(teacher, weights)
+        full_steps = (1 - FIRST_STAGE) * FULL_STEPS if rates is None else 1.0
+        groups = _groups(model, weights, rates or _default_rates(model, teacher, batches))
+        return train(model, objective, batches, groups, budget, full_steps=full_steps)
+
+
+def _add_distance(found: Predictions, target: Predictions, add: Add) -> None:
+    """Add the mean of the distance to the `target` and of the model's own loss, or the distance alone."""
+    if found.head is None:
+        distance = output_distance(found, target)
+        add(distance if found.loss is None else (distance + found.loss) / 2)
+        return
+    # the gradients of the pieces of the logits sum up in that of the last hidden states
+    hidden = found.vectors.detach().requires_grad_()
+    for y, expected, labels in pieces(found._replace(vectors=hidden), target):
+        distance = divergence_sum(y, expected)
+        if labels is not None:
+            distance = (distance + F.cross_entropy(y, labels, reduction="sum")) / 2
+        add(distance / len(hidden))
+    backward(found.vectors, hidden.grad)
 
 
 def _default_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
     measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
     # a divergence of zero may be rounded to less
     factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
+    return _scaled(factor * _width_factor(model))
+
+
+def _width_factor(model: PreTrainedModel) -> float:
+    """Return a factor of the rates that falls as the hidden size grows, as each output of a layer then sums up more
+    changes. Yang et al., https://arxiv.org/abs/2203.03466"""
+    return min(1.0, WIDTH / getattr(model.config.get_text_config(), "hidden_size", WIDTH))
+
+
+def _scaled(factor: float) -> Rates:
     return Rates(factor * RATES.stock, factor * RATES.new)
 
 
@@ -118,9 +158,9 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> 
 
 
 @contextmanager
-def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
+def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]:
     """Add LoRA adapters to the model's old linear maps inside the block, yield their weights, and merge them at the
-    end. Hu et al., https://arxiv.org/abs/2106.09685"""
+    end. The teacher has the weights without them until then. Hu et al., https://arxiv.org/abs/2106.09685"""
     with extra("cli"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -139,8 +179,10 @@ def _adapters(model: PreTrainedModel, rank: int) -> Iterator[list[nn.Parameter]]
     try:
         yield [weight for name, weight in model.named_parameters() if "lora_" in name]
     finally:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, BaseTunerLayer):
-                module.merge()
-                model.set_submodule(name, module.get_base_layer())
+        adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+        base: list[Any] = [module.get_base_layer() for _, module in adapted]
+        give_own_weights(teacher, [layer.weight for layer in base])
+        for name, module in adapted:
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
         del model.peft_config

@@ -27,7 +27,8 @@ from linattn.cli.main import main
 from linattn.console.errors import CommandError
 from linattn.integrations.transformers import LinattnForCausalLM
 from linattn.linearize import linearized_layers, training
-from linattn.linearize.command import run
+from linattn.linearize.command import result, run
+from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
 
@@ -50,10 +51,18 @@ def linearize(model: Path, text: Path, out: Path, *options: str) -> int:
     return main(["linearize", str(model), "--data", str(text), "--out", str(out), *SHORT, *options])
 
 
+def again(out: Path, *options: str) -> int:
+    return main(["linearize", "--report", str(out), *options])
+
+
 @pytest.fixture(scope="module")
 def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "linear"
     assert linearize(model, text, out, "--keep", "1/2") == 0
+    short = json.loads((out / "report.json").read_text("utf-8"))
+    # a fifth of the time of four steps is too short for all of it
+    assert short["scores"] and short["left_out"]
+    assert again(out) == 0
     return out
 
 
@@ -67,11 +76,13 @@ def test_the_folder_loads_and_generates_in_constant_memory(done):
 
 def test_the_report_has_everything_and_says_it(done):
     made = json.loads((done / "report.json").read_text("utf-8"))
-    assert set(made["scores"]) == {"teacher", "linear", "window alone", "linear part off", "uniform attention"}
+    rows = ["teacher", "swapped in", "linear", "window alone", "linear part off", "uniform attention"]
+    assert list(made["scores"]) == rows
+    assert [each["length"] for each in made["recall"]] == [64] and len(made["costs"]) == 1
+    assert made["left_out"] == []
     assert made["scores"]["teacher"]["kl"] == 0 and made["scores"]["teacher"]["agreement"] == 1
     assert len(made["kept"]) == 1 and set(made["divergence_with_one_restored"]) == {"0", "1"}
     assert [each["error"] is None for each in made["layers"]].count(True) == 1
-    assert [each["length"] for each in made["recall"]] == [64]
     assert [len(losses) for losses in made["losses"].values()] == [1, 3]
     page = (done / "report.html").read_text("utf-8")
     assert page.index(made["sentences"][0].partition("'")[0]) < page.index("<code>")
@@ -114,7 +125,7 @@ def test_a_full_disk_at_the_end_leaves_nothing(done, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(done, trust_remote_code=True)
     monkeypatch.setattr(type(model), "save_pretrained", fail)
     with pytest.raises(CommandError, match=r"linear could not be written: .* No space left"):
-        run.write_result(tmp_path / "linear", model, None, {})
+        result.write_model(tmp_path / "linear", model, None, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -134,6 +145,58 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
     assert linearize(model, text, out, "--keep", "1/2") == 0
     assert not work.exists()
     assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+
+
+class Killed(BaseException):
+    """Ends the process without a word, as `kill -9` does."""
+
+
+def kill(*_: object, **__: object) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("place", [(result, "report"), (result, "html"), (run, "write_report")])
+def test_a_conversion_killed_after_its_training_has_the_same_weights(model, text, done, tmp_path, monkeypatch, place):
+    """The model is there before the report; the same command, or --report, makes the report."""
+    out, work = tmp_path / "linear", tmp_path / "linear.unfinished"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(*place, kill)
+        linearize(model, text, out, "--keep", "1/2")
+    weights = (done / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert not (out / "report.json").exists()
+    # as if it had been killed before this folder was deleted
+    work.mkdir()
+    assert linearize(model, text, out, "--keep", "1/4") == 2
+    assert (linearize(model, text, out, "--keep", "1/2") if place[1] != "html" else again(out)) == 0
+    assert work.exists() == (place[1] == "html") and (out / "model.safetensors").read_bytes() == weights
+    found, expected = (json.loads((folder / "report.json").read_text("utf-8")) for folder in (out, done))
+    assert found["scores"]["swapped in"] == expected["scores"]["swapped in"]
+    assert found["losses"] == expected["losses"] and found["kept"] == expected["kept"]
+    assert found["plan"] == expected["plan"]
+
+
+def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model, text, done, tmp_path, capsys):
+    out = shutil.copytree(done, tmp_path / "linear")
+    moved = [str(shutil.copytree(folder, tmp_path / folder.name)) for folder in (model, text)]
+    record = json.loads((out / "conversion.json").read_text("utf-8"))
+    record["settings"] |= {"model": "/nowhere", "data": ["/nowhere"]}
+    (out / "conversion.json").write_text(json.dumps(record), encoding="utf-8")
+    assert again(out) == 2
+    assert "/nowhere cannot be loaded" in capsys.readouterr().err
+    assert main(["linearize", moved[0], "--data", moved[1], "--report", str(out)]) == 0
+    found, expected = (json.loads((folder / "report.json").read_text("utf-8")) for folder in (out, done))
+    assert found["scores"] == expected["scores"]
+    assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+    assert again(out, "--steps", "3", "--lora", "2") == 2
+    assert "without --steps, --lora" in capsys.readouterr().err
+    assert again(model) == 2
+    assert "has no conversion.json" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(capsys):
+    assert main(["linearize", "--data", "texts"]) == 2
+    assert "MODEL, --out must be given, or --report OUT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -264,3 +327,45 @@ def test_each_stage_has_a_step_and_both_have_all():
     for total in range(1, 30):
         stages = run._steps("transfer", total), run._steps("fine-tune", total)
         assert min(stages) >= 1 and sum(stages) == max(2, total)
+
+
+def test_everything_that_saves_memory_at_once(model, text, tmp_path):
+    """Losses are within 1 % of those without, and the folder is in bfloat16."""
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    assert linearize(model, text, plain) == 0
+    options = ("--dtype", "bfloat16", "--checkpointing", "--batch", "1", "--accumulate", "2")
+    assert linearize(model, text, saving, *options) == 0
+    first, second = (json.loads((out / "report.json").read_text("utf-8"))["losses"] for out in (plain, saving))
+    # the batches are others
+    assert second["fine-tune"] == pytest.approx(first["fine-tune"], rel=0.01)
+    weights = AutoModelForCausalLM.from_pretrained(saving, trust_remote_code=True, dtype="auto").parameters()
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+
+
+def test_a_model_that_cannot_recompute_is_refused_before_any_work(text, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "bert"
+    BertModel(BertConfig(vocab_size=256, max_position_embeddings=64, **SIZE)).save_pretrained(folder)
+    monkeypatch.setattr(BertModel, "supports_gradient_checkpointing", False)
+    assert linearize(folder, text, tmp_path / "linear", "--checkpointing") == 2
+    assert "--checkpointing" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["bert"]
+
+
+def test_training_that_does_harm_is_undone(model, text, tmp_path, capsys):
+    out = tmp_path / "linear"
+    assert linearize(model, text, out, "--lr", "1", "--keep", "0") == 0
+    made = json.loads((out / "report.json").read_text("utf-8"))
+    assert made["scores"]["linear"]["loss"] == pytest.approx(made["scores"]["swapped in"]["loss"], rel=1e-4)
+    assert made["sentences"][-1] == "Training did not help, so the model has the weights before it."
+    assert "training did not help" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_announced():
+    assert budget_note(10**9, 4_096, 20_000, 10.0, 1.0) is None
+    assert budget_note(10**9, 4_096, None, 60 * 24.0, 1.0) is None
+    said = budget_note(10**9, 4_096, None, 10.0, 2.0)
+    assert said.startswith("the budget is small for 1,000,000,000 weights: it reads about 1,228,800 tokens")
+    assert "needs about 50,000,000, and these take about 6:46:54 (hours" in said
+    # every conversion needs a hundred updates
+    assert "needs about 12,800" in budget_note(10, 128, 99, 10.0, 1.0)
+    assert budget_note(10, 128, 100, 10.0, 1.0) is None

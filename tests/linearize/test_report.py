@@ -25,7 +25,7 @@ from linattn.linearize import (
     scores,
 )
 from linattn.linearize.probes import NEEDLE, cache_bytes, costs, greedy_agreement, needles, recall
-from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW
+from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW, Recall
 from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
 
 SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"]}
@@ -229,7 +229,31 @@ def test_the_report_has_every_part_as_json():
     assert record["sentences"][0].startswith("The linear model has a loss of ")
     assert len(record["sentences"]) >= 4 and record["sentences"][1].startswith("The linear part ")
     assert [len(sample["teacher"]) for sample in record["generated"]["samples"]] == [4, 4]
-    assert stages == ["scores", "layers", "generated text", "recall over 64 tokens", "a token after 8"]
+    assert stages == ["scores", "generated text", "layers", "recall over 64 tokens", "a token after 8"]
+    assert found.left_out == ()
+
+
+def test_a_report_ends_in_time_with_two_batches_at_least():
+    made, batches = start(DECODERS["llama"])
+    probes = Probes(prompts=batches[0]["input_ids"], new_tokens=4, cost_lengths=(8,))
+    swapped_in = scores(made.model, made.teacher, batches)
+    found = report(made.model, made.teacher, 3 * batches, probes, seconds=0.0, swapped_in=swapped_in)
+    assert list(found.scores) == ["teacher", "swapped in", "linear", *CONTROLS]
+    assert found.scores["swapped in"] == found.scores["linear"] == swapped_in
+    assert (found.generated, found.layers, found.costs) == (None, (), ())
+    assert found.left_out == ("generated text", "layers", "a token after 8")
+    assert found.sentences()[-1] == "There was no time for generated text, layers, a token after 8."
+    assert any(f"its loss was {swapped_in.loss:.3f} bits" in sentence for sentence in found.sentences())
+    unlimited = report(made.model, made.teacher, 3 * batches, probes, seconds=1e9)
+    assert len(unlimited.scores["linear"].losses) == 6 and unlimited.left_out == ()
+
+
+def test_it_says_when_the_teacher_itself_fails_to_recall():
+    rows = {name: Scores(None, None, None, None, 1.0, ()) for name in (BEFORE, AFTER, WINDOW, OFF)}
+    recalls = tuple(Recall(n, 0.4, teacher, 0.1, 0.1) for n, teacher in ((512, 0.9), (2_048, 0.49), (8_192, 0.0)))
+    said = Report("LlamaForCausalLM", "elu", 16, rows, (), recall=recalls).sentences()
+    assert "The teacher itself fails to recall (49 % over 2,048 tokens, 0 % over 8,192 tokens), so this" in said[-1]
+    assert not any("fails" in x for x in Report("Llama", "elu", 16, rows, (), recall=recalls[:1]).sentences())
 
 
 def test_it_says_when_the_linear_part_does_nothing():

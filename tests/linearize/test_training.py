@@ -25,7 +25,7 @@ from linattn.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.linearize.distance import layer_distance, layer_outputs, relative_error
+from linattn.linearize.distance import LayerOutputs, compare_layers, layer_distance, relative_error
 from linattn.linearize.stages import RATES
 from linattn.models.loss import NO_LABEL
 from tests.integrations.transformers.stock_attention.families import (
@@ -122,6 +122,12 @@ def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
             assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
     training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
     assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+
+
+def layer_outputs(model: Any, teacher: Any, batch: Any) -> dict[int, LayerOutputs]:
+    outputs: dict[int, LayerOutputs] = {}
+    compare_layers(model, teacher, batch, outputs.__setitem__)
+    return outputs
 
 
 def _zero(x: torch.Tensor) -> None:
@@ -323,7 +329,7 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
     batches = [{"input_ids": tokens()} for _ in range(2)]
     conversion = convert(model, plan(model, method="elu", window=0, convolution=0, decay=False))
 
-    def note(model, objective, batches, groups, budget):
+    def note(model, objective, batches, groups, budget, full_steps):
         given.extend(group["lr"] for group in groups)
         return Training((), 0.0)
 
@@ -335,3 +341,36 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
     length = 1.5 * divergence(model, conversion.teacher, batches) ** 0.5
     assert (length < 1) == is_near
     assert given == [pytest.approx(min(1, length) * RATES.stock), 0.5]
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(transfer, 20), (fine_tune, 80)])
+def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
+    """In proportion to the steps, and inversely to the size; rates that are given stay."""
+    module = importlib.import_module("linattn.linearize.training")
+
+    def highest(number: int, width: int = 32, **options: Any) -> float:
+        seen: list[float] = []
+        monkeypatch.setattr(
+            module, "clip_grad_norm_", lambda *_: seen.append(max(group["lr"] for group in optimizers[-1].param_groups))
+        )
+        family = ("LlamaForCausalLM", {**DECODERS["llama"][1], "hidden_size": width})
+        conversion, batches = start(family, "elu", window=0)
+        monkeypatch.setattr(importlib.import_module("linattn.linearize.stages"), "divergence", lambda *_: 1.0)
+        with torch.no_grad():
+            stage(conversion.model, conversion.teacher, batches, Budget(steps=number), **options)
+        return max(seen)
+
+    optimizers: list[Any] = []
+
+    class Noted(torch.optim.AdamW):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            optimizers.append(self)
+
+    monkeypatch.setattr(module, "AdamW", Noted)
+    monkeypatch.setattr(module, "_gradients", lambda *_: 1.0)
+    full = highest(steps)
+    assert full == pytest.approx(RATES.new, rel=0.01) == highest(3 * steps)
+    assert highest(steps // 4) == pytest.approx(full / 4, rel=0.05)
+    assert highest(steps, width=512) == pytest.approx(full / 4)
+    assert highest(4, rates=Rates(0.1, 0.1)) == pytest.approx(highest(steps, rates=Rates(0.1, 0.1)), rel=0.2)

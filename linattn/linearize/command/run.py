@@ -1,83 +1,83 @@
-"""All stages of `linattn linearize`. A working folder beside OUT holds checkpoints until OUT is complete."""
+"""All stages of `linattn linearize`. A working folder beside OUT holds checkpoints until OUT has the model."""
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 
-from linattn.console.atomic import atomic_folder, write_atomically
+from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
-from linattn.console.memory import PROBE, TRAINED_BYTES, activation_bytes, available_memory, require_memory
 from linattn.linearize.choice import choose_layers
-from linattn.linearize.command.page import html
+from linattn.linearize.command.budget import STEP, budget_note
+from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
 from linattn.linearize.command.progress import progress_bar
-from linattn.linearize.command.text import (
-    Tokens,
-    TrainingBatches,
-    decoded_samples,
-    held_out_batches,
-    load_tokenizer,
-    read_tokens,
+from linattn.linearize.command.result import (
+    RECORD,
+    REPORT,
+    Record,
+    read_record,
+    report_command,
+    settings,
+    write_model,
+    write_report,
 )
-from linattn.linearize.conversion import Conversion, convert, restore_layers
-from linattn.linearize.distance import Diverged, predicts_next
-from linattn.linearize.folder import FIELD
+from linattn.linearize.command.text import TrainingBatches, held_out_batches
+from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
+from linattn.linearize.distance import Diverged
+from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
-from linattn.linearize.report import Probes, report
-from linattn.linearize.scores import scores
+from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
 from linattn.linearize.training import Budget, Training
-from linattn.models.storage import MODEL_TYPE
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
-TIMES = (1, 4, 16)
-"""The lengths of the probes, as multiples of the context."""
-PROMPTS, NEW_TOKENS = 8, 64
 SETTINGS = "settings.json"
-FREE = ("command", "out", "save_every")
-"""Options that may be others when a conversion resumes."""
+REPORT_SHARE = 0.2
+"""The report's share of the training's time."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if arguments.report is not None:
+        return _report_again(arguments)
     if arguments.minutes is not None and arguments.steps is not None:
         raise CommandError("give --minutes or --steps, not both")
     with locked(arguments.out):
-        if arguments.out.exists():
+        if not arguments.out.exists():
+            return _linearize(arguments)
+        if not (arguments.out / RECORD).exists() or (arguments.out / REPORT).exists():
             raise CommandError(f"{arguments.out} exists already: choose another --out")
-        return _linearize(arguments)
+        record = read_record(arguments.out)
+        if record["settings"] != settings(arguments):
+            raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
+        print(f"{arguments.out} has its model: going on with the report", file=sys.stderr)
+        shutil.rmtree(_work(arguments.out), ignore_errors=True)
+        return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
 
 
 def _linearize(arguments: argparse.Namespace) -> int:
-    model, config = load_model(arguments.model)
-    context = arguments.context or min(512, positions(config))
-    tokenizer = load_tokenizer(arguments.model, config)
-    tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
-    check_tokens(tokens, context, config)
-    if torch.cuda.is_available() and not arguments.cpu:
-        model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
-    mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
-    sizes = {"context": context, "batch": arguments.batch, "mask": mask}
+    model, config = load_model(arguments)
+    tokenizer, tokens, sizes = read_text(arguments, model, config)
     batches = TrainingBatches(tokens.training, seed=arguments.seed, **sizes)
     with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
-        check_memory(model, arguments, context)
+        if arguments.checkpointing and not model.supports_gradient_checkpointing:
+            raise ValueError(f"--checkpointing: {type(model).__name__} cannot recompute activations")
+        check_memory(model, arguments, sizes["context"])
         # before any work: a model whose outputs cannot be compared cannot be trained towards its teacher
         scores(model, model, [batches[0]])
         keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
@@ -85,100 +85,77 @@ def _linearize(arguments: argparse.Namespace) -> int:
         layers = plan(model, batches[0], keep=keep, **options)
     print(layers, file=sys.stderr)
     work = open_work(arguments)
+    held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
-        conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)])
-        held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
-        facts = _train(conversion, batches, held_out, arguments, work)
-        facts |= _report(conversion, tokens.held_out, held_out, context)
+        conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
+        record = _train(conversion, batches, held_out, arguments, work)
+        write_model(arguments.out, model, tokenizer, record)
     except Diverged as error:
         raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
-    facts |= {"command": shlex.join(["linattn", *sys.argv[1:]]), "plan": layers.to_dict()}
-    samples = decoded_samples(facts["generated"], tokenizer)
-    write_result(arguments.out, model, tokenizer, facts | {"samples": samples})
     shutil.rmtree(work)
-    print("\n".join(facts["sentences"]))
-    for sample in samples[:1]:
-        print("\n".join(f"{name + ':':<8} {json.dumps(text, ensure_ascii=False)}" for name, text in sample.items()))
-    print(f"{arguments.out} is complete: {arguments.out / 'report.html'} has the report", file=sys.stderr)
+    given = arguments.out, record, model, conversion.teacher, tokenizer, tokens.held_out, held_out
+    with report_fails_alone(arguments.out):
+        write_report(*given, seconds=REPORT_SHARE * record["seconds"])
     return 0
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedConfig]:
-    """Load the model with the class that saved it."""
-    with explained(f"{name} cannot be loaded", OSError, ValueError, SafetensorError):
-        config: Any = AutoConfig.from_pretrained(name)
-        if hasattr(config, FIELD):
-            raise CommandError(f"{name} is linearized already: give the model that it was made from")
-        if config.model_type == MODEL_TYPE:
-            attention = config.to_language_model().attention
-            names = attention if isinstance(attention, str) else ", ".join(attention)
-            advice = (
-                "train another one with `linattn train --attention`" if "softmax" in names else "it is linear already"
-            )
-            raise CommandError(f"{name} is a model of linattn, whose attention is {names}: {advice}")
-        kind = getattr(transformers, (config.architectures or ["none"])[0], None)
-        if kind is None or not hasattr(kind, "from_pretrained"):
-            raise CommandError(f"{name} is of {config.architectures}, which transformers does not have")
-        model = kind.from_pretrained(name, dtype=torch.float32).eval()
-    if model.main_input_name != "input_ids" or config.is_encoder_decoder:
-        raise CommandError(
-            f"the command reads text into models of one row of tokens, but {type(model).__name__} is none: "
-            "linattn.linearize has its stages as functions"
-        )
-    return model, config
+def _report_again(arguments: argparse.Namespace) -> int:
+    """Make the report of a finished conversion again, from its record, without a limit on time."""
+    out: Path = arguments.report
+    record = read_record(out)
+    options = {name: getattr(arguments, name) for name in ("model", "data") if getattr(arguments, name)}
+    with locked(out):
+        restored = argparse.Namespace(**record["settings"] | options | {"cpu": arguments.cpu})
+        return _report(restored, out, record, None)
 
 
-def positions(config: PreTrainedConfig) -> int:
-    """Return the largest number of tokens that the model takes."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: float | None) -> int:
+    """Load the model of a finished conversion and its teacher, and write the report."""
+    stock, config = load_model(arguments)
+    with explained(f"{out} cannot be loaded", OSError, ValueError, SafetensorError):
+        model = load_linearized(out, dtype=stock.dtype, device_map={"": stock.device}).eval()
+    tokenizer, tokens, sizes = read_text(arguments, stock, config)
+    teacher = make_teacher(stock, shared=True)
+    held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
+    with report_fails_alone(out):
+        write_report(out, record, model, teacher, tokenizer, tokens.held_out, held_out, seconds=seconds)
+    return 0
 
 
-def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None:
-    """Raise CommandError unless there are enough tokens, and the model has a position and an embedding for each."""
-    for name, row in tokens._asdict().items():
-        if len(row) < context:
-            raise CommandError(
-                f"the data are too short: {len(row):,} tokens are {name.replace('_', ' ')}, but a context of "
-                f"{context:,} needs at least {context:,}"
-            )
-    if context > (most := positions(config)):
-        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
-    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
-    if largest >= size:
-        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
+@contextmanager
+def report_fails_alone(out: Path) -> Iterator[None]:
+    """Say, where a report ends early, that the model is there and how to make the report."""
+    again = f"{out} has the model, but no report: {report_command(out)} makes it"
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CommandError(f"interrupted; {again}", status=130) from None
+    except Diverged as error:
+        raise CommandError(f"{error}; {again}", status=1) from error
+    except BaseException:
+        print(again, file=sys.stderr)
+        raise
 
 
-def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
-    """Raise CommandError if the memory is too small for the teacher and the optimizer beside the model or, on a CPU,
-    for the activations of a batch. On a GPU, torch itself raises an error for activations that do not fit."""
-    count = sum(weight.numel() for weight in model.parameters())
-    on_cpu = arguments.cpu or not torch.cuda.is_available()
-    available, trained = available_memory(cpu=on_cpu), 0 if arguments.lora else TRAINED_BYTES - 4
-    # with the model, whose weights are there already
-    needs = {f"its teacher, and what trains, of {count:,} parameters": (4 + trained) * count}
-    if on_cpu:
-        tokens = torch.zeros(1, min(context, PROBE), dtype=torch.int64, device=model.device)
-        per_token = activation_bytes(lambda: model(input_ids=tokens), model) / tokens.numel()
-        needs[f"the activations of {arguments.batch:,} × {context:,} tokens"] = per_token * arguments.batch * context
-    require_memory(needs, available, "a lower --batch or --context needs less, and so does --lora")
+def _work(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
 
 
 def open_work(arguments: argparse.Namespace) -> Path:
     """Return the working folder. An interrupted conversion resumes only with the same options."""
-    work = arguments.out.with_name(f"{arguments.out.name}.unfinished")
-    options = {name: value for name, value in vars(arguments).items() if name not in FREE}
-    settings, path = json.loads(json.dumps(options, default=str)), work / SETTINGS
+    work = _work(arguments.out)
+    options, path = settings(arguments), work / SETTINGS
     if not path.exists():
         work.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(settings, indent=2))
+        write_atomically(path, json.dumps(options, indent=2))
         return work
     with explained(f"{path} is corrupt", ValueError):
         before = json.loads(path.read_bytes())
         if not isinstance(before, dict):
             raise ValueError("it holds no settings")
-    if other := [name for name in settings if settings[name] != before.get(name)]:
+    if other := [name for name in options if options[name] != before.get(name)]:
         raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
     print(f"going on with {work}", file=sys.stderr)
     return work
@@ -190,67 +167,85 @@ def _train(
     held_out: list[dict[str, Tensor]],
     arguments: argparse.Namespace,
     work: Path,
-) -> dict[str, Any]:
-    """Run both stages of training, with the choice of layers between them; return their part of the report."""
+) -> Record:
+    """Run both stages of training, with the choice of layers between them; return the record of the conversion."""
     model, teacher, keep = conversion.model, conversion.teacher, arguments.keep
-    facts: dict[str, Any] = {"kept": keep}
+    record: Record = {"settings": settings(arguments), "plan": conversion.plan.to_dict(), "kept": keep}
+    record["swapped_in"], seconds = _swapped_in(conversion, held_out, work)
+    _announce(model, held_out[0], arguments, seconds)
     first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, work)
     if isinstance(keep, Fraction):
         count = max(1, round(keep * len(conversion.plan.replaced)))
         choice = choose_layers(model, teacher, held_out[:CHOOSING], count)
         restore_layers(model, teacher, choice.kept)
-        facts = {"kept": choice.kept, "divergence_with_one_restored": choice.restored}
+        record |= {"kept": choice.kept, "divergence_with_one_restored": choice.restored}
         print(f"layers that stay softmax: {', '.join(map(str, choice.kept))}", file=sys.stderr)
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
-    return facts | {"losses": {"transfer": first, "fine-tune": _stage("fine-tune", tune, arguments, work)}}
+    with recomputing(model) if arguments.checkpointing else nullcontext():
+        second = _stage("fine-tune", tune, arguments, work)
+    record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
+    record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
+    return record | {"seconds": first.seconds + second.seconds}
 
 
-def _stage(
-    name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path
-) -> tuple[float, ...]:
-    """Run a stage by `train`, which goes on from the stage's last checkpoint in `work`; return the losses."""
+def _reset_if_worse(conversion: Conversion, held_out: list[dict[str, Tensor]], before: Scores) -> bool:
+    """Restore the weights before the training if the model was better with them; return whether it was."""
+    after = scores(conversion.model, conversion.teacher, held_out)
+    worse = after.cosine < before.cosine
+    if None not in (before.kl, after.kl, before.loss, after.loss):
+        worse = after.kl + after.loss > before.kl + before.loss  # pyright: ignore[reportOperatorIssue]
+    if worse:
+        conversion.reset()
+        print("training did not help: OUT has the weights before it; give it more steps or data", file=sys.stderr)
+    return worse
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """Recompute activations in the backward pass inside the block."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work: Path) -> tuple[Record, float]:
+    """Return the scores of the model before its training, and the seconds that a batch took. They are measured once,
+    also if the training is interrupted."""
+    path = work / "swapped_in.json"
+    if not path.exists():
+        started = time.monotonic()
+        found = scores(conversion.model, conversion.teacher, held_out)
+        seconds = (time.monotonic() - started) / len(held_out)
+        write_atomically(path, json.dumps({"scores": found._asdict(), "seconds": seconds}))
+    with explained(f"{path} is corrupt", ValueError, KeyError, TypeError):
+        record = json.loads(path.read_bytes())
+        return record["scores"], record["seconds"]
+
+
+def _announce(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace, seconds: float) -> None:
+    """Say if the budget is too small for the model, of which a forward pass and the teacher's take so many seconds."""
+    each = STEP * seconds * arguments.accumulate
+    tokens = arguments.accumulate * batch["input_ids"].numel()
+    note = budget_note(
+        trained_weights(model, arguments.lora), tokens, arguments.steps, arguments.minutes or MINUTES, each
+    )
+    if note is not None:
+        print(note, file=sys.stderr)
+
+
+def _stage(name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path) -> Training:
+    """Run a stage by `train`, which goes on from the stage's last checkpoint in `work`."""
     share = FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
     with progress_bar(name) as show:
-        return train(Budget(steps, minutes, work / name, arguments.save_every, show)).losses
+        return train(Budget(steps, minutes, work / name, arguments.save_every, arguments.accumulate, show))
 
 
 def _steps(stage: str, total: int) -> int:
     """Return the steps of a stage, its part of the `total` of both stages: at least one each."""
     first = max(1, round(FIRST_STAGE * total))
     return first if stage == "transfer" else max(1, total - first)
-
-
-def _report(conversion: Conversion, text: Tensor, held_out: list[dict[str, Tensor]], context: int) -> dict[str, Any]:
-    model, teacher = conversion.model, conversion.teacher
-    probes = Probes()
-    if model.can_generate():
-        limit = positions(model.config)
-        lengths = [times * context for times in TIMES if times * context < limit]
-        probes = Probes(
-            text=text,
-            recall_lengths=[length for length in lengths if 64 <= length < len(text) - 64],
-            prompts=held_out[0]["input_ids"][:PROMPTS, : context // 2],
-            new_tokens=min(NEW_TOKENS, limit - context // 2),
-            cost_lengths=lengths,
-        )
-    show: Any = partial(print, "report:", file=sys.stderr)
-    return report(model, teacher, held_out, probes, progress=show).to_dict()
-
-
-def is_masked(model: PreTrainedModel) -> bool:
-    """Return True for a masked language model, which predicts hidden tokens from those on both sides."""
-    return type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() and not predicts_next(model)
-
-
-def write_result(out: Path, model: PreTrainedModel, tokenizer: Any, facts: dict[str, Any]) -> None:
-    """Write the folder in one step: the model as transformers saves it, its tokenizer and the report."""
-    # safetensors has errors of its own for a full disk
-    with explained(f"{out} could not be written", SafetensorError), atomic_folder(out) as folder:
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        (folder / "report.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        (folder / "report.html").write_text(html(facts), encoding="utf-8")
