@@ -17,8 +17,8 @@ from linattn.cli.processes import sequences_per_update
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
-from linattn.cli.windows import RepeatedBatches, TrainingWindows, open_tokens, padded, validation_windows
 from linattn.console.errors import CommandError, writing
+from linattn.data.windows import RepeatedBatches, TrainingWindows, padded, validation_windows
 from linattn.distributed import SequenceSharding, sequence_loss, split_sequence
 from linattn.models.loss import NO_LABEL
 
@@ -39,7 +39,7 @@ class RunTrainer(Trainer):
         self.sequences_per_step = sequences_per_update(options, args.world_size)
         self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
         self.reports = Reports(run, self.schedule, tokens_per_step=self.sequences_per_step * (options.context - 1))
-        training, validation = open_tokens(run, "training"), open_tokens(run, "validation")
+        training, validation = run.tokens("training"), run.tokens("validation")
         length, most = options.limit() * self.sequences_per_step, math.ceil(options.evaluate_tokens / options.context)
         windows = TrainingWindows(training, options.context, seed=options.seed, length=length)
         validated = validation_windows(validation, options.context, most=most)

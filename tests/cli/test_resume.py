@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import TrainingWindows
+from linattn.data.windows import TrainingWindows
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 
@@ -131,13 +131,13 @@ def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("signalled", [interrupt, terminate])
-@pytest.mark.parametrize("moment", ["prepare.write_tokens", "training._train", "schedule.Schedule.on_train_begin"])
+@pytest.mark.parametrize("moment", ["prepare.write_data", "training._train", "schedule.Schedule.on_train_begin"])
 def test_before_the_first_step_an_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys, signalled, moment):
     monkeypatch.setattr(f"linattn.cli.{moment}", lambda *_, **__: signalled())
     assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
     # a run that has its data can begin with --resume
-    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "tokens" in moment else ["run"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "data" in moment else ["run"])
 
 
 def test_the_second_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from linattn.cli.windows import TrainingWindows, validation_windows
+from linattn.data.windows import TrainingWindows, validation_windows
 
 LENGTHS = [(10, 10), (11, 10), (19, 10), (20, 10), (100, 2), (1000, 65), (4096, 64)]
 
