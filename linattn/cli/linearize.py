@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
+from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch or --context, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
@@ -16,7 +17,7 @@ DEFAULT, WINDOW = "taylor2", 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or name of a model of transformers")
-    add("--data", nargs="+", required=True, metavar="FILE", help="files, or folders of files, of text like its own")
+    add("--data", nargs="+", required=True, metavar="DATA", help=f"text like its own: {DATA_HELP}")
     add("--out", required=True, type=Path, metavar="OUT", help="the folder of the linear model and the report")
     add = parser.add_argument_group("what it becomes").add_argument
     shown = f"an attention, or a mixture of them (default: {DEFAULT})"
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that local heads see, or a softmax beside linear attention; 0: none (default: {WINDOW})",
     )
     add("--convolution", default=4, **NATURAL, help="width of the short convolution, 0: none (default: 4)")
+    add = parser.add_argument_group("data").add_argument
+    add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
+    add("--exclude", **repeatable("NAME"), help="in folders, leave out files and folders with such names; repeatable")
+    add("--field", default="text", metavar="NAME", help="of documents in rows, the field of the text (default: text)")
+    add("--validation-data", **repeatable("DATA"), help="data for the report, not the last 5 %% of --data; repeatable")
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")
     add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
@@ -46,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learning rate of fine-tuning, new weights have 2.5 times that (default: by the distance to the teacher)",
     )
     add("--lora", **COUNT, help="train adapters of this rank and the new weights, instead of all weights")
-    add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
     add("--cpu", **FLAG, help="do not use a GPU")

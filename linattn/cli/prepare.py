@@ -52,9 +52,10 @@ def create_run(
 
 def _report_losses(vocabulary: Vocabulary, data: Parts) -> None:
     parts = data["training"], data["validation"]
-    if lost := sum(part["lost_bytes"] for part in parts):
+    lost, total = (sum(part[name] for part in parts) for name in ("lost_bytes", "bytes"))
+    if lost:
         print(
-            f"{vocabulary.name} cannot give the text back: {100 * lost / sum(part['bytes'] for part in parts):.2g} % of "
-            "the bytes are lost (unknown characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
+            f"{vocabulary.name} cannot give the text back: {100 * lost / total:.2g} % of the bytes are lost (unknown "
+            "characters, normalisation, bytes that are no UTF-8), so bits per byte are too low",
             file=sys.stderr,
         )

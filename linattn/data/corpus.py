@@ -46,13 +46,19 @@ def write_data(choice: Choice, encoder: Encoder, folder: Path, *, context: int) 
     else:
         parts = _write(choice, choice.paths, encoder, folder, ("training", "validation"))
     training, validation = parts
-    for name, part in (("training", training), ("validation", validation)):
+    data: Parts = {"training": training, "validation": validation}
+    check_lengths(data, context)
+    return data
+
+
+def check_lengths(parts: Parts, context: int) -> None:
+    """Raise CommandError unless both parts have `context` tokens."""
+    for name, part in (("training", parts["training"]), ("validation", parts["validation"])):
         if part["tokens"] < context:
             have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
             raise CommandError(
                 f"the data are too short: there are {have}, but a context of {context:,} needs at least {context:,}"
             )
-    return {"training": training, "validation": validation}
 
 
 def _write(

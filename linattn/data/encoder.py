@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Makes tokens of text. `begin` and `end` are the tokens around each document; `dtype` is numpy's name of a type that
-    holds every token."""
+    """Makes tokens of text. `begin` and `end` are the tokens around each document. `dtype` is numpy's name of a type
+    that holds every token."""
 
     @property
     def begin(self) -> Sequence[int]: ...

@@ -9,8 +9,8 @@ class Part(TypedDict):
     """Describes the tokens for training or for validation. `lost_bytes` of the text's `bytes` cannot be restored from
     the tokens.
 
-    `sha256` is that of the text. Documents that were rows are in Arrow files in the folder `shards`, from number `first`
-    on; `sha256` is then that of all documents in them."""
+    `sha256` is the digest of the text. Documents that were rows are in Arrow files in the folder `shards`, from number
+    `first` on, and `sha256` is the digest of all documents in these files."""
 
     documents: int
     bytes: int

@@ -30,7 +30,7 @@ class TokenRow:
         start, stop, step = part.indices(len(self))
         assert step == 1, "a row is read forwards"
         parts = [self.pieces[i].tokens[first:last] for i, first, last in self._overlaps(start, stop)]
-        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.uint16), *parts])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return the places from `start` on and before `stop`, counted from `start`, where documents begin."""

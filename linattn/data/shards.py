@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ def write_rows(
     with extra("data"):
         import datasets
         from datasets.exceptions import DatasetGenerationError
-    digest = hashlib.sha256()
+    digest, groups = hashlib.sha256(), batches(documents(sources, field), BATCH_BYTES)
+    if (first := next(groups, None)) is None:
+        return [Part(documents=0, bytes=0, tokens=0, lost_bytes=0, sha256=digest.hexdigest())] * 2
 
     def tokenized() -> Iterator[dict[str, Any]]:
-        for texts in batches(documents(sources, field), BATCH_BYTES):
+        for texts in chain([first], groups):
             for text, tokens in zip(texts, encoder.encode_each(texts), strict=True):
                 digest.update(text)
                 row = np.asarray([*encoder.begin, *tokens, *encoder.end], encoder.dtype)
@@ -87,14 +90,16 @@ def _part(columns: dict[str, Any], folder: Path, digest: str, first: int, last: 
         sum(int(chunk.to_numpy().sum()) for chunk in columns[name].slice(first, last - first).chunks)
         for name in (BYTES, LOST)
     )
-    part = Part(documents=last - first, bytes=size, tokens=0, lost_bytes=lost, sha256=digest)
-    part |= {"shards": folder.name, "first": first}
-    return part | {"tokens": len(_row(columns, part))}
+    tokens = len(_row(columns, first, last))
+    part = Part(documents=last - first, bytes=size, tokens=tokens, lost_bytes=lost, sha256=digest)
+    part.update(shards=folder.name, first=first)
+    return part
 
 
 def open_rows(folder: Path, part: Part) -> TokenRow:
     """Return the part's row of tokens from the Arrow files in the folder."""
-    row = _row(_columns(folder), part)
+    first = part.get("first", 0)
+    row = _row(_columns(folder), first, first + part["documents"])
     if len(row) != part["tokens"]:
         raise CommandError(f"the data are damaged: {folder} has {len(row)} tokens instead of {part['tokens']}")
     return row
@@ -115,9 +120,10 @@ def _columns(folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(columns: dict[str, Any], part: Part) -> TokenRow:
-    chosen = columns[TOKENS].slice(part.get("first", 0), part["documents"])
-    return TokenRow(_piece(chunk) for chunk in chosen.chunks if len(chunk))
+def _row(columns: dict[str, Any], first: int, last: int) -> TokenRow:
+    """Return the row of the documents from number `first` on and before `last`."""
+    chunks = columns[TOKENS].slice(first, last - first).chunks
+    return TokenRow(_piece(chunk) for chunk in chunks if len(chunk))
 
 
 def _piece(chunk: Any) -> Piece:

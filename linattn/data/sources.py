@@ -13,7 +13,7 @@ from linattn.console.files import find_files
 
 HUB = "hub:"
 DATA_HELP = (
-    "files of text, or of one document per row (.jsonl, .jsonl.gz, .parquet); folders of such files, or a data set that "
+    "files of text, or of one document per row (.jsonl, .jsonl.gz, .parquet); folders of such files; a folder that "
     f"`datasets` has saved; or {HUB}NAME[:CONFIG[:SPLIT]], a data set of Hugging Face's Hub, which is streamed"
 )
 ROWS = 1000
@@ -35,8 +35,8 @@ class Sources(NamedTuple):
 
 
 def find_sources(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Sources:
-    """Find out what the paths name; `include` and `exclude` are as in `find_files`. Text beside rows is refused, because
-    it is rarely meant: a folder of rows often has a README."""
+    """Find the files and data sets at the paths; `include` and `exclude` are as in `find_files`. Text beside rows is
+    refused, because it is rarely meant: a folder of rows often has a README."""
     texts, rows = list[Path](), list[Rows]()
     for path in paths:
         if path.startswith(HUB):
@@ -83,13 +83,13 @@ def _reader_of(file: Path) -> Callable[[Path, str], Iterator[Any]] | None:
 
 
 def _json_lines(file: Path, field: str) -> Iterator[Any]:
-    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as lines:
-        with explained(f"{file} is damaged", EOFError, gzip.BadGzipFile):
-            for number, line in enumerate(lines, 1):
-                with explained(f"{file}, row {number} is no JSON", ValueError):
-                    # an empty line, such as the last one may be, is an empty document
-                    row = json.loads(line) if line.strip() else {field: ""}
-                yield row
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rb") as lines, explained(f"{file} is damaged", EOFError, gzip.BadGzipFile):
+        for number, line in enumerate(lines, 1):
+            with explained(f"{file}, row {number} is no JSON", ValueError):
+                # an empty line, such as the last one may be, is an empty document
+                row = json.loads(line) if line.strip() else {field: ""}
+            yield row
 
 
 def _parquet_rows(file: Path, field: str) -> Iterator[Any]:

@@ -22,15 +22,17 @@ from linattn.console.atomic import atomic_folder, write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.console.memory import PROBE, TRAINED_BYTES, activation_bytes, available_memory, require_memory
+from linattn.data.corpus import Choice
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.page import html
 from linattn.linearize.command.progress import progress_bar
 from linattn.linearize.command.text import (
-    Tokens,
     TrainingBatches,
     decoded_samples,
     held_out_batches,
     load_tokenizer,
+    packs_documents,
+    probe_text,
     read_tokens,
 )
 from linattn.linearize.conversion import Conversion, convert, restore_layers
@@ -69,12 +71,13 @@ def _linearize(arguments: argparse.Namespace) -> int:
     model, config = load_model(arguments.model)
     context = arguments.context or min(512, positions(config))
     tokenizer = load_tokenizer(arguments.model, config)
-    tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
-    check_tokens(tokens, context, config)
+    if context > (most := positions(config)):
+        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
+    tokens = read_tokens(data_choice(arguments), tokenizer, config, context=context)
     if torch.cuda.is_available() and not arguments.cpu:
         model.to("cuda")  # pyright: ignore[reportCallIssue, reportArgumentType]
     mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
-    sizes = {"context": context, "batch": arguments.batch, "mask": mask}
+    sizes = {"context": context, "batch": arguments.batch, "mask": mask, "packed": packs_documents(model)}
     batches = TrainingBatches(tokens.training, seed=arguments.seed, **sizes)
     with explained(f"{arguments.model} cannot be linearized", ValueError, RuntimeError):
         check_memory(model, arguments, context)
@@ -89,7 +92,7 @@ def _linearize(arguments: argparse.Namespace) -> int:
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)])
         held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
         facts = _train(conversion, batches, held_out, arguments, work)
-        facts |= _report(conversion, tokens.held_out, held_out, context)
+        facts |= _report(conversion, probe_text(tokens.held_out), held_out, context)
     except Diverged as error:
         raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
@@ -135,19 +138,15 @@ def positions(config: PreTrainedConfig) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None:
-    """Raise CommandError unless there are enough tokens, and the model has a position and an embedding for each."""
-    for name, row in tokens._asdict().items():
-        if len(row) < context:
-            raise CommandError(
-                f"the data are too short: {len(row):,} tokens are {name.replace('_', ' ')}, but a context of "
-                f"{context:,} needs at least {context:,}"
-            )
-    if context > (most := positions(config)):
-        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
-    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
-    if largest >= size:
-        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
+def data_choice(arguments: argparse.Namespace) -> Choice:
+    """Return the choice of data by the command's options."""
+    return Choice(
+        paths=arguments.data,
+        include=arguments.include or (),
+        exclude=arguments.exclude or (),
+        field=arguments.field,
+        validation_paths=arguments.validation_data or (),
+    )
 
 
 def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:
