@@ -1,4 +1,4 @@
-"""What the reader needs of a tokenizer."""
+"""The interface of a tokenizer that the reader of data needs."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

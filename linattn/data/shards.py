@@ -39,7 +39,7 @@ def write_rows(
         for texts in chain([first], groups):
             for text, tokens in zip(texts, encoder.encode_each(texts), strict=True):
                 digest.update(text)
-                row = np.asarray([*encoder.begin, *tokens, *encoder.end], encoder.dtype)
+                row = np.concatenate([np.asarray(x, encoder.dtype) for x in (encoder.begin, tokens, encoder.end)])
                 yield {TOKENS: row, BYTES: len(text), LOST: encoder.lost(text, tokens)}
 
     types = {"<u2": "uint16", "<u4": "uint32"}

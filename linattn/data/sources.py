@@ -1,4 +1,4 @@
-"""What DATA name: files of text, or rows of data sets, each row a document."""
+"""The sources of data: files of text, or rows of data sets, each row a document."""
 
 import gzip
 import json
