@@ -24,7 +24,8 @@ from linattn import feature_maps as maps
 from linattn.cli.bench.report import aligned
 from linattn.cli.main import main as linattn
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import open_tokens, validation_windows
+from linattn.data.row import TokenRow
+from linattn.data.windows import validation_windows
 from linattn.diagnostics import compare_with_softmax
 from linattn.models import LanguageModel
 from linattn.nn import MultiheadAttention
@@ -79,7 +80,7 @@ def layers_of_run(folder: Path, text: Path | None) -> Layers:
     """Return the inputs of attention for text that the model has not seen."""
     run = open_run(folder)
     if text is None:
-        return layers_of_model(run.model(), open_tokens(run, "validation"))
+        return layers_of_model(run.model(), run.tokens("validation"))
     vocabulary = run.vocabulary()
     tokens = np.asarray(vocabulary.encode(text.read_bytes()[:MOST_BYTES]), vocabulary.dtype)
     return layers_of_model(run.model(), tokens)
@@ -99,7 +100,7 @@ def layers_of_training(text: Path | None, minutes: float) -> Layers:
 
 
 @torch.no_grad()
-def layers_of_model(model: LanguageModel, tokens: np.ndarray) -> Layers:
+def layers_of_model(model: LanguageModel, tokens: TokenRow | np.ndarray) -> Layers:
     """Return the inputs of each layer's inner attention, positions included, for evenly spread sequences."""
     if len(tokens) < CONTEXT:
         raise SystemExit(f"there must be {CONTEXT} tokens of text, but there are {len(tokens)}")

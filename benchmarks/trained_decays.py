@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import open_tokens, window
+from linattn.data.windows import window
 from linattn.nn.gates import ChannelDecay, SigmoidDecay
 from linattn.ops import causal_delta_attention, causal_linear_attention
 from linattn.ops.fast import decays
@@ -32,7 +32,7 @@ def trained_decays(folder: Path, n: int) -> list[Tensor]:
         if isinstance(module, (ChannelDecay, SigmoidDecay)):
             module.register_forward_hook(lambda _, __, log_decay: layers.append(log_decay.detach().contiguous()))
     with torch.no_grad():
-        model(window(open_tokens(run, "validation"), 0, n)["input_ids"].unsqueeze(0))
+        model(window(run.tokens("validation"), 0, n)["input_ids"].unsqueeze(0))
     return layers
 
 

@@ -54,3 +54,11 @@ def seed(request: pytest.FixtureRequest) -> int:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users run it: annotations are not checked, so that a wrong call meets our own errors."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Commands that tests run leave nothing in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "linattn"
 LAYERS = [
     {"cli"},
     {"linearize"},
+    {"data"},
     {"console", "compat", "integrations", "serving"},
     {"generation"},
     {"distributed"},
@@ -26,6 +27,8 @@ BELOW = ("version", "types", "names", "checks", "files")
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
     "aiohttp": ("linattn/serving/",),
+    "datasets": ("linattn/data/",),
+    "pyarrow": ("linattn/data/",),
     "jinja2": ("linattn/console/",),
     "prometheus_client": ("linattn/serving/",),
     "triton": ("linattn/ops/triton",),

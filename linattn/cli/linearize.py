@@ -8,6 +8,7 @@ from pathlib import Path
 
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
 from linattn.console.errors import CommandError
+from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
@@ -20,7 +21,7 @@ OF_REPORT = ("command", "report", "model", "data", "cpu")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or name of a model of transformers")
-    add("--data", nargs="+", metavar="FILE", help="files, or folders of files, of text like its own")
+    add("--data", nargs="+", metavar="DATA", help=f"text like its own: {DATA_HELP}")
     add("--out", type=Path, metavar="OUT", help="the folder of the linear model and the report")
     add(
         "--report",
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that local heads see, or a softmax beside linear attention; 0: none (default: {WINDOW})",
     )
     add("--convolution", default=4, **NATURAL, help="width of the short convolution, 0: none (default: 4)")
+    add = parser.add_argument_group("data").add_argument
+    add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
+    add("--exclude", **repeatable("NAME"), help="in folders, leave out files and folders with such names; repeatable")
+    add("--field", default="text", metavar="NAME", help="of documents in rows, the field of the text (default: text)")
+    add("--validation-data", **repeatable("DATA"), help="data for the report, not the last 5 %% of --data; repeatable")
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")
     add("--steps", **COUNT, help="updates of the weights, instead of --minutes")
@@ -66,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: float32)",
     )
     add("--checkpointing", **FLAG, help="recompute activations in the backward pass, to save memory")
-    add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
     add("--cpu", **FLAG, help="do not use a GPU")

@@ -4,7 +4,7 @@ config.json, model.safetensors   the last checkpoint's weights, for LanguageMode
 run.json                         the options, the data and the versions
 tokenizer.json                   the tokenizer for transformers, also if tokens are bytes
 log.jsonl, curve.png             how the training went
-data/                            the tokens
+data/                            the tokens: one file per part, or Arrow files for documents in rows
 checkpoints/checkpoint-…/        what --resume needs"""
 
 import json
@@ -19,26 +19,13 @@ from linattn.cli.typed_json import read_json
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
+from linattn.data.corpus import Parts, open_data
+from linattn.data.encoder import token_dtype
+from linattn.data.row import TokenRow
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG, TOKENIZER
 
 FORMAT = 1
-
-
-class Part(TypedDict):
-    """Describes the tokens for training or for validation. `lost_bytes` of the text's `bytes` cannot be restored from
-    the tokens."""
-
-    documents: int
-    bytes: int
-    tokens: int
-    lost_bytes: int
-    sha256: str
-
-
-class Parts(TypedDict):
-    training: Part
-    validation: Part
 
 
 class Description(TypedDict):
@@ -75,8 +62,11 @@ class Run:
         self.description |= changes
         write_atomically(self.folder / DESCRIPTION, json.dumps(self.description, indent=2) + "\n")
 
-    def tokens(self, part: str) -> Path:
-        return self.data / f"{part}.tokens"
+    def tokens(self, part: str) -> TokenRow:
+        """Return the run's tokens for "training" or "validation"."""
+        return open_data(
+            self.data, part, self.description["data"][part], token_dtype(self.description["vocabulary"])
+        )
 
     def vocabulary(self) -> Vocabulary:
         path, expected = self.folder / TOKENIZER, self.description["vocabulary"]

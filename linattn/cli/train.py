@@ -1,4 +1,4 @@
-"""`linattn train`: train a language model on text files; the run is a folder."""
+"""`linattn train`: train a language model on text; the run is a folder."""
 
 import argparse
 import sys
@@ -9,13 +9,14 @@ from linattn.cli.processes import is_restart
 from linattn.cli.run_folder import is_run, open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
+from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch, --context, --dim or --depth"
-SUMMARY = "train a language model on text files"
+SUMMARY = "train a language model on text"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data", nargs="*", metavar="DATA", help="files, or folders of files, of any text")
+    parser.add_argument("data", nargs="*", metavar="DATA", help=DATA_HELP)
     parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in RUN, exactly from its last checkpoint"
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         vocabulary = begun.vocabulary()
     else:
         if not arguments.data:
-            raise CommandError("DATA is missing: name files or folders of text")
+            raise CommandError("DATA is missing: name files, folders or data sets of text")
         require_free(arguments.out, replace=arguments.replace)
         options = new_options(given)
         vocabulary = load_vocabulary(options.tokenizer)

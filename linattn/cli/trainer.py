@@ -17,18 +17,28 @@ from linattn.cli.processes import sequences_per_update
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
-from linattn.cli.windows import (
+from linattn.console.errors import CommandError, writing
+from linattn.data.windows import (
     RepeatedBatches,
+    TrainingWindows,
     WindowChains,
-    open_tokens,
+    count_turns,
     padded,
-    training_windows,
     validation_windows,
 )
-from linattn.console.errors import CommandError, writing
 from linattn.distributed import SequenceSharding, sequence_loss, split_sequence
 from linattn.integrations.transformers import StatefulTrainer
 from linattn.models.loss import NO_LABEL
+
+
+def training_windows(run: Run, options: TrainOptions, *, sequences: int) -> TrainingWindows | WindowChains:
+    """Return the windows of all updates, each of so many `sequences`."""
+    tokens, context, length = run.tokens("training"), options.context, options.limit() * sequences
+    if (share := options.carry) is None:
+        return TrainingWindows(tokens, context, seed=options.seed, length=length)
+    rows = sequences * count_turns(len(tokens) // context, sequences)
+    return WindowChains(tokens, context, seed=options.seed, length=length, rows=rows, share=share)
+
 
 
 class RunTrainer(StatefulTrainer):
@@ -50,7 +60,7 @@ class RunTrainer(StatefulTrainer):
         windows = training_windows(run, options, sequences=self.sequences_per_step)
         self.rows = windows.rows if isinstance(windows, WindowChains) else None
         most = math.ceil(options.evaluate_tokens / options.context)
-        validated = validation_windows(open_tokens(run, "validation"), options.context, most=most)
+        validated = validation_windows(run.tokens("validation"), options.context, most=most)
         ranks, self.labels_per_evaluation = options.sequence_parallel, 0.0
         if args.world_size > 1:
             count = len(validated)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from linattn.console.errors import CommandError, explained
+from linattn.data.encoder import token_dtype
 from linattn.generation.texts import Decoder, text_decoder
 from linattn.models.storage import SEPARATOR
 
@@ -39,10 +40,14 @@ class Bytes(SeparatedVocabulary):
     """Bytes as tokens, for any file. Invalid UTF-8 is decoded as U+FFFD."""
 
     name, size, separator, dtype = "bytes", 257, 256, "<u2"
+    begin, end = (256,), ()
 
     def encode(self, text: bytes) -> Sequence[int]:
         # numpy would read bytes as one string, but reads a memoryview of them as numbers
         return memoryview(text)
+
+    def encode_each(self, texts: Sequence[bytes]) -> Sequence[Sequence[int]]:
+        return [self.encode(text) for text in texts]
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
         return 0
@@ -73,9 +78,14 @@ class Tokenizer(SeparatedVocabulary):
         # the tokenizer of a run has the separator as its last token; to another, one token is added
         self.separator = last + (self.backend.token_to_id(SEPARATOR) != last)
         self.name, self.size, self.dtype = path.name, self.separator + 1, token_dtype(self.separator + 1)
+        self.begin, self.end = (self.separator,), ()
 
     def encode(self, text: bytes) -> Sequence[int]:
         return self.backend.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+    def encode_each(self, texts: Sequence[bytes]) -> Sequence[Sequence[int]]:
+        decoded = [text.decode("utf-8", "replace") for text in texts]
+        return [encoding.ids for encoding in self.backend.encode_batch(decoded, add_special_tokens=False)]
 
     def lost(self, text: bytes, tokens: Sequence[int]) -> int:
         """Count the bytes of the characters of `text` that the decoded tokens lack. The order of the characters does
@@ -91,11 +101,6 @@ class Tokenizer(SeparatedVocabulary):
     def decoder(self) -> Decoder:
         decode = text_decoder(self.backend, skip_special_tokens=False)
         return lambda token: "" if token == self.separator else decode(token)
-
-
-def token_dtype(size: int) -> str:
-    """Return the smallest numpy type that holds every token, little-endian on every machine."""
-    return "<u2" if size <= 1 << 16 else "<u4"
 
 
 Vocabulary = Bytes | Tokenizer

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import TrainingWindows
+from linattn.data.windows import TrainingWindows
 from tests.cli.conftest import SHORT, TINY
 from tests.cli.test_sequence_parallel import ON_CPUS
 from tests.processes import needs_processes, run_in_another

@@ -5,6 +5,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -31,6 +32,7 @@ from linattn.linearize.command import result, run
 from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
+from tests.cli.conftest import sentences
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
@@ -199,12 +201,35 @@ def test_what_is_missing_is_named(capsys):
     assert "MODEL, --out must be given, or --report OUT" in capsys.readouterr().err
 
 
+def test_a_conversion_on_rows_goes_on_with_the_same_batches(model, tmp_path, monkeypatch):
+    """Documents in rows, packed into windows of several; broken off in the middle of fine-tuning."""
+    rows, outs = tmp_path / "rows.jsonl", [tmp_path / "whole", tmp_path / "broken"]
+    rows.write_text("".join(json.dumps({"text": line}) + "\n" for line in sentences(200).splitlines()))
+    assert linearize(model, rows, outs[0]) == 0
+    read, batches = TrainingBatches.__getitem__, []
+
+    def read_or_stop(self, index):
+        if len(batches) == 8:
+            raise KeyboardInterrupt
+        batches.append(read(self, index))
+        return batches[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingBatches, "__getitem__", read_or_stop)
+        assert linearize(model, rows, outs[1]) == 130
+    assert any("position_ids" in batch for batch in batches)
+    assert linearize(model, rows, outs[1]) == 0
+    weights = [(out / "model.safetensors").read_bytes() for out in outs]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--keep", "7"), r"keep has \[7\]"),
         (("--minutes", "1"), "--minutes or --steps"),
-        (("--context", "100000"), "too short"),
+        (("--context", "100000"), "--context 100,000 is longer than the 256 tokens"),
+        (("--include", "b.txt", "--context", "256"), "too short"),
         (("--batch", "100000000"), r"needs at least .* the activations of 100,000,000 × 64 tokens; a lower --batch"),
         (("--context", "257"), "--context 257 is longer than the 256 tokens"),
     ],
@@ -292,7 +317,7 @@ def test_a_masked_language_model_is_scored_by_its_own_loss(text, tmp_path):
     assert made["scores"]["linear"]["cosine"] > 0 and made["samples"] == []
     page = (tmp_path / "linear/report.html").read_text("utf-8")
     assert "<th>loss</th>" in page and "<th>cosine</th>" in page
-    batch = TrainingBatches(torch.full((99,), 5), context=64, batch=8, seed=0, mask=1)[0]
+    batch = TrainingBatches(np.full(99, 5), context=64, batch=8, seed=0, mask=1)[0]
     hidden = batch["input_ids"] == 1
     assert torch.equal(hidden, batch["labels"] == 5) and 0.1 < hidden.double().mean() < 0.2
 

@@ -67,6 +67,7 @@ TRAINING = {
 """Options that change what is learned."""
 
 ELSEWHERE = {
+    "field": "test_resume.py",
     "preset": "test_a_preset_gives_what_is_not_given",
     "tie_embeddings": "test_the_untied_output_has_a_matrix_of_its_own",
     "checkpointing": "test_checkpointing_recomputes",

@@ -1,5 +1,6 @@
 """However a run was broken off, going on gives the weights of the run that was not: every bit of them."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -9,9 +10,9 @@ from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
-from linattn.cli.windows import TrainingWindows
+from linattn.data.windows import TrainingWindows
 from linattn.models import LanguageModel
-from tests.cli.conftest import SHORT, TINY
+from tests.cli.conftest import SHORT, TINY, sentences
 
 # dropout draws random numbers, and an update takes two batches
 OPTIONS = (*TINY, *SHORT, "--dropout", "0.2", "--accumulate", "2")
@@ -70,6 +71,20 @@ def test_a_crash_is_made_good(text, uninterrupted, tmp_path, monkeypatch):
         log.write('{"step": 7, "trai')
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert outcome(run) == outcome(uninterrupted)
+
+
+def test_a_run_on_rows_goes_on_at_its_place_without_their_file(tmp_path, monkeypatch):
+    rows, runs = tmp_path / "rows.jsonl", [tmp_path / "whole", tmp_path / "run"]
+    rows.write_text("".join(json.dumps({"body": line}) + "\n" for line in sentences(200).splitlines()))
+    arguments = (str(rows), "--field", "body", *OPTIONS)
+    assert main(["train", "--out", str(runs[0]), *arguments]) == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, crash)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", "--out", str(runs[1]), *arguments])
+    rows.unlink()
+    assert main(["train", "--resume", "--out", str(runs[1])]) == 0
+    assert outcome(runs[1]) == outcome(runs[0])
 
 
 def test_a_run_in_segments_is_the_run_without_them(text, finished, tmp_path, monkeypatch, capsys):
@@ -131,13 +146,13 @@ def test_an_interrupted_run_is_saved(text, uninterrupted, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("signalled", [interrupt, terminate])
-@pytest.mark.parametrize("moment", ["prepare.write_tokens", "training._train", "schedule.Schedule.on_train_begin"])
+@pytest.mark.parametrize("moment", ["prepare.write_data", "training._train", "schedule.Schedule.on_train_begin"])
 def test_before_the_first_step_an_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys, signalled, moment):
     monkeypatch.setattr(f"linattn.cli.{moment}", lambda *_, **__: signalled())
     assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "linattn train: interrupted"
     # a run that has its data can begin with --resume
-    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "tokens" in moment else ["run"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if "data" in moment else ["run"])
 
 
 def test_the_second_interrupt_does_not_wait(text, tmp_path, monkeypatch, capsys):

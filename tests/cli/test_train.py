@@ -18,7 +18,7 @@ from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.cli.schedule import Schedule
 from linattn.cli.trainer import RunTrainer
-from linattn.cli.windows import validation_windows
+from linattn.data.windows import validation_windows
 from linattn.models import LanguageModel
 from tests.cli.conftest import SHORT, TINY
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn.cli.vocabulary import Bytes, Tokenizer, load_vocabulary, token_dtype
+from linattn.cli.vocabulary import Bytes, Tokenizer, load_vocabulary
 from linattn.console.errors import CommandError
+from linattn.data.encoder import token_dtype
 
 TEXT = "naïve café: 𝄞 … über\n\tend"
 

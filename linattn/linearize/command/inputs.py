@@ -11,8 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from linattn.console.errors import CommandError, explained
 from linattn.console.memory import PROBE, TRAINED_BYTES, activation_bytes, available_memory, require_memory
+from linattn.data.corpus import Choice
 from linattn.linearize.command.result import positions
-from linattn.linearize.command.text import Tokens, load_tokenizer, read_tokens
+from linattn.linearize.command.text import Tokens, load_tokenizer, packs_documents, read_tokens
 from linattn.linearize.folder import FIELD
 from linattn.linearize.predictions import predicts_next
 from linattn.models.storage import MODEL_TYPE
@@ -23,11 +24,28 @@ def read_text(
 ) -> tuple[Any, Tokens, dict[str, Any]]:
     """Return the model's tokenizer, the tokens of the data, and the sizes of their batches."""
     context = arguments.context or min(512, positions(config))
+    if context > (most := positions(config)):
+        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
     tokenizer = load_tokenizer(arguments.model, config)
-    tokens = read_tokens(arguments.data, arguments.include or (), tokenizer)
-    check_tokens(tokens, context, config)
+    tokens = read_tokens(data_choice(arguments), tokenizer, config, context=context)
     mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
-    return tokenizer, tokens, {"context": context, "batch": arguments.batch, "mask": mask}
+    return tokenizer, tokens, {
+        "context": context,
+        "batch": arguments.batch,
+        "mask": mask,
+        "packed": packs_documents(model),
+    }
+
+
+def data_choice(arguments: argparse.Namespace) -> Choice:
+    """Return the choice of data by the command's options."""
+    return Choice(
+        paths=arguments.data,
+        include=arguments.include or (),
+        exclude=arguments.exclude or (),
+        field=arguments.field,
+        validation_paths=arguments.validation_data or (),
+    )
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedConfig]:
@@ -55,21 +73,6 @@ def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrain
             "linattn.linearize has its stages as functions"
         )
     return model, config
-
-
-def check_tokens(tokens: Tokens, context: int, config: PreTrainedConfig) -> None:
-    """Raise CommandError unless there are enough tokens, and the model has a position and an embedding for each."""
-    for name, row in tokens._asdict().items():
-        if len(row) < context:
-            raise CommandError(
-                f"the data are too short: {len(row):,} tokens are {name.replace('_', ' ')}, but a context of "
-                f"{context:,} needs at least {context:,}"
-            )
-    if context > (most := positions(config)):
-        raise CommandError(f"--context {context:,} is longer than the {most:,} tokens that the model is made for")
-    largest, size = max(int(row.max()) for row in tokens), config.get_text_config().vocab_size
-    if largest >= size:
-        raise CommandError(f"the tokenizer has a token {largest:,}, but the model has only {size:,} tokens")
 
 
 def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context: int) -> None:

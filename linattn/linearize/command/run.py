@@ -33,7 +33,7 @@ from linattn.linearize.command.result import (
     write_model,
     write_report,
 )
-from linattn.linearize.command.text import TrainingBatches, held_out_batches
+from linattn.linearize.command.text import TrainingBatches, held_out_batches, probe_text
 from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
 from linattn.linearize.distance import Diverged
 from linattn.linearize.folder import load_linearized
@@ -95,7 +95,7 @@ def _linearize(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     shutil.rmtree(work)
-    given = arguments.out, record, model, conversion.teacher, tokenizer, tokens.held_out, held_out
+    given = arguments.out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
     with report_fails_alone(arguments.out):
         write_report(*given, seconds=REPORT_SHARE * record["seconds"])
     return 0
@@ -120,7 +120,7 @@ def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: f
     teacher = make_teacher(stock, shared=True)
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     with report_fails_alone(out):
-        write_report(out, record, model, teacher, tokenizer, tokens.held_out, held_out, seconds=seconds)
+        write_report(out, record, model, teacher, tokenizer, probe_text(tokens.held_out), held_out, seconds=seconds)
     return 0
 
 

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from linattn.cli import prepare
-from linattn.cli.prepare import entire, split, write_tokens
 from linattn.cli.run_folder import Run
 from linattn.cli.vocabulary import Bytes, Tokenizer
-from linattn.cli.windows import open_tokens
 from linattn.console.errors import CommandError
 from linattn.console.files import find_files
+from linattn.data import text as text_module
+from linattn.data.text import entire, open_texts, split, write_texts
 
 
 def text_of(extents) -> bytes:
@@ -44,9 +43,10 @@ def test_each_document_begins_with_the_separator(tmp_path):
     for i, content in enumerate(contents):
         (tmp_path / f"{i}").write_bytes(content)
     vocabulary = Bytes()
-    part = write_tokens(entire(find_files([str(tmp_path)])), vocabulary, tmp_path / "tokens")
-    tokens = np.fromfile(tmp_path / "tokens", vocabulary.dtype).tolist()
-    assert tokens == [256, *contents[0], 256, *contents[1], 256, *contents[3]]
+    part = write_texts(entire(find_files([str(tmp_path)])), vocabulary, tmp_path / "data.tokens")
+    row = open_texts(tmp_path / "data.tokens", part, vocabulary.dtype)
+    assert row[:].tolist() == [256, *contents[0], 256, *contents[1], 256, *contents[3]]
+    assert row.document_starts(0, len(row)).tolist() == [0, 4, 12]
     assert (part["documents"], part["bytes"], part["tokens"]) == (3, 15, 18)
 
 
@@ -54,17 +54,17 @@ def test_each_document_begins_with_the_separator(tmp_path):
 def test_pieces_make_the_whole(text, tokenizer, tmp_path, monkeypatch, piece):
     extents = entire(find_files([str(text)]))
     for vocabulary in (Bytes(), Tokenizer(tokenizer)):
-        expected = write_tokens(extents, vocabulary, tmp_path / "whole")
+        expected = write_texts(extents, vocabulary, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(prepare, "BLOCK_SIZE", piece)
-            assert write_tokens(extents, vocabulary, tmp_path / "pieces") == expected
+            patch.setattr(text_module, "BLOCK_SIZE", piece)
+            assert write_texts(extents, vocabulary, tmp_path / "pieces") == expected
         assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_the_split_does_not_depend_on_the_vocabulary(text, tokenizer, tmp_path):
     for extents in split(find_files([str(text)]), 0.2):
-        one = write_tokens(extents, Bytes(), tmp_path / "bytes")
-        other = write_tokens(extents, Tokenizer(tokenizer), tmp_path / "bpe")
+        one = write_texts(extents, Bytes(), tmp_path / "bytes")
+        other = write_texts(extents, Tokenizer(tokenizer), tmp_path / "bpe")
         assert one["sha256"] == other["sha256"]
         assert one["bytes"] == other["bytes"]
         assert one["tokens"] > 2 * other["tokens"]
@@ -76,10 +76,10 @@ def test_damaged_data_are_noticed(tmp_path):
     run = Run(tmp_path, {"vocabulary": 257, "data": data})
     run.data.mkdir()
     for name in tokens:
-        run.tokens(name).write_bytes(bytes(10))
-    assert len(open_tokens(run, "training")) == 5
+        (run.data / f"{name}.tokens").write_bytes(bytes(10))
+    assert len(run.tokens("training")) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
-        open_tokens(run, "validation")
-    run.tokens("validation").unlink()
+        run.tokens("validation")
+    (run.data / "validation.tokens").unlink()
     with pytest.raises(CommandError, match=r"there is no .*validation"):
-        open_tokens(run, "validation")
+        run.tokens("validation")

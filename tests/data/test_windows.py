@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from linattn.cli.windows import TrainingWindows, WindowChains, count_turns, validation_windows
+from linattn.data.row import Piece, TokenRow
+from linattn.data.windows import TrainingWindows, WindowChains, count_turns, validation_windows
 
 LENGTHS = [(10, 10), (11, 10), (19, 10), (20, 10), (100, 2), (1000, 65), (4096, 64)]
 
@@ -81,8 +82,10 @@ def documents(sizes=SIZES) -> np.ndarray:
 
 
 def window_chains(tokens=None, context=10, **changes) -> WindowChains:
-    options = {"separator": SEPARATOR, "seed": 0, "length": 10**6, "rows": 4, "share": 1.0}
-    return WindowChains(documents() if tokens is None else tokens, context, **(options | changes))
+    options = {"seed": 0, "length": 10**6, "rows": 4, "share": 1.0}
+    tokens = documents() if tokens is None else tokens
+    edges = np.append(np.flatnonzero(tokens == SEPARATOR), len(tokens))
+    return WindowChains(TokenRow([Piece(tokens, edges)]), context, **(options | changes))
 
 
 def rows_of(windows: WindowChains, steps: int) -> list[list[dict]]:

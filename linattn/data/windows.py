@@ -3,6 +3,7 @@ for validation.
 
 Each window begins with the last token of the previous one, but does not predict it: a pass predicts each token once."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -11,26 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linattn.cli.options import TrainOptions
-from linattn.cli.run_folder import Run
-from linattn.cli.vocabulary import token_dtype
-from linattn.console.errors import CommandError
+from linattn.data.row import TokenRow
 from linattn.integrations.transformers.own_model.stateful_trainer import CONTINUES
 from linattn.models.loss import NO_LABEL
 
-
-def open_tokens(run: Run, part: str) -> np.ndarray:
-    """Return the run's tokens for "training" or "validation" as a memory map."""
-    path, dtype = run.tokens(part), token_dtype(run.description["vocabulary"])
-    wanted = run.description["data"][part]["tokens"] * np.dtype(dtype).itemsize
-    if not path.is_file():
-        raise CommandError(f"the run has lost its data: there is no {path}")
-    if (size := path.stat().st_size) != wanted:
-        raise CommandError(f"the run's data are damaged: {path} has {size} bytes instead of {wanted}")
-    return np.memmap(path, dtype, mode="r")
+ROUNDS = 6
+"""The rounds of the network that shuffles windows."""
 
 
-def window(tokens: np.ndarray, start: int, context: int) -> dict[str, Tensor]:
+def window(tokens: TokenRow | np.ndarray, start: int, context: int) -> dict[str, Tensor]:
     piece = torch.from_numpy(tokens[start : start + context].astype(np.int64))
     return {"input_ids": piece, "labels": piece}
 
@@ -41,7 +31,7 @@ class TrainingWindows(Dataset):
 
     Window i depends on the seed and on i alone, so that training can resume after any number of windows."""
 
-    def __init__(self, tokens: np.ndarray, context: int, *, seed: int, length: int) -> None:
+    def __init__(self, tokens: TokenRow | np.ndarray, context: int, *, seed: int, length: int) -> None:
         self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
         stride = context - 1
         # one window fewer than fits, so that there are offsets to choose from
@@ -52,16 +42,42 @@ class TrainingWindows(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return window(self.tokens, self.start(index), self.context)
+
+    def start(self, index: int) -> int:
+        """Return the place of the window's first token."""
         number, position = divmod(index, self.per_pass)
-        offset, order = _shuffle(self.seed, number, self.per_pass, self.slack)
-        return window(self.tokens, offset + int(order[position]) * (self.context - 1), self.context)
+        offset, keys = _random(self.seed, number, self.slack)
+        return offset + shuffled(position, self.per_pass, keys) * (self.context - 1)
 
 
 @lru_cache(maxsize=1)
-def _shuffle(seed: int, number: int, windows: int, slack: int) -> tuple[int, np.ndarray]:
-    """Return the offset, from 0 to `slack` tokens, and the order of so many `windows` in the pass of this `number`."""
+def _random(seed: int, number: int, slack: int) -> tuple[int, list[int]]:
+    """Return the offset, from 0 to `slack` tokens, of the pass of this `number`, and the keys of its order."""
     random = np.random.default_rng((seed, number))
-    return int(random.integers(slack + 1)), random.permutation(windows)
+    return int(random.integers(slack + 1)), random.integers(1 << 63, size=ROUNDS).tolist()
+
+
+def shuffled(place: int, size: int, keys: Sequence[int]) -> int:
+    """Return what is at a `place` in a random order of the numbers below `size`, without a list of them.
+
+    A Feistel network with these `keys` permutes the numbers below a power of 4; larger ones than wanted are permuted
+    again. https://en.wikipedia.org/wiki/Format-preserving_encryption"""
+    half = max(1, (size - 1).bit_length() + 1 >> 1)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for key in keys:
+            left, right = right, left ^ _mixed(right ^ key) & mask
+        if (place := left << half | right) < size:
+            return place
+
+
+def _mixed(x: int) -> int:
+    """Mix the bits of a number of 64 bits, as SplitMix64 does. Steele et al., https://doi.org/10.1145/2660193.2660195"""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift) * factor & (1 << 64) - 1
+    return x ^ x >> 31
 
 
 TURNS, LEAST_PER_ROW = 16, 32
@@ -86,11 +102,11 @@ class WindowChains(Dataset):
     no window continues it. Window i depends on the seed, the number of rows and i alone."""
 
     def __init__(
-        self, tokens: np.ndarray, context: int, *, separator: int, seed: int, length: int, rows: int, share: float
+        self, tokens: TokenRow, context: int, *, seed: int, length: int, rows: int, share: float
     ) -> None:
         self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
         self.rows, self.share, last = rows, share, len(tokens) - 1
-        documents = np.flatnonzero(tokens == separator)
+        documents = tokens.document_starts(0, len(tokens))
         # the last target of a document is the separator of the next one
         sizes = np.append(documents[1:], last) - documents
         counts = np.minimum(-(-sizes // (context - 1)), (last - documents) // (context - 1))
@@ -130,18 +146,7 @@ def _count_up(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def training_windows(run: Run, options: TrainOptions, *, sequences: int) -> TrainingWindows | WindowChains:
-    """Return the windows of all updates, each of so many `sequences`."""
-    tokens, context, seed = open_tokens(run, "training"), options.context, options.seed
-    length = options.limit() * sequences
-    if (share := options.carry) is None:
-        return TrainingWindows(tokens, context, seed=seed, length=length)
-    rows = sequences * count_turns(len(tokens) // context, sequences)
-    separator = run.vocabulary().separator
-    return WindowChains(tokens, context, separator=separator, seed=seed, length=length, rows=rows, share=share)
-
-
-def validation_windows(tokens: np.ndarray, context: int, *, most: int) -> list[dict[str, Tensor]]:
+def validation_windows(tokens: TokenRow | np.ndarray, context: int, *, most: int) -> list[dict[str, Tensor]]:
     """Return at most `most` windows, evenly spread. With no limit they would predict each token once, except the first
     token and those after the last full window."""
     fitting = (len(tokens) - 1) // (context - 1)

@@ -1,0 +1,83 @@
+"""The data of a run or a conversion: a folder with the tokens for training and for validation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from linattn.console.errors import CommandError
+from linattn.data.encoder import Encoder
+from linattn.data.part import Part
+from linattn.data.row import TokenRow
+from linattn.data.shards import open_rows, write_rows
+from linattn.data.sources import Sources, find_sources
+from linattn.data.text import entire, open_texts, split, write_texts
+
+
+class Parts(TypedDict):
+    training: Part
+    validation: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Says which data to take: those at the `paths`, in folders the files that `include` and `exclude` choose, of rows
+    the `field`. For validation the last `validation_part` of the bytes is taken, or what is at `validation_paths`."""
+
+    paths: Sequence[str]
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    field: str = "text"
+    validation_part: float = 0.05
+    validation_paths: Sequence[str] = ()
+
+    def sources(self, paths: Sequence[str]) -> Sources:
+        return find_sources(paths, self.include, self.exclude)
+
+
+def write_data(choice: Choice, encoder: Encoder, folder: Path, *, context: int) -> Parts:
+    """Write the tokens of the data into the folder. Raise CommandError unless both parts have `context` tokens."""
+    if choice.validation_paths:
+        parts = [
+            *_write(choice, choice.paths, encoder, folder, ("training",)),
+            *_write(choice, choice.validation_paths, encoder, folder, ("validation",)),
+        ]
+    else:
+        parts = _write(choice, choice.paths, encoder, folder, ("training", "validation"))
+    training, validation = parts
+    data: Parts = {"training": training, "validation": validation}
+    check_lengths(data, context)
+    return data
+
+
+def check_lengths(parts: Parts, context: int) -> None:
+    """Raise CommandError unless both parts have `context` tokens."""
+    for name, part in (("training", parts["training"]), ("validation", parts["validation"])):
+        if part["tokens"] < context:
+            have = f"{part['tokens']:,} tokens of {name} data" if part["bytes"] else f"no {name} data"
+            raise CommandError(
+                f"the data are too short: there are {have}, but a context of {context:,} needs at least {context:,}"
+            )
+
+
+def _write(
+    choice: Choice, paths: Sequence[str], encoder: Encoder, folder: Path, names: Sequence[str]
+) -> Sequence[Part]:
+    """Write the data at the paths, for one of the two parts or divided into both; return these parts."""
+    sources, share = choice.sources(paths), choice.validation_part if len(names) > 1 else 0.0
+    if sources.rows:
+        return write_rows(sources.rows, choice.field, encoder, folder / names[0], share)[: len(names)]
+    extents = [entire(sources.texts)] if len(names) == 1 else split(sources.texts, share)
+    return [write_texts(x, encoder, _tokens_file(folder, name)) for x, name in zip(extents, names, strict=True)]
+
+
+def open_data(folder: Path, name: str, part: Part, dtype: str) -> TokenRow:
+    """Return the row of tokens for "training" or "validation" that is in the folder."""
+    if "shards" in part:
+        return open_rows(folder / part["shards"], part)
+    return open_texts(_tokens_file(folder, name), part, dtype)
+
+
+def _tokens_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.tokens"
