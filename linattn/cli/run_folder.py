@@ -64,9 +64,7 @@ class Run:
 
     def tokens(self, part: str) -> TokenRow:
         """Return the run's tokens for "training" or "validation"."""
-        return open_data(
-            self.data, part, self.description["data"][part], token_dtype(self.description["vocabulary"])
-        )
+        return open_data(self.data, part, self.description["data"][part], token_dtype(self.description["vocabulary"]))
 
     def vocabulary(self) -> Vocabulary:
         path, expected = self.folder / TOKENIZER, self.description["vocabulary"]

@@ -40,7 +40,6 @@ def training_windows(run: Run, options: TrainOptions, *, sequences: int) -> Trai
     return WindowChains(tokens, context, seed=options.seed, length=length, rows=rows, share=share)
 
 
-
 class RunTrainer(StatefulTrainer):
     """Saves complete checkpoints of finite weights, and takes the learning rate from the schedule."""
 

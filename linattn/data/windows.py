@@ -101,9 +101,7 @@ class WindowChains(Dataset):
     The first window of a document begins with its first token. The last window reaches into the following document, and
     no window continues it. Window i depends on the seed, the number of rows and i alone."""
 
-    def __init__(
-        self, tokens: TokenRow, context: int, *, seed: int, length: int, rows: int, share: float
-    ) -> None:
+    def __init__(self, tokens: TokenRow, context: int, *, seed: int, length: int, rows: int, share: float) -> None:
         self.tokens, self.context, self.seed, self.length = tokens, context, seed, length
         self.rows, self.share, last = rows, share, len(tokens) - 1
         documents = tokens.document_starts(0, len(tokens))

@@ -29,12 +29,16 @@ def read_text(
     tokenizer = load_tokenizer(arguments.model, config)
     tokens = read_tokens(data_choice(arguments), tokenizer, config, context=context)
     mask = getattr(tokenizer, "mask_token_id", None) if is_masked(model) else None
-    return tokenizer, tokens, {
-        "context": context,
-        "batch": arguments.batch,
-        "mask": mask,
-        "packed": packs_documents(model),
-    }
+    return (
+        tokenizer,
+        tokens,
+        {
+            "context": context,
+            "batch": arguments.batch,
+            "mask": mask,
+            "packed": packs_documents(model),
+        },
+    )
 
 
 def data_choice(arguments: argparse.Namespace) -> Choice:
