@@ -73,8 +73,8 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        # a missing module of our own is a bug, and an inner block names the extra more closely
-        if isinstance(error, MissingPackage) or error.name is None or error.name.partition(".")[0] == "linattn":
+        # a missing module of our own is a bug
+        if error.name is None or error.name.partition(".")[0] == "linattn":
             raise
         command = f'pip install "linattn[{name}]"'
         raise MissingPackage(f"this needs {error.name}: {command} installs it", name=error.name) from error

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--include", **repeatable("NAME"), help="in folders, take only files with such names, e.g. '*.py'; repeatable")
     add("--exclude", **repeatable("NAME"), help="in folders, leave out files and folders with such names; repeatable")
-    add("--field", default="text", metavar="NAME", help="of documents in rows, the field of the text (default: text)")
+    add("--field", default="text", metavar="FIELD", help="of documents in rows, the field of the text (default: text)")
     add("--validation-data", **repeatable("DATA"), help="data for the report, not the last 5 %% of --data; repeatable")
     add = parser.add_argument_group("training").add_argument
     add("--minutes", **POSITIVE, help="training time (default: 10)")

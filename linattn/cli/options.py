@@ -71,7 +71,7 @@ class TrainOptions(ModelOptions):
     )
     include: tuple[str, ...] = data((), "in folders, take only files with such names, e.g. '*.py'; repeatable")
     exclude: tuple[str, ...] = data((), "in folders, leave out files and folders with such names; repeatable")
-    field: str = data("text", "of documents in rows, the field that holds the text", {"metavar": "NAME"})
+    field: str = data("text", "of documents in rows, the field that holds the text", {"metavar": "FIELD"})
     validation_part: float = data(0.05, "share of the data, its last bytes, for validation", parse.PART)
     validation_data: tuple[str, ...] = data(
         (), "data for validation, instead of a part of DATA; repeatable", parse.repeatable("DATA")

@@ -12,7 +12,8 @@ from linattn.cli.run_folder import FORMAT, Run, is_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.atomic import atomic_folder, remove_atomically
 from linattn.console.machine import timestamp
-from linattn.data.corpus import Choice, Parts, write_data
+from linattn.data.corpus import Choice, write_data
+from linattn.data.part import Parts
 from linattn.integrations.transformers import byte_tokenizer, file_tokenizer, save_for_transformers
 from linattn.version import __version__
 

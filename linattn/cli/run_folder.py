@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
@@ -19,11 +19,13 @@ from linattn.cli.typed_json import read_json
 from linattn.cli.vocabulary import Vocabulary, load_vocabulary
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
-from linattn.data.corpus import Parts, open_data
 from linattn.data.encoder import token_dtype
-from linattn.data.row import TokenRow
+from linattn.data.part import Parts
 from linattn.models import LanguageModel
 from linattn.models.storage import CONFIG, TOKENIZER
+
+if TYPE_CHECKING:
+    from linattn.data.row import TokenRow
 
 FORMAT = 1
 
@@ -62,8 +64,10 @@ class Run:
         self.description |= changes
         write_atomically(self.folder / DESCRIPTION, json.dumps(self.description, indent=2) + "\n")
 
-    def tokens(self, part: str) -> TokenRow:
+    def tokens(self, part: str) -> "TokenRow":
         """Return the run's tokens for "training" or "validation"."""
+        from linattn.data.corpus import open_data
+
         return open_data(self.data, part, self.description["data"][part], token_dtype(self.description["vocabulary"]))
 
     def vocabulary(self) -> Vocabulary:

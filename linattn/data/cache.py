@@ -11,8 +11,9 @@ from huggingface_hub.constants import HF_HOME
 from linattn.console.atomic import atomic_folder, write_atomically
 from linattn.console.errors import explained
 from linattn.console.lock import locked
-from linattn.data.corpus import Choice, Parts, check_lengths, open_data, write_data
+from linattn.data.corpus import Choice, check_lengths, open_data, write_data
 from linattn.data.encoder import Encoder
+from linattn.data.part import Parts
 from linattn.data.row import TokenRow
 from linattn.data.sources import HUB
 

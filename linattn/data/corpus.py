@@ -4,20 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from typing_extensions import TypedDict
-
 from linattn.console.errors import CommandError
 from linattn.data.encoder import Encoder
-from linattn.data.part import Part
+from linattn.data.part import Part, Parts
 from linattn.data.row import TokenRow
 from linattn.data.shards import open_rows, write_rows
 from linattn.data.sources import Sources, find_sources
 from linattn.data.text import entire, open_texts, split, write_texts
-
-
-class Parts(TypedDict):
-    training: Part
-    validation: Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,3 +19,8 @@ class Part(TypedDict):
     sha256: str
     shards: NotRequired[str]
     first: NotRequired[int]
+
+
+class Parts(TypedDict):
+    training: Part
+    validation: Part

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from linattn.checks import extra
 from linattn.console.errors import CommandError, explained
 from linattn.data.encoder import Encoder
 from linattn.data.part import Part
 from linattn.data.row import Piece, TokenRow
-from linattn.data.sources import Rows, documents
+from linattn.data.sources import Rows, documents, rows_extra
 
 BATCH_BYTES = 1 << 20
 """The bytes of text that a tokenizer gets at a time, or one document if that has more."""
@@ -28,7 +27,7 @@ def write_rows(
 ) -> list[Part]:
     """Write the documents in the `field` of all rows into Arrow files in the folder, in order. Return the part for
     training, and that for validation: the last documents, which have `validation_part` of the bytes."""
-    with extra("data"):
+    with rows_extra():
         import datasets
         from datasets.exceptions import DatasetGenerationError
     digest, groups = hashlib.sha256(), batches(documents(sources, field), BATCH_BYTES)
@@ -107,7 +106,7 @@ def open_rows(folder: Path, part: Part) -> TokenRow:
 
 def _columns(folder: Path) -> dict[str, Any]:
     """Map the columns of all Arrow files in the folder into memory."""
-    with extra("data"):
+    with rows_extra():
         import datasets
         import pyarrow
     if not (files := sorted(folder.rglob("*.arrow"))):

@@ -3,11 +3,12 @@
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from linattn.checks import extra
+from linattn.checks import MissingPackage, extra
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 
@@ -18,6 +19,14 @@ DATA_HELP = (
 )
 ROWS = 1000
 """The number of rows that are read at a time."""
+
+
+@contextmanager
+def rows_extra() -> Iterator[None]:
+    """Turn the import of a missing package into a CommandError that names the extra for rows. The commands name their
+    own extra for any other missing package, and that lacks these."""
+    with explained("rows cannot be read", MissingPackage), extra("data"):
+        yield
 
 
 class Rows(NamedTuple):
@@ -93,7 +102,7 @@ def _json_lines(file: Path, field: str) -> Iterator[Any]:
 
 
 def _parquet_rows(file: Path, field: str) -> Iterator[Any]:
-    with extra("data"):
+    with rows_extra():
         import pyarrow
         from pyarrow import parquet
     with explained(f"{file} is no Parquet file", pyarrow.ArrowException), parquet.ParquetFile(file) as table:
@@ -105,7 +114,7 @@ def _parquet_rows(file: Path, field: str) -> Iterator[Any]:
 
 
 def _saved_rows(path: str, field: str) -> Iterator[Any]:
-    with extra("data"):
+    with rows_extra():
         from datasets import load_from_disk
     # a damaged folder may raise any exception
     with explained(f"{path} cannot be read", Exception):
@@ -117,7 +126,7 @@ def _saved_rows(path: str, field: str) -> Iterator[Any]:
 
 
 def _hub_rows(path: str, field: str) -> Iterator[Any]:
-    with extra("data"):
+    with rows_extra():
         from datasets import load_dataset
     name, config, split, *_ = [*path.removeprefix(HUB).split(":"), "", "", ""]
     # without a connection, or for an unknown name, the libraries raise many kinds of exceptions

@@ -173,7 +173,7 @@ def test_damaged_data_are_told(run, capsys):
     rewrite(run, finished=None)
     file = run / "data" / "training.tokens"
     file.write_bytes(file.read_bytes()[:-10])
-    assert "the run's data are damaged" in fails(capsys, "train", "--resume", "--out", "run")
+    assert "the data are damaged" in fails(capsys, "train", "--resume", "--out", "run")
 
 
 GENERATE = {

@@ -3,12 +3,14 @@
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
+from linattn.cli.main import main
 from linattn.cli.vocabulary import Bytes, Tokenizer
 from linattn.console.errors import CommandError
 from linattn.data import shards
@@ -85,6 +87,17 @@ def refusal(data: str, folder: Path, **options) -> str:
     with pytest.raises(CommandError) as error:
         write_data(Choice(paths=[data], **options), Bytes(), folder / "data", context=8)
     return str(error.value)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_without_the_library_the_extra_is_named(kind, tmp_path, monkeypatch, capsys):
+    """Also by a command, whose own extra lacks it."""
+    data = write(tmp_path, kind, TEXTS)
+    for name in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["train", data, "--out", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("linattn train: rows cannot be read: this needs ") and 'pip install "linattn[data]"' in line
 
 
 @pytest.mark.parametrize("kind", FORMATS)
