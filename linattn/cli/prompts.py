@@ -67,7 +67,8 @@ class Job(NamedTuple):
 
 
 class Reader:
-    """Turns lines into jobs and jobs into requests, all with one model, one state and the options of one command."""
+    """Reads the lines of the file as jobs, and makes of each job a request to the continuous batch. All have one model,
+    one state and the options of one command; a line may have options of its own."""
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
         self.path, self.vocabulary, self.state = arguments.prompts, vocabulary, state

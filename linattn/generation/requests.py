@@ -49,8 +49,9 @@ class BatchState(NamedTuple):
 
 
 class Row:
-    """A request in a batch, with its `text`, the prompt and the new tokens. `state` is that after `num_tokens` of them,
-    whose last token is left to the batch; None once the row is part of the batch's state."""
+    """A request in a batch, with its `text`, the prompt and the new tokens. `state` is the state after the first
+    `num_tokens` of them. The last token of the text is always left to the batch's next step. Once the row is part of
+    the batch, `state` is None."""
 
     def __init__(self, sampler: Sampler, state: TokenModelState, cache: PrefixCache | None) -> None:
         self.sampler, self.cache, self.start = sampler, cache, state
@@ -92,7 +93,7 @@ class Row:
             self.states.clear()
 
     def first(self, model: TokenModel) -> BatchState:
-        """Return this row alone, ready to join the batch."""
+        """Return the state of a batch of this row alone, whose text but for the last token is read, for it to join."""
         assert self.state is not None and not self.unread
         tokens = torch.tensor([self.text], device=model.device)
         seen = torch.zeros(1, model.vocab_size, dtype=torch.bool, device=model.device)

@@ -73,7 +73,7 @@ def pieces(found: Predictions, target: Predictions) -> Iterator[tuple[Tensor, Te
 
 
 def divergence_sum(y: Float[Tensor, "places c"], target: Float[Tensor, "places c"]) -> Float[Tensor, ""]:
-    """Return the KL divergence of the logits y from the `target`, in nats, summed over places."""
+    """Return KL(softmax(`target`) ‖ softmax(y)), both given as logits, in nats, summed over places."""
     return F.kl_div(y.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum")
 
 

@@ -251,7 +251,7 @@ def _scores(
 
 
 def _count(batch: Batch) -> int:
-    """Return the number of rows and columns in a batch's largest tensor, tokens in that of a language model."""
+    """Return rows times columns of the batch's tensor that has most of them: a language model's number of tokens."""
     return max(math.prod(x.shape[:2]) for x in batch.values() if isinstance(x, Tensor))
 
 

@@ -55,7 +55,8 @@ def load_tokenizer(model: str, config: PreTrainedConfig) -> Any:
 
 
 def read_tokens(choice: Choice, tokenizer: Any, config: PreTrainedConfig, *, context: int) -> Tokens:
-    """Tokenize the data, or find their tokens in the cache. The last 20th of the text is held out."""
+    """Tokenize the data of a `choice`, or find their tokens in the cache. The last 20th of the text is held out.
+    `config` is the model's, which says how many tokens it knows."""
     encoder = ModelEncoder(tokenizer, config.get_text_config().vocab_size)
     return Tokens(*cached_data(choice, encoder, encoder.identity(), context=context))
 

@@ -52,9 +52,9 @@ def hidden(x):
 
 @jit
 def early(x):
-    """Return loaded numbers (C, B), but so that their load starts early. By itself it would start late, as products
-    need several register layouts: an instruction that the compiler may not repeat stands between load and products.
-    With 64 rows or more and capability 9, products read shared memory, and x is returned as it is."""
+    """Return loaded numbers (C, B), but so that their load starts early. It would start late, because products need the
+    numbers in several register layouts. So this puts an instruction that the compiler may not repeat between the load
+    and the products. With 64 rows or more and capability 9, products read shared memory, and x is returned as it is."""
     from_shared = (
         x.shape[0] >= 64 and tl.target_info.cuda_capability_geq(9) and not tl.target_info.cuda_capability_geq(10)
     )

@@ -95,7 +95,7 @@ def _pair_sums(rows: Rows, programs: int) -> Tensor:
 
 
 def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-    """Return dq, the results of `launch_query_gradient`, and sums of M_ij over earlier keys, per query and program."""
+    """Return dq, the results of `launch_query_gradient` and, per query and program, sums of M_ij over earlier keys."""
     dq, tiles = inputs.empty_gradient("q"), over_queries(*inputs.shape)
     rows = Rows(inputs, [*inputs.tokens.values(), dy, dq], z)
     splits, pair_sums = rows.split(tiles), _pair_sums(rows, tiles.parts)
@@ -107,8 +107,8 @@ def _query_gradient(inputs: Inputs, S: Tensor, z: Tensor, dy: Tensor) -> tuple[T
 def _key_gradients(
     inputs: Inputs, dy: Tensor, dend: tuple[Tensor, Tensor], denominators: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return dk, dv, dS and dz in every row, and sums of M_ij over later queries, per key and program. `dend` are the
-    gradients of the last S and z, `denominators` the results of `launch_query_gradient`."""
+    """Return dk, dv, dS and dz in every row, and per key and program the sum of M_ij (`query_gradient`) over later
+    queries. `dend` are the gradients of the last S and z, `denominators` the results of `launch_query_gradient`."""
     dk, dv = inputs.empty_gradient("k"), inputs.empty_gradient("v")
     dS, dz = inputs.empty(*inputs.lead, inputs.f, inputs.dv), inputs.empty(*inputs.lead, inputs.f)
     rows, launches = Rows(inputs, [*inputs.tokens.values(), dy, dk, dv], dend[1]), over_both(*inputs.shape)

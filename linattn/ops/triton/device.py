@@ -212,8 +212,8 @@ def mapped(x, inside, phi):
 
 @jit
 def load_queries(q, chunk, features, present, phi, K: tl.constexpr):
-    """Return φ(q) of a chunk, (C, BF). Finite features of masked tokens stay: the gradients of other tokens include
-    them. Tokens that are not inside have finite features; their outputs are not stored, their weights are zero."""
+    """Return φ(q) of a chunk, (C, BF). Where a token is not `present`, features that are not finite become zero; finite
+    ones stay, as a masked token's query still attends. Outputs of tokens beyond the chunk are not stored."""
     return map_queries(load(q, chunk, features), features, present, _STRAIGHT, phi, K)
 
 

@@ -64,7 +64,8 @@ def mamba2_scan(
     documents: Documents = None,
     **kwargs: Any,
 ) -> Float[Tensor, "b n h dv"] | tuple[Float[Tensor, "b n h dv"], Float[Tensor, "b h dv d"]]:
-    """Mamba-2's scan: the keys B, queries C and values x·dt decay by exp(A·dt), in float32, which the result keeps."""
+    """Mamba-2's scan: linear attention with keys B, queries C and the values `hidden_states` · dt, whose state decays
+    by exp(A·dt). It computes in float32 or better, and so is the result."""
     groups = B.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = _float32_or_better((F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit))
