@@ -14,7 +14,7 @@ SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or -
 SUMMARY = "turn a pretrained softmax model into a linear one"
 DEFAULT, WINDOW = "taylor2", 16
 NEEDED = {"model": "MODEL", "data": "--data", "out": "--out"}
-OF_REPORT = ("command", "report", "model", "data", "cpu")
+OF_REPORT = ("command", "report", "model", "data", "validation_data", "cpu")
 """Options that --report takes."""
 
 
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report",
         type=Path,
         metavar="OUT",
-        help="measure the model in OUT again, with all probes, and write its report; MODEL and --data say where its "
-        "teacher and data are now",
+        help="measure the model in OUT again, with all probes, and write its report; MODEL, --data and "
+        "--validation-data say where its teacher and data are now",
     )
     add = parser.add_argument_group("what it becomes").add_argument
     shown = f"an attention, or a mixture of them (default: {DEFAULT})"

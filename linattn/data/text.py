@@ -75,17 +75,16 @@ def write_texts(extents: Sequence[Extent], encoder: Encoder, path: Path) -> Part
 
 def open_texts(path: Path, part: Part, dtype: str) -> TokenRow:
     """Return the row of tokens that is at `path`."""
-    if not path.is_file():
-        raise CommandError(f"the data are lost: there is no {path}")
+    for file in (path, _edges_path(path)):
+        if not file.is_file():
+            raise CommandError(f"the data are lost: there is no {file}")
     if (size := path.stat().st_size) != (wanted := part["tokens"] * np.dtype(dtype).itemsize):
         raise CommandError(f"the data are damaged: {path} has {size} bytes instead of {wanted}")
     if not size:
         # an empty file cannot be mapped
         return TokenRow([])
-    edges = _edges_path(path)
-    # the first version wrote no edges
-    places = np.memmap(edges, "<i8", mode="r") if edges.is_file() else np.array((0, part["tokens"]))
-    return TokenRow([Piece(np.memmap(path, dtype, mode="r"), places)])
+    edges = np.memmap(_edges_path(path), "<i8", mode="r")
+    return TokenRow([Piece(np.memmap(path, dtype, mode="r"), edges)])
 
 
 def _edges_path(path: Path) -> Path:

@@ -196,6 +196,22 @@ def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model,
     assert "has no conversion.json" in capsys.readouterr().err
 
 
+def test_a_report_finds_data_for_validation_from_another_folder_and_where_they_have_moved(
+    model, text, tmp_path, monkeypatch
+):
+    texts = [shutil.copytree(text, tmp_path / name) for name in ("texts", "others")]
+    monkeypatch.chdir(tmp_path)
+    assert linearize(model, Path("texts"), Path("linear"), "--validation-data", "others") == 0
+    out = tmp_path / "linear"
+    monkeypatch.chdir(Path(__file__).parent)
+    assert again(out) == 0
+    scores = json.loads((out / "report.json").read_text("utf-8"))["scores"]
+    shutil.move(texts[1], tmp_path / "moved")
+    assert again(out) == 2
+    assert again(out, "--validation-data", str(tmp_path / "moved")) == 0
+    assert json.loads((out / "report.json").read_text("utf-8"))["scores"] == scores
+
+
 def test_what_is_missing_is_named(capsys):
     assert main(["linearize", "--data", "texts"]) == 2
     assert "MODEL, --out must be given, or --report OUT" in capsys.readouterr().err

@@ -77,9 +77,11 @@ def test_damaged_data_are_noticed(tmp_path):
     run.data.mkdir()
     for name in tokens:
         (run.data / f"{name}.tokens").write_bytes(bytes(10))
+        (run.data / f"{name}.edges").write_bytes(np.array((0, 5)).astype("<i8").tobytes())
     assert len(run.tokens("training")) == 5
     with pytest.raises(CommandError, match="10 bytes instead of 12"):
         run.tokens("validation")
-    (run.data / "validation.tokens").unlink()
-    with pytest.raises(CommandError, match=r"there is no .*validation"):
-        run.tokens("validation")
+    for name, kind in (("validation", "tokens"), ("training", "edges")):
+        (run.data / f"{name}.{kind}").unlink()
+        with pytest.raises(CommandError, match=rf"there is no .*{name}\.{kind}"):
+            run.tokens(name)

@@ -23,6 +23,7 @@ RECORD, REPORT, PAGE = "conversion.json", "report.json", "report.html"
 TIMES = (1, 4, 16)
 """The lengths of the probes, as multiples of the context."""
 PROMPTS, NEW_TOKENS = 8, 64
+DATA = ("data", "validation_data")
 FREE = ("command", "out", "save_every", "report")
 """Options that may be others when a conversion resumes."""
 
@@ -33,7 +34,9 @@ Record = dict[str, Any]
 def settings(arguments: argparse.Namespace) -> Record:
     """Return the options that a conversion depends on, as JSON. Files have absolute names."""
     options = {name: value for name, value in vars(arguments).items() if name not in FREE}
-    options |= {"model": _absolute(arguments.model), "data": list(map(_absolute, arguments.data))}
+    options["model"] = _absolute(arguments.model)
+    for name in DATA:
+        options[name] = [_absolute(path) for path in options[name] or ()]
     return json.loads(json.dumps(options, default=str))
 
 

@@ -24,6 +24,7 @@ from linattn.linearize.command.budget import STEP, budget_note
 from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
 from linattn.linearize.command.progress import progress_bar
 from linattn.linearize.command.result import (
+    DATA,
     RECORD,
     REPORT,
     Record,
@@ -105,7 +106,7 @@ def _report_again(arguments: argparse.Namespace) -> int:
     """Make the report of a finished conversion again, from its record, without a limit on time."""
     out: Path = arguments.report
     record = read_record(out)
-    options = {name: getattr(arguments, name) for name in ("model", "data") if getattr(arguments, name)}
+    options = {name: getattr(arguments, name) for name in ("model", *DATA) if getattr(arguments, name)}
     with locked(out):
         restored = argparse.Namespace(**record["settings"] | options | {"cpu": arguments.cpu})
         return _report(restored, out, record, None)
