@@ -7,7 +7,8 @@
 # make sweep     our attention in every class of transformers that can be built small: docs/stock_models.md; 10 minutes
 # make hooks     ruff and pyright before each commit
 # All build .venv from requirements.lock, which takes a few minutes once. PYTHON=python3.12 chooses the interpreter.
-# TORCH=2.11.0, or newest, chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0.
+# TORCH=2.11.0, or newest, chooses another torch than the lock's, in an environment of its own, .venv-torch-2.11.0, which
+# has the torchvision of that torch, and timm.
 
 PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
@@ -79,7 +80,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 ifdef TORCH
 	# another torch wants another triton and other setuptools; the interpreter of triton 3.6, torch 2.11's, an older numpy
 	grep -vE '^(torch|triton|setuptools|numpy)==' requirements.lock > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt 'numpy<2.4' torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r $(VENV)/requirements.txt 'numpy<2.4' timm torchvision torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 else
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
 endif

@@ -3,20 +3,26 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import nn
 
 from linattn.attention import InnerAttention
 from linattn.attention.named import named_attention
 from linattn.checks import check_types
+from linattn.integrations.torch.attention_calls import (
+    attention_modules,
+    check_without_weights,
+    is_attention,
+    with_calls,
+)
 from linattn.integrations.torch.multihead import TorchMultiheadAttention, with_inner
 
 Make = Callable[[nn.MultiheadAttention], InnerAttention]
-Where = Callable[[str, nn.MultiheadAttention], bool]
+Where = Callable[[str, Any], bool]
 
 
-def everywhere(name: str, module: nn.MultiheadAttention) -> bool:
+def everywhere(name: str, module: nn.Module) -> bool:
     """Choose every module. This is the default of `where` in `replace_attention`."""
     return True
 
@@ -44,6 +50,11 @@ def replace_attention(
     `model.set_submodule(name, old)` undoes it. Parameters of the inner attention are new. See `TorchMultiheadAttention`
     for `return_weights`. Modules of other classes that derive from torch's are left alone, except ours.
 
+    In a model without `nn.MultiheadAttention`, such as those of timm and diffusers, the innermost modules whose class
+    has Attention in its name are replaced in the same way by copies that share everything. Each call of
+    `F.scaled_dot_product_attention` in their `forward` attends by `attention`, a name without weights of its own.
+    A module that attends in another way, or adds a bias to the scores, raises ValueError with its name when it is run.
+
     A model in which nothing is replaced raises ValueError."""
     if _attends_through_transformers(model):
         others = (where, window, max_length, return_weights)
@@ -55,31 +66,48 @@ def replace_attention(
         from linattn.integrations.transformers.stock_attention.hooks import set_attention
 
         return set_attention(model, attention)
+    if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        if not (own := attention_modules(model)):
+            raise ValueError(_nothing_found(model))
+        if not isinstance(attention, str) or (max_length, return_weights) != (None, True):
+            raise ValueError(
+                f"{type(model).__name__} has attention of its own, which takes a name: functions, max_length and "
+                "return_weights are for nn.MultiheadAttention"
+            )
+        check_without_weights(attention)
+        return _replace(model, own, where, partial(with_calls, method=attention, window=window))
     if isinstance(attention, str):
         make: Make = partial(_named, attention, window, max_length)
     elif (window, max_length) != (128, None):
         raise ValueError("window and max_length are for attention by name, but here a function makes it")
     else:
         make = attention
-    return _replace(model, make, where, return_weights)
-
-
-def _replace(model: nn.Module, make: Make, where: Where, return_weights: bool) -> dict[str, nn.Module]:
-    """Replace each `nn.MultiheadAttention` that `where` chooses; return the old modules by name."""
-    places = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if _is_replaceable(module) and where(name, module)
-    ]
-    if not places:
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if _is_replaceable(module)]
+    if not found:
         raise ValueError(_nothing_found(model))
+    return _replace(model, found, where, partial(_with_made, make=make, return_weights=return_weights))
+
+
+def _replace(
+    model: nn.Module, found: list[tuple[str, Any]], where: Where, make: Callable[[Any, str], nn.Module]
+) -> dict[str, nn.Module]:
+    """Replace each module in `found` that `where` chooses by the one that `make` returns for the module and its name;
+    return the old modules by name."""
+    places = [(name, module) for name, module in found if where(name, module)]
+    if not places:
+        kinds = {"nn.MultiheadAttention" if _is_replaceable(module) else type(module).__name__ for _, module in found}
+        raise ValueError(f"`where` chose no {' or '.join(sorted(kinds))} of this {type(model).__name__}")
     if any(not name for name, _ in places):
         raise ValueError("the model is itself the attention: make it from its parts, with with_inner(attention, inner)")
     # a module that is in two places is replaced by one
-    new = {module: with_inner(module, make(module), return_weights=return_weights) for _, module in places}
+    new = {module: make(module, name) for name, module in places}
     for name, module in places:
         model.set_submodule(name, new[module])
     return dict[str, nn.Module](places)
+
+
+def _with_made(module: nn.MultiheadAttention, _: str, *, make: Make, return_weights: bool) -> nn.Module:
+    return with_inner(module, make(module), return_weights=return_weights)
 
 
 def _named(spec: str, window: int, max_length: int | None, module: nn.MultiheadAttention) -> InnerAttention:
@@ -105,14 +133,14 @@ def _is_replaceable(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 def _nothing_found(model: nn.Module) -> str:
     """Return the error's message: what the model has instead of torch's modules, and what to do about it."""
     name = type(model).__name__
-    if any(map(_is_replaceable, model.modules())):
-        return f"`where` chose no nn.MultiheadAttention of this {name}"
     kinds = Counter(map(type, model.modules()))
-    derived = {kind for kind in kinds if issubclass(kind, nn.MultiheadAttention)}
-    found = {kind: count for kind, count in kinds.items() if kind in derived or "attention" in kind.__name__.lower()}
-    if not found:
+    found = {kind: count for kind, count in kinds.items() if is_attention(kind)}
+    derived = {kind: count for kind, count in kinds.items() if issubclass(kind, nn.MultiheadAttention)}
+    if not found and not derived:
         return f"there is no nn.MultiheadAttention to replace in this {name}, nor a module with Attention in its name"
-    listed = ", ".join(f"{count} × {kind.__module__}.{kind.__qualname__}" for kind, count in found.items())
+    listed = ", ".join(
+        f"{count} × {kind.__module__}.{kind.__qualname__}" for kind, count in {**derived, **found}.items()
+    )
     if derived:
         return (
             f"the attention in this {name} is derived from nn.MultiheadAttention and may do something else: "

@@ -1,0 +1,113 @@
+"""Attention modules of any class whose `forward` calls `F.scaled_dot_product_attention`, as those of timm and diffusers
+do: a copy of the module shares all its parts and passes these calls to another attention."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from linattn.attention import traits
+from linattn.attention.functional import attend
+from linattn.integrations.torch.masks import TorchMasks, read_masks
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the innermost modules, with their names, whose class has Attention in its name, except those of
+    transformers and of this package."""
+    return [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_attention(type(module))
+        and not any(is_attention(type(part)) for part in module.modules() if part is not module)
+        and not type(module).__module__.startswith(("transformers.", "linattn."))
+    ]
+
+
+def is_attention(kind: type[nn.Module]) -> bool:
+    return "attention" in kind.__name__.lower() and not issubclass(kind, nn.MultiheadAttention)
+
+
+def check_without_weights(method: str) -> None:
+    """Raise ValueError if the method has weights or gates: a copy of a module has no place for them."""
+    facts = traits(method)
+    if facts.learned or facts.gated:
+        raise ValueError(
+            f"{method!r} has weights to learn, which a module that calls F.scaled_dot_product_attention has no place "
+            "for: write a module around named_attention, or choose a method without weights"
+        )
+
+
+def with_calls(module: nn.Module, name: str, *, method: str, window: int) -> nn.Module:
+    """Return a copy of an attention module that attends by `method`, with the very same parameters and submodules.
+
+    The `name` is that of the module in its model, for errors. A `forward` that another library has set on the module
+    raises ValueError, because the copy would leave it out."""
+    replaced = module.__dict__.get("forward")
+    if replaced is not None and getattr(replaced, "func", None) is not _forward:
+        raise ValueError(
+            f"{name} has a forward that something else has set, such as a hook of accelerate: replace attention first"
+        )
+    new = copy.copy(module)
+    new.forward = partial(_forward, new, name, method, window if "local" in method else None)
+    return new
+
+
+class _Calls(TorchFunctionMode):
+    """Passes calls of `F.scaled_dot_product_attention` inside its block to `method`, and counts them."""
+
+    def __init__(self, method: str, window: int | None) -> None:
+        super().__init__()
+        self.method, self.window, self.count = method, window, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.count += 1
+        return func(*args, **kwargs) if self.method == "softmax" else _attend(self.method, self.window, *args, **kwargs)
+
+
+def _forward(module: nn.Module, name: str, method: str, window: int | None, /, *args: Any, **options: Any) -> Any:
+    """Run the `forward` of the module's class. A module that attends in another way raises ValueError."""
+    kind = f"{name} ({type(module).__module__}.{type(module).__qualname__})"
+    calls = _Calls(method, window)
+    with calls:
+        try:
+            result = type(module).forward(module, *args, **options)
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from error
+    if not calls.count:
+        raise ValueError(
+            f"{kind} does not attend by F.scaled_dot_product_attention, so {method!r} cannot replace its attention: "
+            "leave it as it is by `where`, or wrap it by hand"
+        )
+    return result
+
+
+def _attend(
+    method: str,
+    window: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend with the arguments of `F.scaled_dot_product_attention`. In training, dropout drops keys, each for all
+    queries of its head."""
+    present = None
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+        present, is_causal = read_masks(TorchMasks(None, hidden, is_causal))
+    if scale is not None:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if dropout_p:
+        value = value * F.dropout(value.new_ones(*value.shape[:-1], 1), dropout_p)
+    return attend(query, key, value, method, is_causal=is_causal, key_mask=present, window=window)
