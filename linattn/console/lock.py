@@ -72,8 +72,7 @@ def _lock(descriptor: int) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(descriptor, OFFSET, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        _change_lock(descriptor, msvcrt.LK_NBLCK)
     else:
         import fcntl
 
@@ -81,13 +80,29 @@ def _lock(descriptor: int) -> None:
 
 
 def _release(descriptor: int, path: Path) -> None:
-    # a file that is open cannot be deleted on Windows; elsewhere, one that is deleted later could be another's by then
-    if sys.platform != "win32":
-        path.unlink(missing_ok=True)
-    os.close(descriptor)
     if sys.platform == "win32":
+        import msvcrt
+
+        # when the file is closed, Windows may unlock it later; a disk without locks has nothing to unlock
+        with suppress(OSError):
+            _change_lock(descriptor, msvcrt.LK_UNLCK)
+        os.close(descriptor)
+        # Windows deletes no file that a process has open, so none that another process has locked
         with suppress(OSError):
             path.unlink(missing_ok=True)
+    else:
+        # before it is unlocked: later it could be the file of another process
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _change_lock(descriptor: int, mode: int) -> None:
+    """Lock or unlock the file on Windows, as a `mode` of msvcrt says."""
+    assert sys.platform == "win32"
+    import msvcrt
+
+    os.lseek(descriptor, OFFSET, os.SEEK_SET)
+    msvcrt.locking(descriptor, mode, 1)
 
 
 def _write_holder(descriptor: int) -> None:

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,48 @@ from linattn.console.lock import lock_name, locked
 from tests.cli.conftest import SHORT, TINY
 
 LONG = (*TINY, *SHORT, "--steps", "1000000", "--save-every", "1", "--keep", "1")
+
+
+class Windows:
+    """Windows' locks, by the documentation of msvcrt.locking and LockFile: a region from a file's current position on,
+    of one descriptor, which nobody else reads; and a file that is open cannot be deleted."""
+
+    LK_NBLCK, LK_UNLCK = 2, 0
+
+    def __init__(self) -> None:
+        self.regions = dict[tuple[int, int], int]()
+
+    def locking(self, descriptor: int, mode: int, count: int) -> None:
+        file, position = os.fstat(descriptor), os.lseek(descriptor, 0, os.SEEK_CUR)
+        assert count == 1 and position >= file.st_size, "others cannot read what is locked"
+        region = file.st_ino, position
+        if (mode == self.LK_NBLCK) != (self.regions.get(region) is None):
+            raise OSError(errno.EACCES, "Permission denied")
+        self.regions |= {region: descriptor} if mode == self.LK_NBLCK else {}
+        if mode == self.LK_UNLCK:
+            del self.regions[region]
+
+    @staticmethod
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        for descriptor in range(3, 1024):
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    raise PermissionError(errno.EACCES, "the file is in use", str(path))
+        os.unlink(path)
+
+
+@pytest.fixture(params=["posix", "windows"])
+def system(request, monkeypatch) -> Iterator[None]:
+    """This system's locks, and Windows'."""
+    if request.param == "posix":
+        yield
+        return
+    windows = Windows()
+    monkeypatch.setitem(sys.modules, "msvcrt", windows)
+    monkeypatch.setattr("linattn.console.lock.sys", SimpleNamespace(platform="win32", stderr=sys.stderr))
+    monkeypatch.setattr(Path, "unlink", windows.unlink)
+    yield
+    assert not windows.regions, "when a file is closed, Windows may unlock it later"
 
 
 def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -102,13 +145,13 @@ def test_a_conversion_has_its_folder_alone(text, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_ends_with_its_block_and_leaves_nothing(tmp_path):
+def test_a_lock_ends_with_its_block_and_leaves_nothing(tmp_path, system):
     folder = tmp_path / "deep" / "folder"
     for failure in (None, KeyboardInterrupt):
         try:
             with locked(folder):
                 assert lock_name(folder).exists()
-                with pytest.raises(CommandError, match="is in use"), locked(folder):
+                with pytest.raises(CommandError, match=f"is in use by process {os.getpid()} on"), locked(folder):
                     pass
                 if failure:
                     raise failure
