@@ -133,7 +133,7 @@ def call_all(f: int, dv: int, dtype: torch.dtype, extras: str, batch: int = 2, n
     keys = SumCall(k, v, key_mask, feature_map)
     sums = bidirectional_operators.sum_keys(keys, True)
     bidirectional_operators.sum_keys_gradient(keys, (), sums)
-    queries = ReadCall(q, *sums, normalize, feature_map, dtype)
+    queries = ReadCall(q, *sums, normalize == "output", feature_map, dtype)
     bidirectional_operators.read_gradient(queries, (), bidirectional_operators.read(queries, True))
 
 

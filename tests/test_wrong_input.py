@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import linattn
 from linattn import generate, map_state, named_attention
+from linattn.compat.fast_transformers.post_norm import PostNormSequence
 from linattn.compat.linear_attention_transformer.blindspot import BlindspotAttention
-from linattn.nn.residual import PostNormSequence
 from tests.attention.cases import CAUSAL, CHANNELS, GLOBAL, HEADS, KEY_HEADS, heads, make, over
 from tests.models.causal import MODELS, small_model
 

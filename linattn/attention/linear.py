@@ -43,13 +43,11 @@ class LinearAttention(InnerAttention):
     ):
         super().__init__()
         feature_map = checked_feature_map(feature_map, FeatureMap)
-        if not causal and decay is not None:
-            raise ValueError("a decay belongs to causal attention, but causal is False")
+        if not causal and (decay is not None or needs is not None):
+            raise ValueError("a decay and gates belong to causal attention, but causal is False")
         normalize = feature_map.normalize if normalize == "default" else normalize
         if normalize not in NORMALIZATIONS:
             raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
-        if needs is not None and not causal:
-            raise ValueError("gates belong to causal attention, but causal is False")
         if needs is not None and checked_needs(needs).write is not None and normalize is not None:
             raise ValueError(f"a write belongs to un-normalised attention, but normalize is {normalize!r}")
         self.feature_map, self.decay, self.needs = feature_map, decay, needs

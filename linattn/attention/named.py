@@ -22,7 +22,7 @@ from linattn.attention.local import LocalAttention
 from linattn.attention.rotary_linear import RotaryLinearAttention
 from linattn.attention.softmax import SoftmaxAttention
 from linattn.attention.split_heads import SplitHeads
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types
 from linattn.feature_maps import FEATURE_MAPS, ElementwiseFeatureMap, ScaledFeatureMap
 from linattn.names import did_you_mean
 
@@ -132,9 +132,7 @@ def named_attention(
 
     Raises ValueError for what does not fit, such as a causal Linformer or a retention that is not causal."""
     num_key_heads = num_heads if num_key_heads is None else num_key_heads
-    if min(num_heads, num_key_heads, head_dim) < 1:
-        sizes = f"num_heads is {num_heads}, num_key_heads {num_key_heads} and head_dim {head_dim}"
-        raise ValueError(f"there must be at least one head and one channel, but {sizes}")
+    check_sizes(num_heads=num_heads, num_key_heads=num_key_heads, head_dim=head_dim)
     parts = []
     for name, count in _shares(spec, num_heads):
         if count * num_key_heads % num_heads:

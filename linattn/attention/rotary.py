@@ -55,7 +55,7 @@ class RotaryAttention(InnerAttention):
         return y, RotaryState(inner, position)
 
     def _rotated(self, q: Tensor, k: Tensor, start: Tensor | None, key_mask: KeyMask) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k rotated, and the number of tokens up to their last one; `start` tokens came before q and k."""
+        """Return q and k rotated, and the number of tokens so far, with theirs; `start` is the number before them."""
         check_same_tokens(q, k)
         positions, end = count_positions(k, start, key_mask)
         rotation = rotations(positions, k.shape[-1], k.dtype, base=self.base)

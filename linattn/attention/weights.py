@@ -6,8 +6,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.gates import AnyGates
-from linattn.attention.linformer import LinformerAttention, StridedConvolution
-from linattn.attention.softmax import SoftmaxAttention
+from linattn.attention.linformer import StridedConvolution
 from linattn.types import KeyMask, Keys, Queries
 
 
@@ -26,11 +25,3 @@ def attention_weights(
     m = k.shape[-2]
     one_hot = torch.eye(m, dtype=k.dtype, device=k.device).expand(*k.shape[:2], m, m)
     return inner(q, k, one_hot, key_mask=key_mask, gates=gates)
-
-
-def projected_weights(
-    inner: LinformerAttention, q: Queries, k: Keys, *, key_mask: KeyMask = None
-) -> Float[Tensor, "b h n r"]:
-    """Return the softmax weights over the projected keys. Rows sum to one, and the cost is linear in the length."""
-    projected, present = inner.key_projection(k, key_mask=key_mask)
-    return attention_weights(SoftmaxAttention(), q, projected, key_mask=present)

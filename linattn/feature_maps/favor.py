@@ -27,12 +27,9 @@ class _RandomFeatureMap(FeatureMap):
     @check_types
     def __init__(self, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, scaling: int = 0):
         super().__init__()
-        if num_features is None:
-            rows = -(-default_num_features(head_dim) // self.features_per_row)
-        elif num_features % self.features_per_row:
+        if num_features is not None and num_features % self.features_per_row:
             raise ValueError(f"these features come in pairs, so num_features must be even, but is {num_features}")
-        else:
-            rows = num_features // self.features_per_row
+        rows = -(-(default_num_features(head_dim) if num_features is None else num_features) // self.features_per_row)
         self.projection = RandomProjection(head_dim, rows, orthogonal=orthogonal, scaling=scaling)
 
     def key(self, x: Float[Tensor, "*b n d"]) -> Features:

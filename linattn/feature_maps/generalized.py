@@ -7,7 +7,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_types
+from linattn.checks import check_numbers, check_types
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection
 from linattn.ops.features import Features
@@ -26,8 +26,7 @@ class GeneralizedFeatureMap(FeatureMap):
         self, kernel: Callable[[Tensor], Tensor], *, epsilon: float = 0.0, projection: RandomProjection | None = None
     ):
         super().__init__()
-        if epsilon < 0:
-            raise ValueError(f"epsilon must not be negative, but is {epsilon}")
+        check_numbers(epsilon=epsilon)
         self.kernel = kernel
         self.epsilon = epsilon
         self.projection = projection

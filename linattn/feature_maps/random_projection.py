@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types
 from linattn.ops.numerics import accumulator
 
 
@@ -25,8 +25,7 @@ class RandomProjection(nn.Module):
     @check_types
     def __init__(self, head_dim: int, num_rows: int, *, orthogonal: bool = True, scaling: int = 0):
         super().__init__()
-        if head_dim < 1 or num_rows < 1:
-            raise ValueError(f"a projection must have at least one row and column, but {num_rows} × {head_dim} came")
+        check_sizes(head_dim=head_dim, num_rows=num_rows)
         if scaling not in (0, 1):
             raise ValueError(f"scaling must be 0 (lengths of Gaussian vectors) or 1 (√d), but is {scaling!r}")
         self.orthogonal = orthogonal

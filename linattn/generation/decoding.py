@@ -13,9 +13,10 @@ from torch import Tensor
 from linattn.checks import check_sizes
 from linattn.generation.drafts import Draft, DraftedBatch
 from linattn.generation.sampling import Logits, Sampling, Seen, draw
-from linattn.models.token_model import TokenModel, TokenModelState, require_causal, require_constant_state
+from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import checked_kind, for_batch, map_state
+from linattn.states.requirements import require_causal, require_constant_state
 
 PREFILL = 8192
 """The length of the pieces in which prompts are read, so that long ones cost no memory."""

@@ -14,12 +14,9 @@ from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_m
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
 from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
+from linattn.nn.positions import INIT_STD
 from linattn.nn.residual import Stack, Step
 from linattn.types import TokenIds, TokenMask, Tokens
-
-INIT_STD = 0.02
-
-_GATES = (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
 @final
@@ -91,7 +88,8 @@ class LanguageModel(TokenModel):
 
 
 # the modules whose projections get the initial weights of GPT-2
-_HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution, *_GATES)
+_HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution)
+_HAVE_PROJECTIONS += (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
 
 
 @final

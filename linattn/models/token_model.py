@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.attention.base import InnerAttention
 from linattn.attention.rotary import count_positions
 from linattn.checks import check_types
 from linattn.nn import MultiheadAttention
@@ -139,10 +139,8 @@ class SequenceModel(TokenModel):
     The `stack` is a `ResidualSequence`, a `ReversibleSequence`, or one of them `Projected`; `positions` one of
     `LearnedPositions`, `SinusoidalPositions` and `AxialPositions`; `norm` and `head` modules that act on each token
     alone, such as an nn.RMSNorm and an nn.Linear. `dropout` is the probability of dropping inputs of the stack in
-    training. `tied` makes the matrix of the `embedding` the head; with neither, the outputs are embeddings.
-
-    A masked token (`key_mask` False, anywhere) counts as if it were not there; its own output means nothing. If the
-    stack is causal, `linattn.generate` takes the model."""
+    training. `tied` makes the matrix of the `embedding` the head; with neither, the outputs are embeddings. A masked
+    token (`key_mask` False) is a missing token. If the stack is causal, `linattn.generate` takes the model."""
 
     @check_types
     def __init__(
@@ -184,21 +182,6 @@ class SequenceModel(TokenModel):
         A context is needed only where there is no state."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
         return self.logits(x) if self.gives_logits else x, state
-
-
-def require_causal(model: TokenModel, purpose: str) -> None:
-    """Raise ValueError if a model has attention and is not causal; `purpose` names the caller in the message."""
-    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
-        raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
-
-
-def require_constant_state(model: TokenModel, purpose: str) -> None:
-    """Raise ValueError if the state of an attention of the model grows with every token."""
-    for part in model.modules():
-        kind = part.state_kind if isinstance(part, InnerAttention) else None
-        if KeysAndValues in (kind, *getattr(kind, "__annotations__", {}).values()):
-            name = type(part).__name__
-            raise ValueError(f"{purpose} needs a state of constant size, but that of {name} grows with every token")
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types
 from linattn.nn.checks import check_floats, check_input, check_mask, check_tokens
 from linattn.nn.starts import ages
 from linattn.ops.convolution import short_convolution
@@ -32,8 +32,7 @@ class ShortConvolution(nn.Module):
     @check_types
     def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
-        if width < 1:
-            raise ValueError(f"width must be at least 1, but is {width}")
+        check_sizes(width=width)
         self.residual = residual
         # weight[0] belongs to the oldest token, weight[-1] to the token itself
         self.weight = nn.Parameter(torch.empty(width, dim))

@@ -49,16 +49,7 @@ class TokenGates(nn.Module):
     """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` if there
     is a write, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit` or the step Δ of the decay."""
 
-    def __init__(
-        self,
-        needs: GateNeeds,
-        dim: int,
-        *,
-        num_key_heads: int,
-        key_dim: int,
-        beta_limit: float = 1.0,
-        writes: int = 1,
-    ):
+    def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float, writes: int):
         super().__init__()
         self.needs = needs
         self.decay = self.strength = None

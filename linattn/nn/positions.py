@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.checks import check_numbers, check_types
+from linattn.checks import check_numbers, check_sizes, check_types
 from linattn.nn.checks import out_of_range
 
 INIT_STD = 0.02
@@ -22,7 +22,7 @@ class LearnedPositions(nn.Module):
     @check_types
     def __init__(self, max_length: int, dim: int, *, std: float = INIT_STD):
         super().__init__()
-        _check_lengths((max_length,))
+        check_sizes(max_length=max_length)
         self.max_length, self.std = max_length, std
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
@@ -74,7 +74,7 @@ class AxialPositions(nn.Module):
     @check_types
     def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()
-        _check_lengths(shape)
+        check_sizes(axes=len(shape), shape=shape)
         self.shape, self.max_length, self.std = tuple(shape), math.prod(shape), std
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(length, dim)) for length in shape)
         self.reset_parameters()
@@ -100,8 +100,3 @@ def _rows(table: Tensor, rows: Tensor, positions: Tensor, max_length: int) -> Te
         return nn.functional.embedding(rows, table)
     except IndexError as error:
         raise out_of_range("positions", positions, max_length) from error
-
-
-def _check_lengths(lengths: tuple[int, ...]) -> None:
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"there must be at least one position on every axis, but the lengths are {lengths}")

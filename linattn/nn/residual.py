@@ -24,7 +24,7 @@ Hidden = Float[Tensor, "b n o"]
 
 
 class Extension:
-    """A step for `run` that extends each of `depth` branches from its part of `state`, which a deque then loses."""
+    """A step for `run` that extends each of `depth` branches from its part of `state`, and removes it from a deque."""
 
     def __init__(self, call: Call, state: tuple[Any, ...] | deque[Any] | None, depth: int):
         self.call, self.states = call, []
@@ -81,23 +81,6 @@ class ResidualSequence(Stack):
     def run(self, x: Tokens, step: Step) -> Tokens:
         for branch in self.branches:
             x = x + step(branch, x)
-        return x
-
-
-@final
-class PostNormSequence(Stack):
-    """x ← norm(x + branch(x)) for each branch in turn, each with a norm of its own, as in the first transformers.
-    Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.1"""
-
-    def __init__(self, branches: Iterable[Branch], norms: Iterable[nn.Module]):
-        super().__init__()
-        self.branches, self.norms = nn.ModuleList(branches), nn.ModuleList(norms)
-        if len(self.branches) != len(self.norms):
-            raise ValueError(f"each branch needs its norm, but there are {len(self.branches)} and {len(self.norms)}")
-
-    def run(self, x: Tokens, step: Step) -> Tokens:
-        for branch, norm in zip(self.branches, self.norms, strict=True):
-            x = norm(x + step(branch, x))
         return x
 
 

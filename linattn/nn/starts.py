@@ -11,7 +11,7 @@ UNKNOWN = 2**40
 
 
 def ages(starts: Bool[Tensor, "b n"], key_mask: TokenMask = None) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-    """Return the number of tokens that precede each token in its sequence, and that would precede a token after the
+    """Return the number of tokens before each token in its sequence, and the same for a token that would follow the
     row. Missing tokens do not count. A sequence that began before the row has numbers of `UNKNOWN` or more."""
     present = torch.ones_like(starts) if key_mask is None else key_mask
     count = present.cumsum(1)

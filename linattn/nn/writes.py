@@ -12,7 +12,8 @@ from linattn.attention.gates import AnyGates, Gates
 
 
 def fade_at_first(gates: AnyGates, writes: int) -> AnyGates:
-    """Return the gates of n · `writes` tokens for those of n, whose strengths are those of all writes already."""
+    """Return gates for n · `writes` tokens: the decay of each of n tokens is at its first write, and the others have
+    none. Strengths stay as they are, one per write."""
     if isinstance(gates, Gates) and gates.log_decay is not None:
         return gates._replace(log_decay=_apart(gates.log_decay, (0, writes - 1)))
     if isinstance(gates, tuple) and not isinstance(gates, Gates):
@@ -31,7 +32,7 @@ def at_last(x: Any, writes: int) -> Any:
 
 
 def for_each(x: Tensor, writes: int, dim: int) -> Tensor:
-    """Repeat what the tokens along `dim` have for each of their writes."""
+    """Repeat each token along `dim` for each of its writes."""
     return x if writes == 1 else x.repeat_interleave(writes, dim)
 
 

@@ -50,12 +50,13 @@ class SumCall(NamedTuple):
 
 
 class ReadCall(NamedTuple):
-    """Checked arguments of `read`, whose result is y in `dtype`; leading dimensions broadcast."""
+    """Checked arguments of `read`, whose result is y = φ(q) S in `dtype`, divided by φ(q)·z if `normalized`; leading
+    dimensions broadcast."""
 
     q: Tensor
     S: Tensor
     z: Tensor
-    normalize: str | None
+    normalized: bool
     feature_map: str
     dtype: torch.dtype
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn.checks import check_tensors, on_one_device
 from linattn.ops.calls import DeltaCall
 from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expanded, per_channel, shape
-from linattn.ops.numerics import accumulator, align, expand, zero_masked_tokens
+from linattn.ops.numerics import accumulator, align, expand, zero_masked, zero_masked_tokens
 from linattn.ops.operators import DELTA
 
 
@@ -79,15 +79,11 @@ def delta_call(
         if not on_one_device(k, state, state):
             check_tensors(k=k, state=state)
         _check_state(state, d, dv, accumulator(k.dtype))
+    key_mask = checked_mask(k, key_mask)
     if key_mask is not None:
-        key_mask = checked_mask(k, key_mask)
-        assert key_mask is not None
         q, k, v = zero_masked_tokens(q, k, v, key_mask)
-        present = key_mask.unsqueeze(-1)
-        beta, log_decay = (
-            torch.where(present, beta, 0),
-            None if log_decay is None else torch.where(present, log_decay, 0),
-        )
+        beta = zero_masked(beta, key_mask)
+        log_decay = None if log_decay is None else zero_masked(log_decay, key_mask)
     sides = {"k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
     keys = broadcast(**{name: x.shape[:-2] for name, x in sides.items() if x is not None})
     lead = broadcast(q=q.shape[:-2], keys=keys)

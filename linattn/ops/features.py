@@ -110,7 +110,7 @@ def causal_feature_attention(
     `normalize` is None, outputs overflow where φ(q)·φ(k) does; if it is "keys", where φ(q) does.
 
     Raises ValueError for shapes and names that do not fit, NotImplementedError if no backend can run the call."""
-    queries, keys = checked_features(queries=queries), checked_features(keys=keys).scalable()
+    queries, keys = checked_features("queries", queries), checked_features("keys", keys).scalable()
     if queries.function != keys.function:
         queries, keys = queries.evaluated(), keys.evaluated()
     keys, log_size = _masked(keys, key_mask)
@@ -147,7 +147,7 @@ def summarize_features(
     `read_features` reads this state, and `causal_feature_attention` continues from it with later keys.
 
     Raises ValueError for shapes and names that do not fit."""
-    keys, log_size = _masked(checked_features(keys=keys).scalable(), key_mask)
+    keys, log_size = _masked(checked_features("keys", keys).scalable(), key_mask)
     # the maximum over no keys is −inf, with a length of zero too
     scale = None if log_size is None else F.pad(log_size, (0, 1), value=-torch.inf).amax(-1, keepdim=True)
     x = keys.relative_to(None if scale is None else finite(scale))
@@ -161,20 +161,18 @@ def read_features(
     φ(q) = `queries`, of any magnitude: each query reads the whole `state`, which stays as it is.
 
     Raises ValueError for shapes and names that do not fit."""
-    x, query_scale = _argument(checked_features(queries=queries), normalize)
+    x, query_scale = _argument(checked_features("queries", queries), normalize)
     sums, log_scale = _checked_parts(state, x)
     y = read(x, sums, normalize=normalize, feature_map=queries.function)
     return _rescaled(y, normalize, query_scale, log_scale)
 
 
-def checked_features(**features: Features) -> Features:
-    """Return the only argument. Raise ValueError, with its keyword, unless it is a Features of tensors on one
-    device."""
-    ((name, each),) = features.items()
-    if not isinstance(each, Features):
-        raise ValueError(f"{name} must be Features, as a feature map returns them, but is a {type(each).__name__}")
-    _check_scaled(each.x, each.log_scale)
-    return each
+def checked_features(name: str, x: Features) -> Features:
+    """Return `x`. Raise ValueError, with its `name`, unless it is a Features of tensors on one device."""
+    if not isinstance(x, Features):
+        raise ValueError(f"{name} must be Features, as a feature map returns them, but is a {type(x).__name__}")
+    _check_scaled(x.x, x.log_scale)
+    return x
 
 
 def _checked_parts(state: FeatureState, x: Tensor) -> FeatureState:
@@ -235,13 +233,8 @@ def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> 
     log_scale = checked_kind(state, FeatureState).log_scale
     expected = None if log_size is None else (*log_size.shape[:-1], 1)
     came = None if log_scale is None else tuple(log_scale.shape)
-    if came == expected:
-        return
-    if (
-        came is None
-        or expected is None
-        or any(x not in (1, y) for x, y in zip(came[::-1], expected[::-1], strict=False))
-    ):
+    sizes = zip(came[::-1], expected[::-1], strict=False) if came and expected else ()
+    if came != expected and (came is None or expected is None or any(x not in (1, y) for x, y in sizes)):
         raise ValueError(
             f"the state's log_scale must be {expected} for these keys, but is {came}: it was made from other features"
         )

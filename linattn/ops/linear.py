@@ -12,7 +12,7 @@ from linattn.names import unknown_name
 from linattn.ops.calls import CausalCall, ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE, SYNONYMS
 from linattn.ops.nested import checked_kind
-from linattn.ops.numerics import accumulator, align, expand, is_readable, summable
+from linattn.ops.numerics import accumulator, align, divide, expand, is_readable, summable
 from linattn.ops.operator import Operator
 from linattn.ops.operators import CAUSAL, GATED, READ, SHARED, SUM_KEYS
 from linattn.ops.state import LinearState
@@ -90,7 +90,7 @@ def linear_attention(
     broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
     keys = SumCall(k, v, key_mask, feature_map)
     S, z = SUM_KEYS.choose(keys, backend)(keys)
-    queries = ReadCall(q, S, z, normalize, feature_map, v.dtype)
+    queries = read_call(q, S, z, normalize, feature_map, v.dtype)
     return READ.choose(queries, backend)(queries)[0]
 
 
@@ -131,8 +131,14 @@ def read(
         raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
-    call = ReadCall(q, S, z, normalize, feature_map, q.dtype)
+    call = read_call(q, S, z, normalize, feature_map, q.dtype)
     return READ.choose(call)(call)[0]
+
+
+def read_call(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> ReadCall:
+    """Return the call. With "keys", queries read the means S / z."""
+    S = divide(S, z.unsqueeze(-1)) if normalize == "keys" else S
+    return ReadCall(q, S, z, normalize == "output", feature_map, dtype)
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
@@ -200,19 +206,14 @@ def checked_decay(log_decay: Tensor) -> Tensor:
     graphs and transforms. It takes 1.5 µs for one token of 8 heads (5 % of the call) and 20 µs for 16,384 (0.03 %)."""
     if not log_decay.dtype.is_floating_point:
         raise ValueError(f"log_decay must be floating-point, but is {log_decay.dtype}")
-    least, largest = _bounds(log_decay)
-    if largest > 0:
-        raise ValueError(f"log_decay must not be positive, as the past fades or stays, but it goes up to {largest:.6g}")
+    if is_readable(log_decay) and log_decay.numel():
+        least, largest = (x.item() for x in torch.aminmax(log_decay.detach()))
+        if largest > 0:
+            raise ValueError(f"log_decay must not be positive, as the past only fades, but goes up to {largest:.6g}")
+        if least > _FORGETS:
+            return log_decay
     # not masked_fill, for whose gradient torch's compiler expects other strides than there are
-    return log_decay if least > _FORGETS else torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
-
-
-def _bounds(x: Tensor) -> tuple[float, float]:
-    """Return the least and the largest number in x, or −∞ and zero where `is_readable` is False or x is empty."""
-    if not is_readable(x) or x.numel() == 0:
-        return -torch.inf, 0
-    least, largest = torch.aminmax(x.detach())
-    return least.item(), largest.item()
+    return torch.where(log_decay <= _FORGETS, -torch.inf, log_decay)
 
 
 def broadcast(**shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def exactly(forward: Callable[[Any, bool], tuple[Tensor, ...]]) -> Callable[[Any, bool], tuple[Tensor, ...]]:
-    """Return `forward` without autocast, for backends without a gradient; the callers of others turn autocast off."""
+    """Return `forward` without autocast, for a backend without a gradient; for others `operator` turns it off."""
 
     def run(call: Any, save: bool) -> tuple[Tensor, ...]:
         with without_autocast(call[0]):

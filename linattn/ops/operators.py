@@ -26,10 +26,7 @@ def _causal(name: str, kernels: Backend, chunks: Backend, definition: Backend) -
     return Operator(name, CausalCall, 3, backends)
 
 
-def _no_kernels(call: DeltaCall) -> str:
-    return "has no kernels for the delta rule; on a GPU too it runs as matrix products of torch"
-
-
+_NO_KERNELS = "has no kernels for the delta rule; on a GPU too it runs as matrix products of torch"
 _LINEAR = Backend("chunked", None, linear.forward, linear_gradient.gradient, linear.empty, saved=2, loops=True)
 _SHARED = Backend(
     "chunked", None, shared_queries.forward, shared_queries_gradient.gradient, shared_queries.empty, saved=1, loops=True
@@ -47,7 +44,7 @@ DELTA = Operator(
     DeltaCall,
     2,
     (
-        Backend("triton", _no_kernels, delta_definition.forward),
+        delta_definition.BACKEND._replace(name="triton", unsupported=lambda _: _NO_KERNELS),
         recurrent.DELTA,
         _DELTA,
         plain_delta.BACKEND,

@@ -13,11 +13,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from linattn.checks import check_sizes
-from linattn.models.token_model import TokenModel, TokenModelState, require_causal
+from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states.compression import compress, restore
 from linattn.states.file import digest_state
 from linattn.states.folder import Key, StateFolder
+from linattn.states.requirements import require_causal
 from linattn.states.rows import num_bytes, to
 
 Text = Int[Tensor, "..."] | Sequence[int]

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from linattn.checks import check_sizes
 from linattn.models.loss import NO_LABEL, count_following
-from linattn.models.token_model import TokenModel, TokenModelState, require_causal
+from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
 from linattn.ops.tokens.compaction import compact, pack, real
+from linattn.states.requirements import require_causal
 from linattn.types import TokenIds, TokenMask
 
 # the sum of the losses of a segment, and the state after it, from its number and the state before it

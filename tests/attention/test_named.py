@@ -66,8 +66,8 @@ def test_mixtures():
         ("retention", {}, "retention is causal only"),
         ("gated_delta", {}, "gated_delta is causal only"),
         ("local", {"window": 0}, "window must be a whole number of at least 1, but is 0"),
-        ("elu", {"num_heads": 0}, "at least one head and one channel, but num_heads is 0, num_key_heads 0"),
-        ("favor", {"head_dim": 0}, "at least one head and one channel, but .* head_dim 0"),
+        ("elu", {"num_heads": 0}, "num_heads must be a whole number of at least 1, but is 0"),
+        ("favor", {"head_dim": 0}, "head_dim must be a whole number of at least 1, but is 0"),
         (3, {}, "spec must be a string, but is 3"),
     ],
 )

@@ -76,7 +76,7 @@ def test_gradients_are_right(kind):
 
 
 def test_a_convolution_has_a_width():
-    with pytest.raises(ValueError, match="width must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="width must be a whole number of at least 1, but is 0"):
         ShortConvolution(6, 0)
 
 

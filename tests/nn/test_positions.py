@@ -66,7 +66,7 @@ def test_positions_end_somewhere(module):
 
 def test_there_must_be_positions():
     for make in (lambda: LearnedPositions(0, 4), lambda: AxialPositions(4, ()), lambda: AxialPositions(4, (3, 0))):
-        with pytest.raises(ValueError, match="at least one position"):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1, but is"):
             make()
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from linattn.attention import InnerAttention, LinearAttention, SoftmaxAttention
 from linattn.checks import check_types
+from linattn.compat.fast_transformers.post_norm import PostNormSequence
 from linattn.compat.options import Idle, Options, takes
 from linattn.feature_maps import ElementwiseFeatureMap, FeatureMap
 from linattn.models.token_model import run_stack
 from linattn.names import unknown_name
 from linattn.nn import Branch, FeedForward, MultiheadAttention
 from linattn.nn.branch import Call
-from linattn.nn.residual import PostNormSequence
 from linattn.types import Context, ContextMask, TokenMask, Tokens
 
 MakeFeatureMap = Callable[[int], FeatureMap]

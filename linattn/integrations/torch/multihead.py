@@ -12,7 +12,7 @@ from linattn.attention.linformer import LinformerAttention
 from linattn.attention.local import LocalAttention
 from linattn.attention.named import resolved_attention
 from linattn.attention.softmax import SoftmaxAttention
-from linattn.attention.weights import attention_weights, projected_weights
+from linattn.attention.weights import attention_weights
 from linattn.checks import check_sizes, check_tensors, check_types, given
 from linattn.integrations.torch.layouts import from_batches, padding_of, to_batches
 from linattn.integrations.torch.masks import TorchMasks, read_masks, torch_softmax
@@ -160,7 +160,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return y, None
         if isinstance(inner, LinformerAttention):
-            weights = projected_weights(inner, q, k, key_mask=key_mask)
+            k, present = inner.key_projection(k, key_mask=key_mask)
+            weights = attention_weights(SoftmaxAttention(), q, k, key_mask=present)
         else:
             weights = attention_weights(inner, q, k, key_mask=key_mask)
             # the columns in torch's order

@@ -29,12 +29,10 @@ def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor]:
-    """y_i = φ(q_i) S / (φ(q_i)·z), or (φ(q_i) / z) S, or φ(q_i) S, as `normalize` is "output", "keys" or None."""
-    q, S, z = ELEMENTWISE[call.feature_map].function(call.q.to(call.S.dtype)), call.S, call.z.unsqueeze(-1)
-    if call.normalize == "keys":
-        S = divide(S, z)
-    y = q @ S
-    return ((divide(y, q @ z) if call.normalize == "output" else y).to(call.dtype),)
+    """y_i = φ(q_i) S, divided by φ(q_i)·z if `normalized`."""
+    q = ELEMENTWISE[call.feature_map].function(call.q.to(call.S.dtype))
+    y = q @ call.S
+    return ((divide(y, q @ call.z.unsqueeze(-1)) if call.normalized else y).to(call.dtype),)
 
 
 def causal(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn.ops.calls import ReadCall, SumCall
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.fast.blocks import Workspace, empty_like
-from linattn.ops.numerics import accumulator, divide, infinite_if_none, zero_masked
+from linattn.ops.numerics import accumulator, infinite_if_none, zero_masked
 from linattn.ops.operator import Backend, Tensors
 
 # numbers of one tensor in a segment: a megabyte in float32, so that what is computed of them stays in the cache
@@ -65,39 +65,33 @@ def _queries(call: ReadCall, segment: slice, work: Workspace) -> tuple[Tensor, T
     """Return the segment's features φ(q), and the denominators (…, n, 1) or None."""
     q = work.features("q", call.q[..., segment, :], ELEMENTWISE[call.feature_map])
     # as a product it would take half a matrix product's time
-    return q, infinite_if_none((q * call.z.unsqueeze(-2)).sum(-1, keepdim=True)) if call.normalize == "output" else None
+    return q, infinite_if_none((q * call.z.unsqueeze(-2)).sum(-1, keepdim=True)) if call.normalized else None
 
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
-    S = divide(call.S, call.z.unsqueeze(-1)) if call.normalize == "keys" else call.S
-    (y,), work = empty_outputs(call, save), Workspace(S)
+    (y,), work = empty_outputs(call, save), Workspace(call.S)
     for part in _segments(call.q):
         q, d = _queries(call, part, work)
-        y[..., part, :] = q @ S if d is None else (q @ S).div_(d)
+        y[..., part, :] = q @ call.S if d is None else (q @ call.S).div_(d)
     return (y,)
 
 
 def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
-    (q, S, z, normalize, feature_map, _), (dy,) = call, grads
+    (q, S, z, _, feature_map, _), (dy,) = call, grads
     assert dy is not None
-    T = divide(S, z.unsqueeze(-1)) if normalize == "keys" else S
-    dq, dT, dz, work = empty_like(q, q.shape), torch.zeros_like(T), torch.zeros_like(z), Workspace(S)
+    dq, dS, dz, work = empty_like(q, q.shape), torch.zeros_like(S), torch.zeros_like(z), Workspace(S)
     for part in _segments(q):
-        (features, d), dN, target = _queries(call, part, work), dy[..., part, :].to(T.dtype), dq[..., part, :]
+        (features, d), dN, target = _queries(call, part, work), dy[..., part, :].to(S.dtype), dq[..., part, :]
         dN = dN if d is None else dN / d
-        of_q = dN @ T.mT
+        of_q = dN @ S.mT
         if d is not None:
             # y = N / d: dN = dy / d and dd = −dN·N / d, as y itself was rounded
             dd = (features * of_q).sum(-1, keepdim=True).div_(d).neg_()
             of_q.add_(dd * z.unsqueeze(-2))
             dz += (features * dd).sum(-2).sum_to_size(z.shape)
-        dT += (features.mT @ dN).sum_to_size(T.shape)
+        dS += (features.mT @ dN).sum_to_size(S.shape)
         target.copy_(work.map_gradient(of_q.sum_to_size(target.shape), features, ELEMENTWISE[feature_map]))
-    return (
-        (dq, divide(dT, z.unsqueeze(-1)), -divide(dT * T, z.unsqueeze(-1)).sum(-1))
-        if normalize == "keys"
-        else (dq, dT, dz)
-    )
+    return dq, dS, dz
 
 
 def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:

@@ -172,7 +172,7 @@ class PerChannel(Decays):
 class _Joint:
     """The m pairs of 2m neighbouring blocks of s tokens. `since` (B g C d) are all rows, decayed since their block
     began, and `until` (B C d) all keys, decayed until it ends; both are changed in place, to blocks of a pair each.
-    `rows` (B m g s d) and `keys` (B m s d) are copies from before: rows of second blocks and keys of first ones.
+    `rows` (B m g s d) and `keys` (B m s d) are copies from before this: rows of second blocks, keys of first ones.
     `decays` (B 2m 1 d) are the decays over the blocks, `decay` (B m 1 d) those over the pairs."""
 
     def __init__(self, decays: Tensor, since: Tensor, until: Tensor, work: Workspace):

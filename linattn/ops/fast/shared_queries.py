@@ -14,9 +14,9 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.fast import linear
-from linattn.ops.fast.blocks import Place, Sizes, Workspace, empty_like, group_view, scan
+from linattn.ops.fast.blocks import Place, Workspace, empty_like, group_view, scan
 from linattn.ops.fast.decay_weights import decay_weights
+from linattn.ops.fast.linear import sizes
 from linattn.ops.numerics import infinite_if_none
 
 
@@ -45,10 +45,6 @@ def empty(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     blocks, S = sizes(views).count(n) if save else 0, views.S.flatten(0, -3)
     y = empty_like(call.v, (*call.S.shape[:-2], n, call.v.shape[-1]))
     return y, *(call.S.new_empty(shape) for shape in (call.S.shape, call.z.shape, (blocks, *S.shape)))
-
-
-def sizes(views: CausalCall) -> Sizes:
-    return linear.sizes(views)
 
 
 def heads_view(x: Tensor, call: CausalCall) -> Tensor:

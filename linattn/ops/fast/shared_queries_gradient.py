@@ -13,7 +13,8 @@ from linattn.ops.calls import CausalCall
 from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.fast.blocks import Workspace, empty_like, gradient_like, scan
 from linattn.ops.fast.decay_weights import sum_crossing
-from linattn.ops.fast.shared_queries import Block, arrange, forward, heads_view, sizes, write_states
+from linattn.ops.fast.linear import sizes
+from linattn.ops.fast.shared_queries import Block, arrange, forward, heads_view, write_states
 from linattn.ops.numerics import decay_gradient, summed
 from linattn.ops.operator import Tensors
 

@@ -1,5 +1,4 @@
-"""The delta rule in torch's own operators, without a loop over the length. Exported graphs hold this form, because
-whoever loads them may have no other operators. It serves every length, and torch differentiates it.
+"""The delta rule in torch's own operators, without a loop over the length.
 
 A chunk's tokens map the state that enters it to the one that leaves, T S + U. The definition's steps give [T, U] of all
 chunks at once, when they start from [1, 0]; each is then joined with the one before it, the two before these, and so
@@ -43,7 +42,8 @@ def _steps(count: int) -> int:
 
 
 def _states(maps: Tensor, S: Tensor, doublings: int) -> Tensor:
-    """Return the states before each of c chunks and after the last (… c+1 d dv), from the first, S, and maps [T, U]."""
+    """Return the states before each of c chunks and after the last (… c+1 d dv): S first, then each chunk's T S + U,
+    with its map [T, U]."""
     d, index = S.shape[-2], torch.arange(maps.shape[-3], device=maps.device)
     for distance in (2**i for i in range(doublings)):
         # not index_select, see `join`

@@ -1,5 +1,4 @@
-"""The chunked form without loops: all chunks at once, in torch's own operators. Exported graphs hold this form, because
-whoever loads them may have no other operators. It serves every length, and torch differentiates it.
+"""The chunked form without loops: all chunks at once, in torch's own operators.
 
 Inside a chunk it is the definition. Between chunks, the sums of chunks are added up, with the decays of whole chunks.
 It keeps a state for every chunk in memory, which the loops of `fast/linear.py` do not."""

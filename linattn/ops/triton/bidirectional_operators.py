@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from linattn.ops.calls import ReadCall, SumCall
-from linattn.ops.numerics import align, divide
+from linattn.ops.numerics import align, summed
 from linattn.ops.operator import Tensors
 from linattn.ops.triton import bidirectional_kernels as kernels
-from linattn.ops.triton.launch import Inputs, Rows, gradient_shape, in_words, launch_query_gradient, sum_splits, summed
+from linattn.ops.triton.launch import Inputs, Rows, gradient_shape, in_words, launch_query_gradient, sum_splits
 from linattn.ops.triton.layout import empty_like_tokens, readable
 from linattn.ops.triton.split_kernels import key_sums, query_sums
 from linattn.ops.triton.tiling import over_both, over_queries, over_values
@@ -52,20 +52,15 @@ def empty_sums_gradient(call: SumCall) -> Tensors:
 
 def _queries(call: ReadCall) -> tuple[Inputs, Tensor, Tensor]:
     """Return the kernels' view of the queries, expanded to all rows, and the sums S and z that they read."""
-    q, S, z, normalize, feature_map, _ = call
+    q, S, z, normalized, feature_map, _ = call
     lead, sums = call.lead, torch.broadcast_shapes(S.shape[:-2], z.shape[:-1])
     S, z = S.expand(*sums, *S.shape[-2:]), z.expand(*sums, z.shape[-1])
-    inputs = Inputs(lead, {"q": q.expand(*lead, *q.shape[-2:])}, S.shape[-1], feature_map, normalize == "output")
+    inputs = Inputs(lead, {"q": q.expand(*lead, *q.shape[-2:])}, S.shape[-1], feature_map, normalized)
     return inputs, align(S, len(lead) + 2).contiguous(), align(z, len(lead) + 1).contiguous()
 
 
-def _means(call: ReadCall) -> Tensor:
-    """Return the matrix that queries are multiplied with: S, or S / z if `normalize` is "keys"."""
-    return divide(call.S, call.z.unsqueeze(-1)) if call.normalize == "keys" else call.S
-
-
 def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
-    inputs, S, z = _queries(call._replace(S=_means(call)))
+    inputs, S, z = _queries(call)
     y, tiles = empty_like_tokens(inputs.tokens["q"], inputs.dv), over_values(*inputs.shape)
     rows = Rows(inputs, [*inputs.tokens.values(), y], z)
     rows.launch(kernels.read, tiles, rows.split(tiles), rows.shared(S, z))
@@ -79,15 +74,6 @@ def empty_outputs(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
 
 
 def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return dq, dS, dz. With "keys", y = φ(q) T and T = S / z, so dS = dT / z and dz = −(dT ∘ T) 1 / z."""
-    if call.normalize != "keys":
-        return _read_gradient(call, grads)
-    T, z = _means(call), call.z.unsqueeze(-1)
-    dq, dT, _ = _read_gradient(call._replace(S=T, normalize=None), grads)
-    return dq, divide(dT, z), -divide(dT * T, z).sum(-1)
-
-
-def _read_gradient(call: ReadCall, grads: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     (inputs, S, z), (dy,) = _queries(call), grads
     assert dy is not None
     dy, dq = readable(dy.to(call.q.dtype), inputs.lead), empty_like_tokens(inputs.tokens["q"], inputs.f)

@@ -110,7 +110,8 @@ def query_gradient(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr)
 
 @dev.jit
 def key_gradients(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
-    """Run from the last chunk to the first, with dS and dz, the gradients of the state after the chunk:
+    """Run from the last chunk to the first, with D, r, w and a as in `fast/linear.py`, δ as in `query_gradient`, and dS
+    and dz, the gradients of the state after the chunk:
 
         dk = (v dyᵀ − δ) ∘ Dᵀ φ(q) + w (v dSᵀ + dz)    dv = (φ(k) φ(q)ᵀ ∘ Dᵀ) dy + w φ(k) dS
         dS ← a dS + (r φ(q))ᵀ dy                       dz ← a dz − (r φ(q))ᵀ δ

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.calls import CausalCall
+from linattn.ops.numerics import summed
 from linattn.ops.operator import Tensors
 from linattn.ops.triton import causal_gradient_kernels, causal_kernels, one_token
 from linattn.ops.triton.decay_kernel import weigh
@@ -15,7 +16,6 @@ from linattn.ops.triton.launch import (
     in_words,
     launch_query_gradient,
     sum_splits,
-    summed,
 )
 from linattn.ops.triton.layout import empty_outputs, readable
 from linattn.ops.triton.one_token import readable_call
@@ -44,11 +44,8 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, ...]:
     if call.q.shape[-2] == 1:
         return one_token.forward(call)
     inputs, S, z = _with_weights(call)
-    y, S_end, z_end = (
-        empty_outputs(inputs.tokens["q"], inputs.lead, inputs.dv),
-        torch.empty_like(S),
-        torch.empty_like(z),
-    )
+    y = empty_outputs(inputs.tokens["q"], inputs.lead, inputs.dv)
+    S_end, z_end = torch.empty_like(S), torch.empty_like(z)
     rows, tiles = Rows(inputs, [*inputs.tokens.values(), y], z), over_values(*inputs.shape)
     splits = rows.split(tiles)
     rows.launch(causal_kernels.forward, tiles, splits, _initial_states(rows, S, z, splits), rows.shared(S_end, z_end))

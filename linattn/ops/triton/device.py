@@ -247,7 +247,7 @@ def load_keys(k, chunk, features, present, phi, K: tl.constexpr):
 
 @jit
 def load_values(v, chunk, values, present, K: tl.constexpr):
-    """Return the values of a chunk, (C, BV), rounded to K's precision; zeros for tokens masked or not inside."""
+    """Return the values of a chunk, (C, BV), rounded to K's precision, with zeros for tokens masked or not inside."""
     v_j = load(v, chunk, values)
     if K.MASKED:
         v_j = tl.where(present[:, None], v_j, 0.0)

@@ -1,7 +1,7 @@
 """Inputs in the layout that kernels read, and launches: the steps of every operator here around its kernels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,19 +40,16 @@ class Inputs:
     normalized: bool = False
     key_mask: Tensor | None = None
     log_decay: Tensor | None = None
-    constants: Constants = field(init=False)
 
     def __post_init__(self) -> None:
         self.originals, self.tokens = self.tokens, {name: readable(x, self.lead) for name, x in self.tokens.items()}
         self.key_mask, self.log_decay = (readable_scalars(x, self.lead) for x in (self.key_mask, self.log_decay))
         first = next(iter(self.tokens.values()))
         self.n, self.f, self.device = first.shape[-2], first.shape[-1], first.device
+        masked, decayed, precision = self.key_mask is not None, self.log_decay is not None, PRECISION[first.dtype]
         # the arguments of the rules in tiling.py
-        self.shape = (self.f, self.dv, first.dtype, self.device, self.log_decay is not None)
-        masked, decayed = self.key_mask is not None, self.log_decay is not None
-        self.constants = Constants(
-            self.normalized, masked, decayed, tl.constexpr(PRECISION[first.dtype]), self.f, self.dv
-        )
+        self.shape = (self.f, self.dv, first.dtype, self.device, decayed)
+        self.constants = Constants(self.normalized, masked, decayed, tl.constexpr(precision), self.f, self.dv)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -65,9 +62,10 @@ class Inputs:
         return self.empty(*self.lead, *x.shape[-2:])
 
 
-def _token_strides(x: Tensor, strides: Strides, dim: int, unit: int = 1) -> TokenStrides:
-    """Return strides of x: those over the rows, `strides` / `unit`, and from token to token, that of `dim`."""
-    step = x.stride(dim) if x.shape[dim] > 1 else 0
+def _token_strides(x: Tensor | None, strides: Strides, dim: int, unit: int = 1) -> TokenStrides:
+    """Return strides of x: those over the rows, `strides` / `unit`, and from token to token, that of `dim`. Those of
+    None are zeros."""
+    step = x.stride(dim) if x is not None and x.shape[dim] > 1 else 0
     outer, middle, inner = opaque(*(s // unit for s in strides))
     return TokenStrides(outer, middle, inner, tl.constexpr(step))
 
@@ -82,10 +80,6 @@ def as_pointers(q: Tensor, key_mask: Tensor | None, log_decay: Tensor | None) ->
     if key_mask is not None and key_mask.dtype == torch.bool:
         key_mask = key_mask.view(torch.uint8)
     return q if key_mask is None else key_mask, q if log_decay is None else log_decay
-
-
-def _scalar_strides(x: Tensor | None, strides: Strides) -> TokenStrides:
-    return TokenStrides(0, 0, 0, tl.constexpr(0)) if x is None else _token_strides(x, strides, -1)
 
 
 class States(NamedTuple):
@@ -110,7 +104,7 @@ class Rows:
         self.scalars = as_pointers(tokens[0], *scalars)
         self.strides = (
             tuple(_token_strides(x, s, -2, self.constants.UNIT) for x, s in zip(tokens, strides, strict=True)),
-            tuple(_scalar_strides(x, s) for x, s in zip(scalars, (of_mask, of_decay), strict=True)),
+            tuple(_token_strides(x, s, -1) for x, s in zip(scalars, (of_mask, of_decay), strict=True)),
         )
 
     def split(self, tiles: Tiles) -> Split:
@@ -201,11 +195,6 @@ def launch_query_gradient(
     sums = inputs.normalized and whole
     rows.launch(kernel, tiles, splits, state, numbers=[inverse, delta, *numbers], SUMS=sums, GRADIENT=True)
     return inverse, delta
-
-
-def summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x, summed over the rows that share x."""
-    return gradient if gradient.shape == x.shape else gradient.sum_to_size(*x.shape).to(x.dtype)
 
 
 def gradient_shape(x: Tensor, lead: Sequence[int]) -> Tensor:

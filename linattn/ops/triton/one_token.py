@@ -34,12 +34,8 @@ def forward(call: CausalCall) -> tuple[Tensor, ...]:
     plan = _cached_plan(layouts, q.dtype, normalize, feature_map)
     if plan is None:
         inputs, S, z = readable_call(call)
-        plan, (q, k, v), log_decay, key_mask = (
-            _plan(inputs, z),
-            inputs.tokens.values(),
-            inputs.log_decay,
-            inputs.key_mask,
-        )
+        plan, (q, k, v) = _plan(inputs, z), inputs.tokens.values()
+        log_decay, key_mask = inputs.log_decay, inputs.key_mask
     y = q.new_empty_strided(*plan.y)
     S_end, z_end = torch.empty_like(S), torch.empty_like(z)
     if plan.grid[0]:

@@ -1,4 +1,4 @@
-"""The passes around splits of a row: the sums of each split, and the states that enter it. Arguments: device.py."""
+"""Kernels for the splits of a row: the sums of each split, and the states that enter it (arguments: device.py)."""
 
 # type checkers do not see that the constant K is a record
 # pyright: reportAttributeAccessIssue=false
@@ -50,11 +50,8 @@ def query_sums(tokens, scalars, states, numbers, walk, phi, K: tl.constexpr):
     key_mask, decay = dev.in_row(scalars, walk.scalars, row, 1)
     inverse, delta, decays = numbers
     inverse, delta = dev.per_token(inverse, walk, False), dev.per_token(delta, walk, False)
-    dS_j, dz_j, total = (
-        tl.full((K.BV, K.BF), 0, tl.float32),
-        tl.full((K.BF,), 0, tl.float32),
-        tl.full((1,), 1, tl.float32),
-    )
+    dS_j, dz_j = tl.full((K.BV, K.BF), 0, tl.float32), tl.full((K.BF,), 0, tl.float32)
+    total = tl.full((1,), 1, tl.float32)
     chunks = tl.cdiv(stop - begin, K.C)
     for i in tl.range(0, chunks, num_stages=K.STAGES):
         chunk = dev.chunk(begin + (chunks - 1 - i) * K.C, stop, K.C)

@@ -47,7 +47,7 @@ class Rule(NamedTuple):
 
 
 def rule(f: int, dv: int, dtype: torch.dtype, device: torch.device, decayed: bool = False) -> Rule:
-    """Return the sizes, with three stages if shared memory allows: with two, loads would wait for earlier products."""
+    """Return the rule, with three stages if shared memory allows: with two, loads would wait for earlier products."""
     widest, memory = max(_power(f), _power(dv)), shared_memory(device)
     large, roomy = memory > 200 * 1024, memory > 160 * 1024
     if dtype == torch.float32:

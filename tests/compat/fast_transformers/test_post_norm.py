@@ -6,9 +6,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from linattn.attention import LinearAttention, SoftmaxAttention
+from linattn.compat.fast_transformers.post_norm import PostNormSequence
 from linattn.feature_maps import ElementwiseFeatureMap
 from linattn.nn import Branch, FeedForward, MultiheadAttention
-from linattn.nn.residual import PostNormSequence
 
 
 def stack(*, causal: bool, context: bool = False) -> PostNormSequence:

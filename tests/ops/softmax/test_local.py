@@ -37,13 +37,6 @@ def test_masked_tokens_leave_the_state_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
 
 
-@pytest.mark.parametrize("size", [0, -3])
-def test_an_empty_window_is_an_error(size):
-    x = torch.randn(1, 1, 3, 4)
-    with pytest.raises(ValueError, match=f"its size is {size}"):
-        local_attention(x, x, x, window=Window(size))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_the_blocks_of_an_exported_graph_see_the_same(causal, bucketed):

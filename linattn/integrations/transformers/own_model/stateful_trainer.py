@@ -14,7 +14,7 @@ from transformers import Trainer
 from linattn.integrations.transformers.own_model.cache import LinattnCache
 from linattn.integrations.transformers.own_model.heads import LinattnForCausalLM
 from linattn.models import TokenModelState
-from linattn.models.token_model import TokenModel, require_constant_state
+from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
 from linattn.states import (
     concatenate,
@@ -27,6 +27,7 @@ from linattn.states import (
     select,
     to,
 )
+from linattn.states.requirements import require_constant_state
 
 CONTINUES = "continues"
 """The column of examples that continue others."""

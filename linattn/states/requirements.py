@@ -1,0 +1,19 @@
+"""Refusals of models whose state cannot serve a purpose."""
+
+from linattn.attention.base import InnerAttention, KeysAndValues
+from linattn.models.token_model import TokenModel
+
+
+def require_causal(model: TokenModel, purpose: str) -> None:
+    """Raise ValueError if a model has attention and is not causal; `purpose` names the caller in the message."""
+    if not model.causal and any(isinstance(part, InnerAttention) for part in model.modules()):
+        raise ValueError(f"{purpose} needs a causal model, but this {type(model).__name__} is not")
+
+
+def require_constant_state(model: TokenModel, purpose: str) -> None:
+    """Raise ValueError if the state of an attention of the model grows with every token."""
+    for part in model.modules():
+        kind = part.state_kind if isinstance(part, InnerAttention) else None
+        if KeysAndValues in (kind, *getattr(kind, "__annotations__", {}).values()):
+            name = type(part).__name__
+            raise ValueError(f"{purpose} needs a state of constant size, but that of {name} grows with every token")
