@@ -54,7 +54,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 
 def set_default_mode(file: Path) -> None:
-    """Give a file the mode of a new file, as safetensors, also in transformers, writes files for their owner alone."""
+    """Give a file the mode of any new file. safetensors, and so transformers, lets only the owner read its files."""
     new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         new.touch()

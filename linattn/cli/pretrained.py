@@ -78,7 +78,8 @@ class PretrainedVocabulary:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text as the tokenizer begins it. Raise ValueError if there is none."""
+        """Return the tokens of a text, after those that the tokenizer puts before it. Raise ValueError if there is no
+        token."""
         tokens = self.tokenizer(text)["input_ids"] if self.has_tokenizer else list(text.encode())
         if not tokens and self.has_tokenizer and (begin := self.tokenizer.bos_token_id) is not None:
             tokens = [begin]

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _resume_begun(arguments: argparse.Namespace) -> None:
-    """After a restart by torchrun, let the same command go on with the run that it began. A complete one that is to be
-    replaced was there before."""
+    """After a restart by torchrun, resume the run that this command has begun. A complete run that --replace is to
+    replace is older than the command: do not resume it."""
     begun = open_run(arguments.out).description
     if begun["paths"] == arguments.data and not (arguments.replace and begun["finished"]):
         arguments.resume, arguments.replace, arguments.data = True, False, []

@@ -189,7 +189,8 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
 def share_sequences(
     model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments
 ) -> SequenceSharding | None:
-    """Let the model take a part of each sequence per process of a group, of which there may be several."""
+    """Let each process of a group compute one part of every sequence. There may be several groups, each with sequences
+    of its own."""
     if options.sequence_parallel == 1:
         return None
     shape = args.world_size // options.sequence_parallel, options.sequence_parallel

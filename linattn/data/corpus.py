@@ -15,8 +15,9 @@ from linattn.data.text import entire, open_texts, split, write_texts
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Says which data to take: those at the `paths`, in folders the files that `include` and `exclude` choose, of rows
-    the `field`. For validation the last `validation_part` of the bytes is taken, or what is at `validation_paths`."""
+    """Says which data to take: all data at the `paths`. In folders, `include` and `exclude` choose the files; in rows,
+    `field` is the name of the text's field. Validation takes the data at `validation_paths` or, without any, the last
+    `validation_part` of the bytes."""
 
     paths: Sequence[str]
     include: Sequence[str] = ()
@@ -57,7 +58,8 @@ def check_lengths(parts: Parts, context: int) -> None:
 def _write(
     choice: Choice, paths: Sequence[str], encoder: Encoder, folder: Path, names: Sequence[str]
 ) -> Sequence[Part]:
-    """Write the data at the paths, for one of the two parts or divided into both; return these parts."""
+    """Write the data at the paths into the parts with these `names`: "training", "validation", or both, between which
+    the data are divided. Return the parts."""
     sources, share = choice.sources(paths), choice.validation_part if len(names) > 1 else 0.0
     if sources.rows:
         return write_rows(sources.rows, choice.field, encoder, folder / names[0], share)[: len(names)]

@@ -7,8 +7,8 @@ import numpy as np
 
 
 class Piece(NamedTuple):
-    """Tokens of whole documents in a row. `edges` are the places where these begin, and then the end of the last one,
-    all counted from the first of them, wherever in a file that is."""
+    """The tokens of consecutive documents. `edges` are the places in their file where the documents begin, then the end
+    of the last one; the first token of the piece is at `edges[0]`."""
 
     tokens: np.ndarray
     edges: np.ndarray
@@ -42,7 +42,7 @@ class TokenRow:
         return np.concatenate(starts)
 
     def _overlaps(self, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-        """Yield the number of each piece that has tokens from `start` to `stop`, and which tokens of it these are."""
+        """Yield (i, first, last) for each piece i of which the tokens [first, last) are in [`start`, `stop`)."""
         i = int(np.searchsorted(self.borders, start, side="right")) - 1
         while i < len(self.pieces) and self.borders[i] < stop:
             begin = int(self.borders[i])

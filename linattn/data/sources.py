@@ -23,8 +23,8 @@ ROWS = 1000
 
 @contextmanager
 def rows_extra() -> Iterator[None]:
-    """Turn the import of a missing package into a CommandError that names the extra for rows. The commands name their
-    own extra for any other missing package, and that lacks these."""
+    """Turn the import of a missing package into a CommandError that names the extra "data". For other missing packages
+    the commands name their own extras, which do not install those that read rows."""
     with explained("rows cannot be read", MissingPackage), extra("data"):
         yield
 

@@ -95,8 +95,8 @@ class WindowChains(Dataset):
     """`length` windows in passes over all documents. Each pass cuts the documents into chains of consecutive windows
     and shuffles the chains. The first window of a document begins a chain; of all other windows this `share`, chosen at
     random, continues the chain of the window before, and the rest begins chains. Window i of the data set continues
-    window i − `rows`, or begins a chain. Only the first `rows` windows of a pass may be inside a chain and continue
-    none.
+    window i − `rows`, or begins a chain. Among the first `rows` windows of a pass, some are inside a chain, but
+    continue no window.
 
     The first window of a document begins with its first token. The last window reaches into the following document, and
     no window continues it. Window i depends on the seed, the number of rows and i alone."""

@@ -1,5 +1,5 @@
-"""The scan: all ranks are at the same layer. Each finds out what its tokens do to a state (`segments`), all tell each
-other, and each applies the maps of the ranks before it, in order, to the state before the first one.
+"""The scan: all ranks are at the same layer. Each computes the map of its tokens from state to state (`segments`),
+gathers those of all ranks, and applies the maps of the ranks before it, in order, to the state before the first one.
 
 It takes more products than the wave, but ranks may do something else together at each layer, as FSDP does over the same
 ranks. LASP-2, https://arxiv.org/abs/2502.07563."""
@@ -71,7 +71,8 @@ class _Fold:
 
 class _Gathering(torch.autograd.Function):
     """x, and the state before this rank's tokens. It is one function of both, and of the segment, so that all ranks
-    take part in the exchange of gradients, also the first, which reads no state, and the last, which nobody reads."""
+    take part in the exchange of gradients, also the first, which reads no segment, and the last, whose segment no
+    rank reads."""
 
     @staticmethod
     def forward(ctx: Any, fold: _Fold, x: Tensor, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ class SequenceSharding:
     _before: list[tuple[nn.Module, str, Any]] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
-        """Give the model its own methods back. Messages that nobody has received yet are waited for."""
+        """Restore the model's own methods, after all messages have been received."""
         self.line.finish()
         for module, name, attribute in reversed(self._before):
             delattr(module, name) if attribute is None else setattr(module, name, attribute)
@@ -147,7 +147,7 @@ def _carry(sharding: SequenceSharding, name: str, layer: Any) -> None:
 
 
 def _gather(sharding: SequenceSharding, name: str, layer: Any) -> None:
-    """Let a layer begin with the state to which the segments of the ranks before lead."""
+    """Let a layer begin with the state after the tokens of all ranks before, which the ranks' segments give."""
     own_extend, line = layer.extend, sharding.line
     count, axis = (3, 2) if isinstance(layer, InnerAttention) else (1, 1)
 

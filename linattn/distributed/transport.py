@@ -21,8 +21,8 @@ _DESCRIPTION = 1000
 
 
 class Line:
-    """The ranks of a `group` in order, each of which talks to the one before it and the one after it. A rank that waits
-    longer than `timeout` seconds (None: as long as the group's operations) raises an error that says for what."""
+    """The ranks of a `group` in order, each of which exchanges messages with the rank before it and the one after it. A
+    rank that waits longer than `timeout` seconds (None: the group's limit) raises an error that names the message."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

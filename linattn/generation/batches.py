@@ -135,7 +135,8 @@ class ContinuousBatch:
             row.begin()
 
     def _read(self) -> None:
-        """Read the next piece of all prompts that are not read to the end. Short rests are padded to one length."""
+        """Read the next piece of each prompt that is not read to the end. Pieces that are shorter than others are
+        padded."""
         rows = [row for row in self._reading.values() if row.unread][: PIECE // SHORTEST]
         if not rows:
             return
@@ -151,7 +152,8 @@ class ContinuousBatch:
             row.advance(len(piece), select(state, [i]))
 
     def _join(self) -> None:
-        """Let the rows whose prompts are read join the batch: the next token that it reads is their prompts' last."""
+        """Add the rows to the batch whose prompts are read but for the last token, which the batch's next call
+        reads."""
         ready = {number: row for number, row in self._reading.items() if not row.unread}
         if ready:
             batches = [] if self._batch is None else [self._batch]

@@ -49,9 +49,9 @@ class Draft(ABC):
 
 @final
 class PromptLookup(Draft):
-    """Guesses that the text repeats itself. Among the last earlier places with the `shortest` tokens that the text ends
-    with, it takes the one where most tokens before agree, up to `longest`, and the last of equal ones: what followed
-    there follows again. At most `max_tokens` are proposed at a time.
+    """Guesses that the text repeats itself: it proposes the tokens, at most `max_tokens`, that followed an earlier
+    occurrence of the text's last tokens. Of the last occurrences of its last `shortest` tokens it takes the one that
+    agrees with the end of the text in the most tokens, up to `longest`, and the last of equally long ones.
 
     `shortest=3` suits tokens that are bytes; with larger tokens, 2 finds more.
     https://github.com/apoorvumang/prompt-lookup-decoding"""
@@ -185,8 +185,9 @@ class DraftedRow:
 
 
 class DraftedBatch:
-    """Texts that are decoded with a draft, one per row. If all guesses of a row are right, the state after a call is
-    its next one; otherwise that holds wrong tokens, and the state before them stays, while the right ones wait."""
+    """Texts that are decoded with a draft, one per row. If all guesses of a row are right, the row goes on from the
+    state after the call. Otherwise this state has read wrong tokens: the row keeps the state before the call, and the
+    next call reads the right tokens again."""
 
     def __init__(self, model: TokenModel, draft: Draft, state: Any, prompts: list[list[int]], count: int):
         self.model, self.state = model, for_batch(state, len(prompts))

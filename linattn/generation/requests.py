@@ -39,8 +39,9 @@ class Request:
 
 
 class BatchState(NamedTuple):
-    """The rows that run. The state is that before `tokens`, which are read next or, if there are `logits`, that after
-    them. As rows of a state, all parts are selected and joined alike."""
+    """The running rows of a batch and their last `tokens`. Without `logits`, `state` is the state before these tokens,
+    which the next call reads; then `logits` and `state` are those after them. `seen` marks the tokens of each row's
+    text. The rows are the first dimension of all tensors, so that `select` and `concatenate` take this tuple."""
 
     state: TokenModelState
     seen: Bool[Tensor, "b v"]
@@ -71,7 +72,7 @@ class Row:
         return self.num_new == self.sampler.max_new_tokens or self.text[-1] in self.sampler.stops
 
     def begin(self) -> None:
-        """Begin to read the text, after what the cache knows of it."""
+        """Begin to read the text, after its longest beginning whose state is in the cache."""
         self.num_tokens, self.state = 0, self.start
         if self.cache is not None:
             self.num_tokens, state = self.cache.find(self.text[:-1])
@@ -93,7 +94,7 @@ class Row:
             self.states.clear()
 
     def first(self, model: TokenModel) -> BatchState:
-        """Return the state of a batch of this row alone, whose text but for the last token is read, for it to join."""
+        """Return this row, whose text is read but for the last token, as a batch of one row."""
         assert self.state is not None and not self.unread
         tokens = torch.tensor([self.text], device=model.device)
         seen = torch.zeros(1, model.vocab_size, dtype=torch.bool, device=model.device)
@@ -111,6 +112,7 @@ class Row:
 
 
 def _ordinary(state: TokenModelState) -> TokenModelState:
-    """Return a copy of tensors of inference mode that takes part in training, as all states in a cache do."""
+    """Return the state with copies of tensors that inference mode has made: unlike these, copies can be used in
+    training, as all states in a cache can."""
     with torch.inference_mode(False):
         return map_state(torch.clone, state)

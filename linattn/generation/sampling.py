@@ -94,7 +94,7 @@ def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:
 
 
 def nucleus(logits: Logits, top_p: float) -> Logits:
-    """Remove the least likely tokens, as many as together stay within probability 1 - p."""
+    """Remove as many of the least likely tokens as have a probability of at most 1 − `top_p` together."""
     ascending, order = logits.sort(dim=-1)
     removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     removed[:, -1] = False

@@ -102,8 +102,8 @@ def stream(
     draft: Draft | None = None,
     compile: bool = False,
 ) -> Iterator[Any]:
-    """Yield in each step one token per row, None for a row that has stopped (its stop token is given). For a single
-    prompt, [1, 2], yield its tokens.
+    """Yield in each step one token per row: the stop token too, and None after it. For a single prompt, [1, 2], yield
+    its tokens.
 
     The `model` is a causal one with logits. `prompts` are rows of tokens, of any lengths but zero, or the tokens of a
     single one; each gets `max_new_tokens` more, drawn as `sampling` says, unless one of `stop_tokens` comes first.

@@ -66,7 +66,7 @@ class AttentionCall(NamedTuple):
 def attention_function(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Make the model attend inside the block by `implementation`, the name of an attention function in transformers.
 
-    Our softmax raises ValueError for models whose attention no method of ours can replace."""
+    If it is the name of our softmax, raise ValueError for a model whose attention no method of ours can replace."""
     before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(implementation)
     try:

@@ -136,8 +136,8 @@ class Call:
 
 class Interface(NamedTuple):
     """Reads requests for the model of this `name`, for at most `max_tokens` new tokens each. The `vocabulary` has the
-    `stop_tokens` after which texts end, `prompt`, which returns the tokens of a text, and `decoder`. `chat` writes
-    messages as a prompt, a text or its tokens; it is None if there is no template for them."""
+    `stop_tokens` after which texts end, the function `prompt` from a text to its tokens, and a `decoder`. The function
+    `chat` turns messages into a prompt, as text or as tokens; it is None if there is no chat template."""
 
     name: str
     model: TokenModel

@@ -97,7 +97,7 @@ class Server:
                 return web.json_response(call.complete(texts))
 
     async def _pieces(self, call: Call, jobs: list[Job], started: float) -> AsyncGenerator[Piece]:
-        """Yield the pieces of the choices' texts. When the time is over, they end with what there is."""
+        """Yield the pieces of the choices' texts. When the time is over, unfinished texts end."""
         open_choices = dict(enumerate(call.choices))
         while open_choices:
             try:

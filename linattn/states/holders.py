@@ -13,14 +13,14 @@ from linattn.ops import nested
 
 @singledispatch
 def held_state(holder: Any) -> Any:
-    """Return the state that a holder holds. Anything else is a state already."""
+    """Return the state that an object holds, if its class is registered here; otherwise return the object itself."""
     return holder
 
 
 @singledispatch
 def hold(state: Any, example: Any) -> Any:
-    """Return a new holder of `state`: one like `example` if that is a holder, or one as the model `example` makes it.
-    If `example` has no holder, return `state` itself."""
+    """Return a new holder of `state`, like the holder `example`, or as the model `example` makes them for its states.
+    If the class of `example` is not registered, return `state` itself."""
     return state
 
 

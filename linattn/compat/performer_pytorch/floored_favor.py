@@ -116,9 +116,8 @@ class FlooredFavorAttention(InnerAttention):
         return projected - half_squared_norm(x).unsqueeze(-1), projected.amax(-1)
 
     def _with_floor(self, y: Tensor, features: Tensor, floor: Tensor, log_floor: Tensor) -> Tensor:
-        """Return the outputs. `features` are the queries with their floor, and `y` is `features` times the keys' sums
-        of φ(k) [v, 1]ᵀ, which lack the floor. The floor of the keys adds ε exp(log_floor) `floor`, times the sum of
-        `features`; `floor` is the sum of [v, 1]."""
+        """Return the outputs from y = φ Σ φ(k) [v, 1]ᵀ, where φ = `features` have the queries' floor, but φ(k) lack the
+        keys' floor: it adds ε exp(log_floor) Σ_f φ_f `floor` to y. `floor` is Σ [v, 1]."""
         weight = self.epsilon * features.sum(-1) * log_floor.exp().unsqueeze(2)
         y = y + weight.unsqueeze(-1) * floor.unsqueeze(2)
         return divide(y[..., :-1], y[..., -1:]).flatten(1, 2)

@@ -18,7 +18,7 @@ for one document per row."""
 
 
 def present_keys(mask: Shaped[Tensor, "b 1 1 m"] | None) -> Bool[Tensor, "b m"] | None:
-    """Return which keys are present, None if all are. A mask of documents hides no key."""
+    """Return which keys are present, None if all are. In a mask of document numbers, all are."""
     return None if mask is None or mask.dtype == DOCUMENTS or not mask.shape[-1] else mask[:, 0, 0].bool()
 
 

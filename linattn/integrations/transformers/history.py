@@ -1,4 +1,5 @@
-"""A state whose last tokens can be taken back: besides the state, the one some tokens earlier and what came since."""
+"""A state whose last tokens can be taken back. An earlier state is kept, too, with the inputs of all tokens since then:
+to take tokens back, those before them are read again."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class History:
         self.state, self.spans = state, spans
 
     def begin(self) -> Any:
-        """Return the state before the first token, None if there is none. It is found from recorded tokens."""
+        """Return the state before the first token of the text, None without a state. No recorded token is read."""
         if self.state is None:
             return None
         first = self.spans[0]
@@ -97,7 +98,7 @@ class History:
         return outputs
 
     def _fits(self, first: Any, second: Any) -> bool:
-        """Return whether the two can be joined: they may be too long, or a mask be missing in one of them."""
+        """Return whether two spans can be joined: not if they are too long together, or if only one has a mask."""
         short = self._length(first) + self._length(second) <= REACH
         forms = [map_state(lambda x: (*x.shape[: self.axis], *x.shape[self.axis + 1 :]), x) for x in (first, second)]
         return short and forms[0] == forms[1]

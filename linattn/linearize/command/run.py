@@ -227,7 +227,7 @@ def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work:
 
 
 def _announce(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace, seconds: float) -> None:
-    """Say if the budget is too small for the model, of which a forward pass and the teacher's take so many seconds."""
+    """Say if the budget is too small for the model. `seconds` is the time of its forward pass and the teacher's."""
     each = STEP * seconds * arguments.accumulate
     tokens = arguments.accumulate * batch["input_ids"].numel()
     note = budget_note(

@@ -178,7 +178,7 @@ def held_out_batches(tokens: TokenRow | np.ndarray, *, batch: int, count: int, *
 
 
 def probe_text(tokens: TokenRow) -> Tensor:
-    """Return the begin of the tokens, as much as probes read at most."""
+    """Return the first tokens, as many as the probes read at most."""
     return torch.from_numpy(tokens[:PROBE_TOKENS].astype(np.int64))
 
 

@@ -27,8 +27,8 @@ from linattn.integrations.transformers.hybrids.scans import (
 
 
 class Scan(NamedTuple):
-    """Our function for one of transformers', the operator that it calls, the package whose kernels are preferred, and
-    the names of the arguments (b n …) and of the state before them, if its tokens can be taken back."""
+    """Our function for one of transformers', the operator that it calls, and the package whose kernels are preferred.
+    If tokens can be taken back, `tokens` names the arguments (b n …) and `state` that of the state before them."""
 
     function: Callable[..., Any]
     operator: str
@@ -115,12 +115,13 @@ def global_names(layer: nn.Module) -> set[str]:
 
 
 def lacks_mark(layer: nn.Module) -> bool:
-    """Return whether a layer calls its scan without its own keyword arguments."""
+    """Return whether a layer does not pass its keyword arguments, and with them the mark, on to its scan."""
     return not global_names(layer).isdisjoint(WITHOUT_MARK)
 
 
 def mark_layer(layer: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Mark everything that a layer calls, by two hooks around its forward."""
+    """Mark every call that a layer makes, by two hooks around its forward, so that the functions installed by `Place`
+    use our scans in these calls."""
     return layer.register_forward_pre_hook(_enter), layer.register_forward_hook(_leave, always_call=True)
 
 

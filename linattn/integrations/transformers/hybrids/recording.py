@@ -29,7 +29,8 @@ class RecordedCall(NamedTuple):
 
 
 class RecordingLayer(LinearAttentionLayer):
-    """A layer with recurrent states whose `crop` is exact. `_recording_kind` joins it with each such class."""
+    """A layer of a cache with recurrent states, whose `crop` is exact. `_recording_kind` combines this class with each
+    of transformers' classes of such layers."""
 
     calls: deque[RecordedCall]
 

@@ -165,12 +165,13 @@ def _all_recorded(scans: dict[str, set[Place]], kept: dict[str, str]) -> bool:
 
 
 def _refuses_drafts(model: Any) -> bool:
-    """Return whether transformers refuses drafts because of the cache alone: it also needs this name for it."""
+    """Return whether transformers refuses assisted decoding because the model calls itself stateful, although its cache
+    has the name `past_key_values`, by which assisted decoding could take tokens back."""
     return getattr(model, "_is_stateful", False) and "past_key_values" in signature(model.forward).parameters
 
 
 def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[str, str]]:
-    """Return the places of scans by the names of their layers, and the reasons for everything that stays."""
+    """Return the places of the scans to replace, and the reasons why others are kept, both by the layers' names."""
     scans: dict[str, set[Place]] = {}
     kept: dict[str, str] = {}
     for name, layer in layers.items():
