@@ -62,8 +62,7 @@ def define(form: Any, name: str, schema: list[str]) -> Callable[..., tuple[Tenso
 def _library(
     name: str, schema: list[str], count: int, run: Callable[..., Any], empty: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define an operation with arguments `schema`: `run` computes `count` tensors, `empty` allocates them for
-    tracing."""
+    """Define an operation with arguments `schema`: `run` computes `count` tensors, `empty` allocates them to trace."""
     full, tags = f"{NAMESPACE}::{name}", (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     torch.library.define(full, f"({', '.join(schema)}) -> ({', '.join(['Tensor'] * count)})", tags=tags)
     # torch expects a single result by itself, not in a tuple

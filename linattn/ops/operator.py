@@ -176,8 +176,7 @@ class _Differentiable(_ReverseMode):
 
 
 class _Gradient(_ReverseMode):
-    """The gradient of a call. Its own derivatives are those of the definition's gradient, which torch
-    differentiates."""
+    """The gradient of a call. For its own derivatives torch differentiates the gradient of the definition."""
 
     @staticmethod
     def forward(form: DifferentiableBackend, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensors:

@@ -26,7 +26,10 @@ def _causal(name: str, kernels: Backend, chunks: Backend, definition: Backend) -
     return Operator(name, CausalCall, 3, backends)
 
 
-_NO_KERNELS = "has no kernels for the delta rule; on a GPU too it runs as matrix products of torch"
+_NO_DELTA_KERNELS = delta_definition.BACKEND._replace(
+    name="triton",
+    unsupported=lambda _: "has no kernels for the delta rule; on a GPU too it runs as matrix products of torch",
+)
 _LINEAR = Backend("chunked", None, linear.forward, linear_gradient.gradient, linear.empty, saved=2, loops=True)
 _SHARED = Backend(
     "chunked", None, shared_queries.forward, shared_queries_gradient.gradient, shared_queries.empty, saved=1, loops=True
@@ -39,15 +42,5 @@ GATED = _causal("gated", triton.GATED, _LINEAR, linear_definition.GATED)
 SHARED = _causal("shared", triton.CAUSAL, _SHARED, linear_definition.CAUSAL)
 SUM_KEYS = Operator("sum_keys", SumCall, 2, (triton.SUM_KEYS, all_keys.SUM_KEYS, linear_definition.SUM_KEYS))
 READ = Operator("read", ReadCall, 1, (triton.READ, all_keys.READ, linear_definition.READ))
-DELTA = Operator(
-    "delta",
-    DeltaCall,
-    2,
-    (
-        delta_definition.BACKEND._replace(name="triton", unsupported=lambda _: _NO_KERNELS),
-        recurrent.DELTA,
-        _DELTA,
-        plain_delta.BACKEND,
-        delta_definition.BACKEND,
-    ),
-)
+_DELTA_FORMS = (_NO_DELTA_KERNELS, recurrent.DELTA, _DELTA, plain_delta.BACKEND, delta_definition.BACKEND)
+DELTA = Operator("delta", DeltaCall, 2, _DELTA_FORMS)

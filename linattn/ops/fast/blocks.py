@@ -59,8 +59,7 @@ class Workspace:
 
 
 def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `x.new_empty(shape)`. Large tensors lie in large pages, which Linux gives to programs that request
-    them."""
+    """Return `x.new_empty(shape)`. Large tensors lie in large pages, which a program has to request from Linux."""
     y = x.new_empty(shape)
     # fake tensors have no memory
     if sys.platform == "linux" and type(y) is Tensor and y.device.type == "cpu" and y.nbytes >= LARGE:

@@ -160,7 +160,6 @@ class KeySums:
 
     @staticmethod
     def _earlier(x: Tensor, first: Tensor) -> Tensor:
-        """Shift the tokens of a block (cb C f) by one, so that each holds its predecessor; the first holds `first`
-        (b 1 f)."""
+        """Shift the tokens of a block (cb C f) by one: each holds its predecessor, the first one `first` (b 1 f)."""
         ends = torch.cat([first.expand(-1, -1, x.shape[2]), x[: len(x) - len(first), -1:]])
         return torch.cat([ends, x[:, :-1]], 1)

@@ -80,8 +80,7 @@ def _block_gradient(block: Block, S_start: Tensor, dN: Tensor, dS_end: Tensor) -
 
 
 def _quotient_gradient(dN: Tensor, N: Tensor, d: Tensor | None) -> None:
-    """Turn `dN` (B H C e) in place from dy, the gradient of outputs N / d, into that of [N, d], [dy / d, −dy·N /
-    d²]."""
+    """Turn `dN` (B H C e) in place from dy, the gradient of N / d, into that of [N, d], [dy / d, −dy·N / d²]."""
     assert d is not None
     dN.div_(d)
     dN[..., -1:] = (dN[..., :-1] * N).sum(-1, keepdim=True).div_(d).neg_()

@@ -1,5 +1,4 @@
-"""Compaction: present tokens move to the left, keep their order, and move back, so that a masked token is a missing
-one.
+"""Compaction: present tokens move to the left in their order, and back, so that a masked token is a missing token.
 
 Operations that count tokens (windows, convolutions, projections of the sequence) run on the left-packed tokens, of
 which the first `total` are present and the others zeros: they cannot tell padded sequences from unpadded ones."""

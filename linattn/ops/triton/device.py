@@ -117,8 +117,7 @@ def both(rows, columns):
 
 @jit
 def where(flag, inside):
-    """Return the mask `inside` if flag, else False. Not as flag & inside, which is an integer in Triton's
-    interpreter."""
+    """Return the mask `inside` if flag, else False. In Triton's interpreter flag & inside would be an integer."""
     return tl.where(flag, inside, False)
 
 
