@@ -21,7 +21,7 @@ from linattn.distributed.transport import (
     with_sizes,
 )
 from linattn.models.loss import NO_LABEL
-from linattn.ops.tokens.compaction import compact, pack, real, unpack
+from linattn.ops.tokens.compaction import compact, pack, packed_mask, unpack
 from linattn.types import TokenIds, TokenMask
 
 Group = DeviceMesh | dist.ProcessGroup
@@ -72,7 +72,8 @@ def _next_labels(labels: Tensor, key_mask: TokenMask) -> Tensor:
     if key_mask is None:
         return F.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
     where = compact(key_mask)
-    targets = _next_labels(pack(labels.unsqueeze(-1), where).squeeze(-1).masked_fill(~real(where), NO_LABEL), None)
+    packed = pack(labels.unsqueeze(-1), where).squeeze(-1).masked_fill(~packed_mask(where), NO_LABEL)
+    targets = _next_labels(packed, None)
     return unpack(targets.unsqueeze(-1), where, key_mask).squeeze(-1).masked_fill(~key_mask, NO_LABEL)
 
 

@@ -22,7 +22,7 @@ from linattn.models.loss import NO_LABEL, count_following
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
-from linattn.ops.tokens.compaction import compact, pack, real
+from linattn.ops.tokens.compaction import compact, pack, packed_mask
 from linattn.states.requirements import require_causal
 from linattn.types import TokenIds, TokenMask
 
@@ -57,8 +57,8 @@ def segmented_loss(
         # to the left, where the next token of each is the next in its row
         wheres = compact(key_mask), compact(F.pad(key_mask, (0, following), value=True))
         tokens, labels = (pack(x.unsqueeze(-1), y).squeeze(-1) for x, y in zip((tokens, labels), wheres, strict=True))
-        key_mask = real(wheres[0])
-        labels = labels.masked_fill(~real(wheres[1]), NO_LABEL)
+        key_mask = packed_mask(wheres[0])
+        labels = labels.masked_fill(~packed_mask(wheres[1]), NO_LABEL)
     targets = F.pad(labels[:, 1:], (0, 1 - following), value=NO_LABEL)
     count = (targets != NO_LABEL).sum().clamp(min=1)
 

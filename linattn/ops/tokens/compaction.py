@@ -35,7 +35,7 @@ def pack(x: Shaped[Tensor, "*b n d"], where: Compaction, /) -> Shaped[Tensor, "*
     """Move the present tokens of x to the left, and put zeros behind them instead of the masked tokens."""
     # not take_along_dim, which exports for one length only
     x = x.gather(-2, where.order.unsqueeze(-1).expand_as(x))
-    return x.masked_fill(~real(where).unsqueeze(-1), 0)
+    return x.masked_fill(~packed_mask(where).unsqueeze(-1), 0)
 
 
 def unpack(
@@ -46,7 +46,7 @@ def unpack(
     return y.masked_fill(~key_mask.unsqueeze(-1), 0)
 
 
-def real(where: Compaction, /) -> Bool[Tensor, "*b n"]:
+def packed_mask(where: Compaction, /) -> Bool[Tensor, "*b n"]:
     """Return the mask of present tokens after `pack`: True for the first `total`."""
     return torch.arange(where.order.shape[-1], device=where.order.device) < where.total.unsqueeze(-1)
 
@@ -100,7 +100,7 @@ def pack_heads(q: Queries, k: Keys, v: Values, key_mask: KeyMask, /) -> PackedHe
     query_mask = per_query_head(key_mask, q.shape[1])
     where, queries = compact(key_mask), compact(query_mask)
     q, k, v = pack(q, queries), pack(k, where), pack(v, where)
-    return PackedHeads(q, k, v, real(where), where.total, (queries, query_mask))
+    return PackedHeads(q, k, v, packed_mask(where), where.total, (queries, query_mask))
 
 
 def per_query_head(x: Shaped[Tensor, "b hk *rest"], num_heads: int, /) -> Shaped[Tensor, "b h *rest"]:

@@ -16,8 +16,8 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 # as `base.infinite_if_none`: what is smaller has lost its terms to rounding
 _NONE = tl.constexpr(2.0**-126 / 2.0**-23)
 
-# of `rounded`, as a rule
-_AGAIN = tl.constexpr(False)
+# by default, the compiler may repeat a rounding
+_REPEATABLE = tl.constexpr(False)
 
 
 @jit
@@ -100,7 +100,7 @@ def cast(x, TYPE: tl.constexpr):
 
 
 @jit
-def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _AGAIN):
+def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _REPEATABLE):
     """Round x to what tensor cores multiply at PRECISION: they would cut the last bits off, which biases sums."""
     if PRECISION == "bf16":
         return _nearest_bfloat16(x.to(tl.float32)) if _INTERPRETED else _bfloat16(x, ONCE)

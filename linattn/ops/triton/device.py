@@ -15,7 +15,7 @@ import triton.language as tl
 from linattn.ops.triton.arithmetic import cast, early, hidden, jit, rounded, transposed
 
 # by default, tiles are not transposed
-_STRAIGHT = tl.constexpr(False)
+_NOT_TRANSPOSED = tl.constexpr(False)
 
 # fields of each token that `decay_kernel.weigh` writes: its weight since the chunk began and until it ends; the base-2
 # logarithm of the first, as a float32 and its rounding error; and where its sequence begins in the chunk, less C;
@@ -166,7 +166,7 @@ def load(x, chunk, columns):
 
 
 @jit
-def store(x, chunk, columns, tile, TRANSPOSED: tl.constexpr = _STRAIGHT):
+def store(x, chunk, columns, tile, TRANSPOSED: tl.constexpr = _NOT_TRANSPOSED):
     places, inside = _tile(x, chunk, columns)
     tl.store(places, transposed(cast(tile, x[0].dtype.element_ty), TRANSPOSED), mask=inside)
 
@@ -213,7 +213,7 @@ def mapped(x, inside, phi):
 def load_queries(q, chunk, features, present, phi, K: tl.constexpr):
     """Return φ(q) of a chunk, (C, BF). Where a token is not `present`, features that are not finite become zero; finite
     ones stay, as a masked token's query still attends. Outputs of tokens beyond the chunk are not stored."""
-    return map_queries(load(q, chunk, features), features, present, _STRAIGHT, phi, K)
+    return map_queries(load(q, chunk, features), features, present, _NOT_TRANSPOSED, phi, K)
 
 
 @jit

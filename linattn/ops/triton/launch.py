@@ -15,13 +15,13 @@ from linattn.ops.triton.layout import (
     Strides,
     TokenStrides,
     Walk,
+    alignment,
     empty_like_tokens,
     on_device_of,
     opaque,
     readable,
     readable_scalars,
     unfold,
-    unit,
 )
 from linattn.ops.triton.maps import MAPS
 from linattn.ops.triton.split_kernels import enter
@@ -99,7 +99,7 @@ class Rows:
         rows = unfold(inputs.lead, [*tokens, *scalars, z])
         *strides, of_mask, of_decay, of_state = rows.strides
         self.inputs, self.tokens, (self.number, self.size1, self.size2, _) = inputs, tuple(tokens), rows
-        self.constants = inputs.constants._replace(UNIT=unit(tokens, rows))
+        self.constants = inputs.constants._replace(UNIT=alignment(tokens, rows))
         self.state_strides = [s if z is None else s // max(1, z.shape[-1]) for s in of_state]
         self.scalars = as_pointers(tokens[0], *scalars)
         self.strides = (

@@ -161,7 +161,7 @@ def empty_outputs(q: Tensor, lead: Sequence[int], channels: int) -> Tensor:
     return q.new_empty(*lead, q.shape[-2], channels)
 
 
-def unit(tokens: Sequence[Tensor], rows: Rows) -> int:
+def alignment(tokens: Sequence[Tensor], rows: Rows) -> int:
     """Return the largest power of two, up to 16, that divides every stride of `tokens`, the first tensors of `rows`:
     kernels read so many numbers at a time. It hardly ever depends on the length, and a new one needs no new kernel."""
     steps = (x.stride(-2) if x.shape[-2] > 1 else 0 for x in tokens)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops.tokens.compaction import compact, last_tokens, pack, real, unpack
+from linattn.ops.tokens.compaction import compact, last_tokens, pack, packed_mask, unpack
 from tests.laws import masks
 
 every_mask = pytest.mark.parametrize("kind", ["left", "right", "holes", "all"])
@@ -22,7 +22,7 @@ def test_what_order_rank_and_total_are(kind):
         assert torch.equal(where.order[row, : len(present)], present)
         assert torch.equal(where.order[row].sort().values, torch.arange(20))
         assert torch.equal(where.rank[row, present], torch.arange(len(present)))
-        assert torch.equal(real(where)[row], torch.arange(20) < len(present))
+        assert torch.equal(packed_mask(where)[row], torch.arange(20) < len(present))
 
 
 @every_mask

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn.ops.triton.layout import empty_like_tokens, readable, shared_groups, too_many_dimensions, unfold, unit
+from linattn.ops.triton.layout import alignment, empty_like_tokens, readable, shared_groups, too_many_dimensions, unfold
 
 
 def places(x: Tensor, lead: tuple[int, ...]) -> list[int]:
@@ -42,7 +42,7 @@ def test_units_hang_on_channels_and_not_on_the_length() -> None:
     for channels, expected in ((64, 16), (40, 8), (5, 1)):
         for n in (1, 7, 64, 100):
             x = torch.randn(2, n, 3, channels).transpose(1, 2)
-            assert unit([x], unfold((2, 3), [x])) in ((expected,) if n > 1 else (expected, 16))
+            assert alignment([x], unfold((2, 3), [x])) in ((expected,) if n > 1 else (expected, 16))
 
 
 def test_only_what_cannot_be_read_is_copied() -> None:
