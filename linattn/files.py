@@ -26,9 +26,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def flush_to_disk(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
+    windows = os.name == "nt"
+    if path.is_dir() and windows:
         return  # Windows has no descriptor of a folder
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only what is open for writing
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

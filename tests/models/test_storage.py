@@ -1,7 +1,10 @@
 import errno
+import fcntl
 import json
 import os
 import pickle
+import stat
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +37,28 @@ def test_files_are_these_and_dtypes_stay(tmp_path):
     model.save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == FILES
     assert {parameter.dtype for parameter in LanguageModel.load(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_files_have_the_mode_of_any_new_file(tmp_path):
+    """safetensors lets only the owner read its files."""
+    (tmp_path / "any").touch()
+    small_model(elu).save(tmp_path)
+    assert {(tmp_path / name).stat().st_mode for name in FILES} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_files_are_flushed_through_a_descriptor_that_may_write(tmp_path, monkeypatch):
+    """Windows flushes no other file, and no folder."""
+    flushed = []
+
+    def fsync(descriptor: int) -> None:
+        assert stat.S_ISREG(os.fstat(descriptor).st_mode)
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        flushed.append(descriptor)
+
+    windows = SimpleNamespace(**{**vars(os), "name": "nt", "fsync": fsync})
+    monkeypatch.setattr("linattn.files.os", windows)
+    small_model(elu).save(tmp_path)
+    assert len(flushed) == len(FILES)
 
 
 def test_tied_weights_are_stored_once(tmp_path):
