@@ -225,7 +225,7 @@ def test_rotary_features_make_the_whole_of_pieces() -> None:
     ("options", "message"),
     [
         ({"normalize": "rows"}, "normalize must be"),
-        ({"decay": Decay(2)}, "belongs to causal attention"),
+        ({"decay": Decay(2)}, "belong to causal attention"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
