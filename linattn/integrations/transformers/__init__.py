@@ -8,7 +8,7 @@ from linattn.checks import extra
 with extra("transformers"):
     import transformers
 
-    from linattn.integrations.transformers import held_states
+    from linattn.integrations.transformers import held_states, sharded_sequence
     from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
     from linattn.integrations.transformers.own_model.cache import LinattnCache
     from linattn.integrations.transformers.own_model.config import LinattnConfig
@@ -51,3 +51,4 @@ for auto, own in CLASSES.items():
 register_target_modules()
 install()
 held_states.register()
+sharded_sequence.register()
