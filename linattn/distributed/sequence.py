@@ -85,7 +85,8 @@ def shard_sequence(
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
     for instance by DDP or FSDP. Parts may differ in length. The result's `undo()` takes the changes back.
 
-    The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have, and returns, on the
+    The model is one of ours, has our layers in it, or is one of transformers after `speed_up`, or with our attention;
+    the latter get positions, and take no cache and no labels. `extend` takes a state that all ranks have, and returns, on the
     last rank, the state after all tokens, which `last_state` gives to all.
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further

@@ -189,7 +189,8 @@ class _ScanHandover:
         def extend(x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
             past = x.new_zeros(*x.shape[:2], width) if past is None else past
             inputs = torch.cat([past, x], -1)
-            y = convolution(**arguments | {"hidden_states": inputs}).as_subclass(Tensor)
+            extended: dict[str, Any] = {**arguments, "hidden_states": inputs}
+            y = convolution(**extended).as_subclass(Tensor)
             return y[..., width:], inputs[..., x.shape[-1] :]
 
         return self.sharding.exchange(extend, arguments["hidden_states"], None, None, "convolution")[0]

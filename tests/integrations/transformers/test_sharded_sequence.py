@@ -3,14 +3,18 @@
 import contextlib
 import io
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from linattn.distributed import SequenceSharding, sequence_loss, shard_sequence
+from linattn.distributed import SequenceSharding, sequence_loss, shard_sequence, split_sequence
 from linattn.integrations.transformers import speed_up
 from tests.integrations.transformers.hybrids.families import FAMILIES, SELECTIVE, VOCABULARY
 from tests.integrations.transformers.hybrids.families import make as hybrid
@@ -80,7 +84,58 @@ def test_every_hybrid_model():
     run_in_group(2, hybrids)
 
 
+class SequenceTrainer(transformers.Trainer):
+    """Every rank reads the same rows, and learns from its part of each."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=2)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Tensor:
+        part = split_sequence(inputs["input_ids"], group=dist.group.WORLD)
+        return sequence_loss(model(input_ids=part.tokens).logits, part.labels, group=dist.group.WORLD)
+
+
+def trainer(rank: int, folder: Path) -> None:
+    """Weights after three steps of SGD."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    os.environ |= dict(zip(names, (str(rank), str(rank), "2", "2", "localhost", "29500"), strict=True))
+    rows = torch.randint(VOCABULARY, (6, 24), generator=torch.Generator().manual_seed(0))
+    model, expected = (decoder(DECODERS["llama"], attn_implementation="linattn:elu") for _ in range(2))
+    share(model)
+    options = {"learning_rate": 0.01, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    arguments = transformers.TrainingArguments(
+        folder, **options, max_steps=3, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    SequenceTrainer(model, arguments, train_dataset=[{"input_ids": row} for row in rows]).train()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
+    for batch in rows.split(2):
+        optimizer.zero_grad()
+        expected.train()(batch, labels=batch, use_cache=False).loss.backward()
+        optimizer.step()
+    for weight, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert error(weight, wanted) < 1e-6
+
+
+def test_transformers_trainer(tmp_path):
+    run_in_group(2, trainer, tmp_path)
+
+
 def decoders(rank: int) -> None:
+    model = decoder(DECODERS["llama"], attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"layers.0.self_attn, a LlamaAttention, attends by 'sdpa'.*linattn:softmax"):
+        share(model)
+    model.set_attn_implementation("linattn:elu")
+    sharding, tokens = share(model), torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="is sharded already"):
+        share(model)
+    for options, message in (
+        ({"labels": tokens}, "split_sequence moves them"),
+        ({"use_cache": True}, "takes no cache"),
+        ({"attention_mask": torch.tensor([[rank, 1, 1, 1]])}, "padded needs position_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **options)
+    sharding.undo()
     methods = itertools.cycle(("elu", "favor", "retention", "local+elu", "softmax"))
     for (name, family), method in zip(DECODERS.items(), methods, strict=False):
         is_one_process(rank, f"{name} by {method}", decoder(family, attn_implementation=f"linattn:{method}"))
