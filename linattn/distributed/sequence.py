@@ -86,12 +86,13 @@ def shard_sequence(
     for instance by DDP or FSDP. Parts may differ in length. The result's `undo()` takes the changes back.
 
     The model is one of ours, has our layers in it, or is one of transformers after `speed_up`, or with our attention;
-    the latter get positions, and take no cache and no labels. `extend` takes a state that all ranks have, and returns, on the
-    last rank, the state after all tokens, which `last_state` gives to all.
+    the latter get positions, and take no cache and no labels. `extend` takes a state that all ranks have, and returns,
+    on the last rank, the state after all tokens, which `last_state` gives to all.
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
-    products, which takes every causal layer; or "scan", where all ranks are at the same layer. None takes the wave,
-    unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks outnumber the layers. A
+    products, which takes every causal layer; or "scan", where all ranks are at the same layer, which takes our layers.
+    None takes the wave, unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks
+    outnumber the layers, and the scan takes all layers. A
     rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that says why.
 
     Raises ValueError, on every rank, for layers that are not causal, see all tokens at once, or cannot hand on a
