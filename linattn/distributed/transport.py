@@ -147,8 +147,8 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
 
-def unpacked(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of the shapes and dtypes of those in `like`, read from the buffer."""
-    parts = buffer.split([num_bytes([x]) for x in like])
+def unpacked(buffer: Tensor, forms: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of the shapes and dtypes of those in `forms`, read from the buffer."""
+    parts = buffer.split([num_bytes([x]) for x in forms])
     # copies: a part of the buffer may begin where a number of its dtype may not
-    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, like, strict=True)]
+    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, forms, strict=True)]

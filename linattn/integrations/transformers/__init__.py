@@ -3,12 +3,14 @@ scans in its hybrid models (`hybrids`).
 
 Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
+import torch
+
 from linattn.checks import extra
 
 with extra("transformers"):
     import transformers
 
-    from linattn.integrations.transformers import held_states, sharded_sequence
+    from linattn.integrations.transformers import held_states
     from linattn.integrations.transformers.hybrids.speed_up import SpeedUp, speed_up
     from linattn.integrations.transformers.own_model.cache import LinattnCache
     from linattn.integrations.transformers.own_model.config import LinattnConfig
@@ -51,4 +53,8 @@ for auto, own in CLASSES.items():
 register_target_modules()
 install()
 held_states.register()
-sharded_sequence.register()
+# not every build of torch has it
+if torch.distributed.is_available():
+    from linattn.integrations.transformers import sharded_sequence
+
+    sharded_sequence.register()
