@@ -1,10 +1,11 @@
 """What several processes gain with one sequence, and what it costs, on one thread each.
 
-    python benchmarks/devices.py [--parts sequence] [--ranks 2] [--tokens 16384] [--repeats 5] [--engine wave]
+    python benchmarks/devices.py [--parts sequence] [--ranks 2] [--tokens 16384,65536] [--repeats 5] [--engine wave]
     python benchmarks/devices.py --parts summary [--tokens 16384]
 
 sequence: each rank holds its part of the tokens of a model with random weights, of 6 layers of 256 channels. Times are
-medians of turns in which one process reads, or trains on, all tokens, and then all ranks their parts. With `--clock
+medians of turns in which one process reads, or trains on, all tokens, and then all ranks their parts, after a turn
+with few tokens that does not count. With `--clock
 process` they are the processor seconds of the slowest rank, which do not count the time that it waits for others.
 
 summary: the maps of segments, which the scan needs, beside the attentions themselves, in seconds of the process."""
@@ -31,11 +32,12 @@ from linattn.models.loss import next_token_loss
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import map_state
 
-PARTS = ("sequence", "summary")
 MODELS = ("elu", "local+elu", "ssd", "gated_delta", "kda")
 SIZES: dict[str, Any] = {"vocab_size": 257, "dim": 256, "depth": 6, "num_heads": 8, "window": 64, "convolution": 4}
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 HEADS, CHANNELS = 8, 64
+# tokens of the turn that does not count
+WARM_UP = 4096
 ATTENTIONS = ("elu", "favor", "roformer", "retention", "ssd", "gla", "delta", "gated_delta", "kda", "local")
 
 
@@ -79,32 +81,34 @@ def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
     group = dist.group.WORLD
     assert group is not None
     for attention in options.attentions.split(","):
-        whole, sharded = model(attention), model(attention)
-        sharding = shard_sequence(sharded, group, engine=options.engine)
-        tokens = torch.randint(256, (1, options.tokens), generator=torch.Generator().manual_seed(0))
-        part = split_sequence(tokens, group=group)
-
-        alone, together = reading_and_training(whole, tokens), reading_and_training(sharded, part, group)
-        # while one process has all tokens, the others wait
-        for name in alone:
-            ratios, times = [], []
-            for _ in range(options.repeats + 1):
-                one = seconds_of_all(alone[name] if rank == 0 else lambda: None, options.clock)
-                sent = sharding.line.bytes_sent
-                several = seconds_of_all(together[name], options.clock)
-                sent = sharding.line.bytes_sent - sent
-                ratios.append(one / several)
-                times.append((one, several))
-            if rank == 0:
-                one, several = (statistics.median(x) for x in zip(*times[1:], strict=True))
-                ratio, layer = statistics.median(ratios[1:]), sent / SIZES["depth"] / 1000
-                figures = f"{one:7.2f} s alone, {several:7.2f} s on {options.ranks} ranks: {ratio:5.2f} ×"
-                print(
-                    f"{attention:12} {name:9} {options.tokens:>7,} tokens {figures}, {layer:,.0f} kB/layer", flush=True
-                )
-        sharding.undo()
+        for tokens in map(int, options.tokens.split(",")):
+            compare(attention, tokens, group, options)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def compare(attention: str, length: int, group: Any, options: argparse.Namespace) -> None:
+    """Print the seconds of one process and of all, and the bytes that the first rank sends per layer."""
+    whole, sharded = model(attention), model(attention)
+    sharding = shard_sequence(sharded, group, engine=options.engine)
+    counts = [min(length, WARM_UP), *[length] * options.repeats]
+    for name in ("prefill", "training"):
+        times, sent = [], 0
+        for n in counts:
+            tokens = torch.randint(256, (1, n), generator=torch.Generator().manual_seed(0))
+            alone = reading_and_training(whole, tokens)[name]
+            together = reading_and_training(sharded, split_sequence(tokens, group=group), group)[name]
+            # while one process has all tokens, the others wait
+            one = seconds_of_all(alone if dist.get_rank() == 0 else lambda: None, options.clock)
+            before = sharding.line.bytes_sent
+            times.append((one, seconds_of_all(together, options.clock)))
+            sent = sharding.line.bytes_sent - before
+        if dist.get_rank() == 0:
+            one, several = (statistics.median(x) for x in zip(*times[1:], strict=True))
+            ratio, layer = statistics.median(x / y for x, y in times[1:]), sent / SIZES["depth"] / 1000
+            figures = f"{one:7.2f} s alone, {several:7.2f} s on {options.ranks} ranks: {ratio:5.2f} ×"
+            print(f"{attention:12} {name:9} {length:>7,} tokens {figures}, {layer:,.0f} kB/layer", flush=True)
+    sharding.undo()
 
 
 def gates(needs: AnyNeeds, n: int) -> Any:
@@ -168,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="sequence")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--tokens", default="16384")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--attentions", default=",".join(MODELS))
     parser.add_argument("--engine", choices=("wave", "scan"), default=None)
@@ -181,7 +185,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.start_processes(sequence, (folder, options), nprocs=options.ranks, start_method="spawn")
     if "summary" in options.parts.split(","):
-        summary(options.tokens, options.repeats)
+        summary(int(options.tokens), options.repeats)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from linattn.distributed.transport import (
-    Line,
-    header_of,
-    leaves_of,
-    num_bytes,
-    packed,
-    tensors_in,
-    unpacked,
-    with_leaves,
-    with_sizes,
-)
+from linattn.distributed.transport import Line, tensors_in
 from linattn.models.loss import NO_LABEL
+from linattn.ops.nested import map_state
 from linattn.ops.tokens.compaction import compact, pack, packed_mask, unpack
 from linattn.types import TokenIds, TokenMask
 
@@ -97,11 +88,8 @@ def last_state(state: Any, *, group: Group) -> Any:
     """Return, on every rank of the `group`, the `state` that `extend` returned on the last one: that after all tokens.
     It has no gradient."""
     line = Line(process_group(group))
-    leaves = leaves_of(state)
-    device = next((x.device for x in tensors_in(leaves)), line.group_device)
-    header = header_of(leaves).to(device)
-    dist.broadcast(header, group=line.group, group_src=line.size - 1)
-    metas = with_sizes(leaves, header)
-    buffer = packed(leaves) if line.is_last else torch.empty(num_bytes(metas), dtype=torch.uint8, device=device)
-    dist.broadcast(buffer, group=line.group, group_src=line.size - 1)
-    return with_leaves(state, unpacked(buffer, metas))
+    # copies: what is sent of a view is the tensor that it is part of
+    box = [map_state(lambda x: x.detach().clone(), state) if line.is_last else None]
+    dist.broadcast_object_list(box, group=line.group, group_src=line.size - 1)
+    own = next(iter(tensors_in(state)), None)
+    return box[0] if own is None else map_state(lambda x: x.to(own.device), box[0])

@@ -5,6 +5,7 @@ What goes over the wires is a state per layer, whatever the length. There are tw
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from linattn.attention.base import InnerAttention
-from linattn.distributed.layers import layers_with_states, without_segment
+from linattn.distributed.layers import Layers, layers_with_states, without_segment
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
 from linattn.distributed.segments import position_segment, segment
-from linattn.distributed.transport import Line, leaves_of, tensors_in
+from linattn.distributed.transport import Line, tensors_in
 from linattn.distributed.wave import carried
 from linattn.models.token_model import TokenModel
 from linattn.names import unknown_name
-from linattn.nn import MultiheadAttention
+from linattn.nn import GatedConvolution, MultiheadAttention
 from linattn.nn.attention import AttentionState
-from linattn.nn.modes import evaluating
 from linattn.nn.residual import ReversibleSequence, Stack
 from linattn.ops.nested import map_state
 
@@ -39,19 +39,39 @@ class SequenceSharding:
     reason: str
     layers: list[str]
     line: Line = field(repr=False)
-    _before: list[tuple[nn.Module, str, Any]] = field(init=False, repr=False, default_factory=list)
+    _changes: list[Callable[[], object]] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
         """Restore the model's own methods, after all messages have been received."""
         self.line.finish()
-        for module, name, attribute in reversed(self._before):
-            delattr(module, name) if attribute is None else setattr(module, name, attribute)
-        self._before = []
+        for undo in reversed(self._changes):
+            undo()
+        self._changes = []
 
-    def replace(self, module: nn.Module, name: str, attribute: Any) -> None:
-        """Put `attribute`, such as a method, in the place of the module's own of this name."""
-        self._before.append((module, name, vars(module).get(name)))
-        setattr(module, name, attribute)
+    def undo_by(self, undo: Callable[[], object]) -> None:
+        """Let the function `undo` take back a change of the model."""
+        self._changes.append(undo)
+
+    def replace(self, owner: Any, name: str, attribute: Any) -> None:
+        """Put `attribute`, such as a method, in the place of the owner's own of this name."""
+        own = vars(owner).get(name)
+        self.undo_by(partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own))
+        setattr(owner, name, attribute)
+
+    def exchange(
+        self,
+        extend: Callable[[Tensor, Any], tuple[Tensor, Any]],
+        x: Tensor,
+        state: Any,
+        own: Callable[[], Any] | None,
+        name: str,
+    ) -> tuple[Tensor, Any]:
+        """Return extend(x, past), where the past is the state that the ranks before leave, and `state` is the one
+        before their tokens. `own`, which the wave does not need, returns the segment of this rank's tokens. `name`
+        names the layer in errors."""
+        if self.engine == "wave" or own is None:
+            return carried(self.line, extend, x, state, name)
+        return extend(*gathered(self.line, own(), x, state))
 
     def __str__(self) -> str:
         return f"{len(self.layers)} layers by {self.engine} over {self.line.size} ranks: {self.reason}"
@@ -65,12 +85,14 @@ def shard_sequence(
     the whole sequence too, if each rank differentiates its part (`sequence_loss`) and they are averaged over the ranks,
     for instance by DDP or FSDP. Parts may differ in length. The result's `undo()` takes the changes back.
 
-    The model is one of ours, or has our layers in it. `extend` takes a state that all ranks have, and returns, on the
-    last rank, the state after all tokens, which `last_state` gives to all.
+    The model is one of ours, has our layers in it, or is one of transformers after `speed_up`, or with our attention;
+    the latter get positions, and take no cache and no labels. `extend` takes a state that all ranks have, and returns,
+    on the last rank, the state after all tokens, which `last_state` gives to all.
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
-    products, which takes every causal layer; or "scan", where all ranks are at the same layer. None takes the wave,
-    unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks outnumber the layers. A
+    products, which takes every causal layer; or "scan", where all ranks are at the same layer, which takes our layers.
+    None takes the wave, unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks
+    outnumber the layers, and the scan takes all layers. A
     rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that says why.
 
     Raises ValueError, on every rank, for layers that are not causal, see all tokens at once, or cannot hand on a
@@ -78,42 +100,47 @@ def shard_sequence(
     if engine is not None and engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     line = Line(process_group(group), timeout)
-    chosen, reason, layers, problem = "", "", dict[str, nn.Module](), ""
+    chosen, reason, layers, problem = "", "", Layers({}, []), ""
     try:
-        chosen, reason = _engine(model, line, engine)
-        layers = layers_with_states(model, composed=chosen == "wave")
-        obstacle = next(filter(None, map(without_segment, layers.values())), None) if chosen == "scan" else None
-        if obstacle is not None:
-            raise ValueError(f"the scan has no map of a segment for {type(obstacle).__name__}: take engine='wave'")
-        for name, layer in layers.items():
+        layers = layers_with_states(model)
+        chosen, reason = _engine(model, layers, line, engine)
+        for name, layer in layers.own.items():
             if "extend" in vars(layer):
                 raise ValueError(f"{name or 'the model'} is sharded already: call undo() of what that returned")
     except ValueError as error:
         problem = str(error)
-    for rank, other in enumerate(line.descriptions(problem)):
+    for rank, other in enumerate(line.texts(problem)):
         if other:
             raise ValueError(problem or f"rank {rank}: {other}")
     dtypes = ", ".join(sorted({str(x.dtype) for x in model.parameters()}))
-    line.agree(f"{type(model).__name__} with {len(layers)} layers by {chosen} and parameters of {dtypes}")
-    sharding = SequenceSharding(chosen, reason, list(layers), line)
-    for name, layer in layers.items():
-        (_carry if chosen == "wave" else _gather)(sharding, name or type(model).__name__, layer)
-    for module in model.modules():
-        _prepare(sharding, module)
+    line.agree(f"{type(model).__name__} with {len(layers.names)} layers by {chosen} and parameters of {dtypes}")
+    sharding = SequenceSharding(chosen, reason, layers.names, line)
+    for name, layer in layers.own.items():
+        _hand_on(sharding, name or type(model).__name__, layer)
+    for each in layers.foreign:
+        each.install(sharding)
+    for name, module in model.named_modules():
+        _prepare(sharding, name, module)
     for name in ("forward", "extend", "hidden", "extend_hidden"):
         if hasattr(model, name):
             sharding.replace(model, name, _compared(line, model, getattr(model, name)))
     return sharding
 
 
-def _engine(model: nn.Module, line: Line, engine: str | None) -> tuple[str, str]:
-    """Return the engine and the reason for it."""
+def _engine(model: nn.Module, layers: Layers, line: Line, engine: str | None) -> tuple[str, str]:
+    """Return the engine and the reason for it. Raise ValueError if a layer has no map for the scan."""
+    unknown = [type(part).__name__ for part in map(without_segment, layers.own.values()) if part is not None]
+    unknown += ["layers of another library"] if layers.foreign else []
+    if engine == "scan" and unknown:
+        raise ValueError(f"the scan has no map of a segment for {unknown[0]}: take engine='wave'")
     if engine is not None:
         return engine, "as was asked for"
+    if unknown:
+        return "wave", f"the scan has no map of a segment for {unknown[0]}"
     if any(_shares_ranks(parameter, line) for parameter in model.parameters()):
         return "scan", "parameters are sharded over the same ranks, which meet at each layer anyway"
-    layers = layers_with_states(model, composed=True)
-    if line.size > len(layers) and not any(map(without_segment, layers_with_states(model, composed=False).values())):
+    depth = sum(isinstance(part, (MultiheadAttention, GatedConvolution)) for part in model.modules())
+    if line.size > (depth or len(layers.own)):
         return "scan", "a wave does not gain from more ranks than layers"
     return "wave", "no layer waits for all ranks"
 
@@ -127,40 +154,31 @@ def _shares_ranks(parameter: nn.Parameter, line: Line) -> bool:
     return any(len(own.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)
 
 
-def _carry(sharding: SequenceSharding, name: str, layer: Any) -> None:
-    """Let the state of a layer come from the rank before, and go on to the next."""
-    own_extend, examples = layer.extend, dict[Any, Any]()
-    count, axis = (3, 2) if isinstance(layer, InnerAttention) else (1, 1)
+def _hand_on(sharding: SequenceSharding, name: str, layer: Any) -> None:
+    """Let a layer begin with the state that the ranks before leave."""
+    own_extend, is_attention = layer.extend, isinstance(layer, InnerAttention)
+    axis = 2 if is_attention else 1
 
     def extend(inputs: tuple[Tensor, ...], state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
-        with evaluating(layer):
-            # dropout would draw numbers
-            empty, grows = _example(examples, own_extend, inputs, options, axis)
-        x, *others = inputs
-
         def after(x: Tensor, past: Any) -> tuple[Tensor, Any]:
-            return own_extend(x, *others, past, **options)
+            return own_extend(x, *inputs[1:], past, **options)
 
-        return carried(sharding.line, after, x, state, empty, grows=grows, what=name)
+        def own() -> Any:
+            tokens, known = inputs[1:] if is_attention else inputs, options
+            if sharding.line.is_last:
+                # nobody reads its segment
+                tokens, known = _no_tokens(tokens, axis), {key: _no_tokens(x, axis) for key, x in options.items()}
+            return segment(layer, *tokens, **known)
 
-    _replace_calls(sharding, layer, count, extend)
+        # an empty tensor stands for inputs that a convolution gets from the ranks before, see `_hand_on_positions`
+        state = None if isinstance(state, Tensor) and not state.numel() else state
+        return sharding.exchange(after, inputs[0], state, own, name)
+
+    _replace_calls(sharding, layer, 3 if is_attention else 1, extend)
 
 
-def _gather(sharding: SequenceSharding, name: str, layer: Any) -> None:
-    """Let a layer begin with the state after the tokens of all ranks before, which the ranks' segments give."""
-    own_extend, line = layer.extend, sharding.line
-    count, axis = (3, 2) if isinstance(layer, InnerAttention) else (1, 1)
-
-    def extend(inputs: tuple[Tensor, ...], state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
-        known, x = options, inputs[0]
-        tokens = inputs[1:] if count == 3 else inputs
-        if line.is_last:
-            # nobody reads its segment
-            tokens, known = (_first(y, axis, 0) for y in (tokens, options))
-        x, past = gathered(line, segment(layer, *tokens, **known), x, state)
-        return own_extend(x, *inputs[1:], past, **options)
-
-    _replace_calls(sharding, layer, count, extend)
+def _no_tokens(inputs: Any, axis: int) -> Any:
+    return map_state(lambda x: x.narrow(min(axis, x.ndim - 1), 0, 0), inputs)
 
 
 def _replace_calls(
@@ -183,31 +201,7 @@ def _replace_calls(
     sharding.replace(layer, "forward", torch.compiler.disable(forward))
 
 
-def _example(
-    known: dict[Any, Any], extend: Any, inputs: tuple[Tensor, ...], options: dict[str, Any], axis: int
-) -> tuple[Any, bool]:
-    """Return a state after no tokens, and whether a state after one token has other sizes. Results are kept in
-    `known`."""
-    everything = tensors_in([*inputs, *leaves_of(tuple(options.values()))])
-    device = inputs[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    key = tuple((*x.shape[:axis], *x.shape[axis + 1 :], x.dtype) for x in everything), tuple(options), autocast
-    if key not in known:
-        with torch.no_grad():
-            states = [extend(*_first(inputs, axis, n), None, **_first(options, axis, n))[1] for n in (0, 1)]
-        sizes = [[getattr(leaf, "shape", leaf) for leaf in leaves_of(state)] for state in states]
-        known[key] = states[0], sizes[0] != sizes[1]
-    return known[key]
-
-
-def _first(inputs: Any, axis: int, n: int) -> Any:
-    """Return the first n tokens, or all if there are fewer, of all tensors in a tuple or dictionary."""
-    if isinstance(inputs, dict):
-        return {name: _first(x, axis, n) for name, x in inputs.items()}
-    return map_state(lambda x: x.narrow(min(axis, x.ndim - 1), 0, min(n, x.shape[min(axis, x.ndim - 1)])), inputs)
-
-
-def _prepare(sharding: SequenceSharding, module: Any) -> None:
+def _prepare(sharding: SequenceSharding, name: str, module: Any) -> None:
     """Let positions count the tokens of the ranks before, keep a stack from packing tokens, and make a reversible
     sequence run `extend` in the place of `forward`."""
     if isinstance(module, ReversibleSequence):
@@ -218,9 +212,8 @@ def _prepare(sharding: SequenceSharding, module: Any) -> None:
         sharding.replace(module, "packs", False)
     if isinstance(module, TokenModel) and module.positions is not None:
         sharding.replace(module, "embed", _with_positions(sharding.line, module.embed))
-    scans = sharding.engine == "scan" and isinstance(module, MultiheadAttention)
-    if scans and module.rotary is not None and not module.is_cross_attention:
-        _gather_positions(sharding, module)
+    if isinstance(module, MultiheadAttention) and module.rotary is not None and not module.is_cross_attention:
+        _hand_on_positions(sharding, name, module)
 
 
 def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,29 +230,26 @@ def _with_positions(line: Line, embed: Callable[..., Any]) -> Callable[..., Any]
     return embed_later
 
 
-def _gather_positions(sharding: SequenceSharding, layer: Any) -> None:
-    own_extend, line = layer.extend, sharding.line
+def _hand_on_positions(sharding: SequenceSharding, name: str, layer: Any) -> None:
+    """Let rotary positions begin after the present tokens of the ranks before."""
+    own_extend = layer.extend
 
     def extend(inputs: tuple[Tensor, ...], state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
-        (x,) = inputs
-        x, position = gathered(line, position_segment(x, **options), x, None if state is None else state.position)
-        if position is None:
-            return own_extend(x, None, **options)
-        past = AttentionState(None, _no_inputs(layer, x), None) if state is None else state
-        return own_extend(x, past._replace(position=position), **options)
+        (x,), own, position = inputs, position_segment(inputs[0], **options), None
+
+        def count(x: Tensor, past: Any) -> tuple[Tensor, Any]:
+            nonlocal position
+            position = past
+            return x, own.after(past)
+
+        x, _ = sharding.exchange(count, x, None if state is None else state.position, lambda: own, f"{name}.rotary")
+        if state is None and position is not None:
+            none = x[:, :0]
+            none = (none,) * 3 if layer.convolution_on == "projections" else none
+            state = AttentionState(None, None if layer.convolution is None else none, None)
+        return own_extend(x, None if state is None else state._replace(position=position), **options)
 
     _replace_calls(sharding, layer, 1, extend)
-
-
-def _no_inputs(layer: Any, x: Tensor) -> Any:
-    """Return the state of a layer's convolutions before any input."""
-    if layer.convolution is None:
-        return None
-    projected, device = layer.convolution_on == "projections", x.device.type
-    dtype = torch.get_autocast_dtype(device) if projected and torch.is_autocast_enabled(device) else x.dtype
-    parts = layer.convolution.parts if projected else [layer.convolution]
-    zeros = [x.new_zeros(len(x), y.weight.shape[0] - 1, y.weight.shape[1], dtype=dtype) for y in parts]
-    return tuple(zeros) if projected else zeros[0]
 
 
 def _compared(line: Line, model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,7 +269,7 @@ def _compared(line: Line, model: nn.Module, method: Callable[..., Any]) -> Calla
 
 
 def _described(model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
-    tensors = tensors_in([*leaves_of(arguments), *leaves_of(tuple(options.values()))])
+    tensors = tensors_in((arguments, tuple(options.values())))
     rows = "no tensors" if not tensors else f"{tensors[0].shape[0]} rows of {tensors[0].dtype}"
     given = [name for name, x in options.items() if x is not None]
     mode = "training" if model.training else "evaluation"

@@ -1,23 +1,24 @@
 """Messages between the processes of a group: states, and their gradients.
 
-The processes are the ranks of a group, in the order of the tokens that they hold. A message is one buffer with all
-tensors of a state. A rank does not wait until its message has been received."""
+The processes are the ranks of a group, in the order of the tokens that they hold. A state is sent with a header, which
+says of what it consists, so that the receiver needs to know nothing. A rank does not wait until its message has been
+received."""
 
+import pickle
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-# more messages than a model has layers; each keeps its buffer alive until it has been received
-_LARGEST_BACKLOG = 1024
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_DIMENSIONS = 6
-# the longest description of a call or a model that ranks compare, in bytes
-_DESCRIPTION = 1000
+from linattn.ops.nested import map_state
+
+# more messages than a model sends in a pass; each keeps its buffer alive until it has been received
+_LARGEST_BACKLOG = 8192
 
 
 class Line:
@@ -56,6 +57,19 @@ class Line:
         while self._backlog:
             self._backlog.popleft()[0].wait()
 
+    def send_state(self, state: Any, rank: int) -> None:
+        """Send a state, nested tuples of tensors and of numbers that are options of a layer."""
+        header, numbers = self._encoded(state)
+        for x in (torch.tensor([len(header), len(numbers)], device=self.device), header, numbers):
+            if len(x):
+                self.send(x, rank)
+
+    def receive_state(self, rank: int, what: str) -> Any:
+        """Return the state that the `rank` sends; `what` names it in errors."""
+        sizes = self.receive(torch.empty(2, dtype=torch.int64, device=self.device), rank, what).tolist()
+        parts = (torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes)
+        return _decoded(*(self.receive(x, rank, what) if len(x) else x for x in parts))
+
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the x of all ranks, which have the same number of elements."""
         self.bytes_sent += x.numel() * x.element_size()
@@ -63,114 +77,78 @@ class Line:
         dist.all_gather(everything, x, group=self.group)
         return everything
 
-    def descriptions(self, mine: str) -> list[str]:
-        """Return the texts that the ranks gave, of at most 1,000 bytes each."""
-        device = self.group_device
-        encoded = mine.encode()[:_DESCRIPTION].ljust(_DESCRIPTION, b"\0")
-        own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
-        texts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(texts, own, group=self.group)
-        return [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace") for x in texts]
+    def gather_states(self, state: Any) -> list[Any]:
+        """Return the states of all ranks, whose tensors may differ in length."""
+        header, numbers = self._encoded(state)
+        own = torch.tensor([len(header), len(numbers)], device=self.device)
+        sizes = [x.tolist() for x in self.gather(own)]
+        padding = max(map(sum, sizes)) - int(own.sum())
+        rows = self.gather(F.pad(torch.cat([header, numbers]), (0, padding)))
+        return [_decoded(*row[: sum(size)].split(size)) for row, size in zip(rows, sizes, strict=True)]
+
+    def texts(self, mine: str) -> list[str]:
+        """Return the texts of all ranks."""
+        everything = [""] * self.size
+        dist.all_gather_object(everything, mine, group=self.group)
+        return everything
 
     def agree(self, mine: str) -> None:
         """Raise ValueError on every rank unless the description `mine` is the same on all."""
-        first, *others = self.descriptions(mine)
+        first, *others = self.texts(mine)
         for rank, text in enumerate(others, 1):
             if text != first:
                 raise ValueError(f"all ranks must do the same, but rank 0 has {first}, and rank {rank} {text}")
 
     @property
-    def group_device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device of the tensors that the group sends: the current GPU, or the CPU."""
         if dist.get_backend(self.group) in ("gloo", "mpi"):
             return torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator()
         return torch.device("cpu") if accelerator is None else accelerator
 
-
-class Format(NamedTuple):
-    """The format of a message. `leaves` are the leaves of a state after no tokens, whose tensors have the right dtypes
-    and, unless the state `grows` with the tokens, the right sizes; if it does, a header with the sizes comes before the
-    message."""
-
-    leaves: list[Any]
-    grows: bool
+    def _encoded(self, state: Any) -> tuple[Tensor, Tensor]:
+        """Return the header of a state, its form without numbers, and the bytes of its numbers."""
+        form = pickle.dumps(map_state(lambda x: torch.empty_like(x, device="meta"), state))
+        header = torch.frombuffer(bytearray(form), dtype=torch.uint8).to(self.device)
+        return header, packed(tensors_in(state)).to(self.device)
 
 
-def is_learned(leaf: Any) -> bool:
-    """Tell whether a leaf of a state has a gradient."""
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+def _decoded(header: Tensor, numbers: Tensor) -> Any:
+    form = pickle.loads(bytes(header.tolist()))
+    return with_tensors(form, unpacked(numbers, tensors_in(form)))
 
 
-def leaves_of(state: Any) -> list[Any]:
-    """Return everything in nested tuples that is no tuple: tensors, None, and numbers that are options of a layer."""
-    return [leaf for part in state for leaf in leaves_of(part)] if isinstance(state, tuple) else [state]
+def is_learned(x: Tensor) -> bool:
+    """Tell whether a tensor of a state has a gradient."""
+    return x.is_floating_point()
 
 
-def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
-    """Return the nested tuples of `state` with its leaves replaced, in order, by `leaves`."""
-    following = iter(leaves)
-
-    def built(part: Any) -> Any:
-        if not isinstance(part, tuple):
-            return next(following)
-        parts = [built(x) for x in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
-
-    return built(state)
+def tensors_in(state: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples."""
+    found: list[Tensor] = []
+    map_state(found.append, state)
+    return found
 
 
-def header_of(leaves: Sequence[Any]) -> Tensor:
-    """Return a table with a row per leaf: the number of its dtype from 1 on (0: no tensor), dimensions and sizes."""
-    header = torch.zeros(len(leaves), 2 + _DIMENSIONS, dtype=torch.int64)
-    for row, leaf in zip(header, leaves, strict=True):
-        if isinstance(leaf, Tensor):
-            sizes = [1 + _DTYPES.index(leaf.dtype), leaf.ndim, *leaf.shape]
-            row[: len(sizes)] = torch.tensor(sizes)
-    return header
+def with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the `state` with its tensors replaced, in order."""
+    following = iter(tensors)
+    return map_state(lambda _: next(following), state)
 
 
-def with_sizes(leaves: Sequence[Any], header: Tensor) -> list[Any]:
-    """Return the leaves with tensors without storage, of the sizes that the `header` tells."""
-    described = []
-    for leaf, (kind, ndim, *sizes) in zip(leaves, header.tolist(), strict=True):
-        other = None if isinstance(leaf, Tensor) else leaf
-        described.append(torch.empty(sizes[:ndim], dtype=_DTYPES[kind - 1], device="meta") if kind else other)
-    return described
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def send_leaves(line: Line, rank: int, form: Format, leaves: Sequence[Any], device: torch.device) -> None:
-    """Send the tensors among the `leaves` of a state to the `rank`."""
-    if form.grows:
-        line.send(header_of(leaves).to(device), rank)
-    if num_bytes(leaves):
-        line.send(packed(leaves), rank)
-
-
-def receive_leaves(line: Line, rank: int, form: Format, device: torch.device, what: str) -> list[Any]:
-    """Return what `send_leaves` sent; `what` names it in errors."""
-    leaves = form.leaves
-    if form.grows:
-        leaves = with_sizes(leaves, line.receive(header_of(leaves).to(device), rank, what))
-    buffer = torch.empty(num_bytes(leaves), dtype=torch.uint8, device=device)
-    return unpacked(line.receive(buffer, rank, what) if len(buffer) else buffer, leaves)
-
-
-def tensors_in(leaves: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def num_bytes(leaves: Sequence[Any]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors_in(leaves))
-
-
-def packed(leaves: Sequence[Any]) -> Tensor:
+def packed(tensors: Sequence[Tensor]) -> Tensor:
     """Return the bytes of all tensors, one after the other."""
-    return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors_in(leaves)])
+    rows = [x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
 
-def unpacked(buffer: Tensor, leaves: Sequence[Any]) -> list[Any]:
-    """Return the `leaves` with each tensor replaced by one of the same shape and dtype, read from the buffer."""
-    parts = iter(buffer.split([num_bytes([x]) for x in tensors_in(leaves)]))
+def unpacked(buffer: Tensor, forms: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of the shapes and dtypes of those in `forms`, read from the buffer."""
+    parts = buffer.split([num_bytes([x]) for x in forms])
     # copies: a part of the buffer may begin where a number of its dtype may not
-    return [next(parts).clone().view(x.dtype).view(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+    return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, forms, strict=True)]

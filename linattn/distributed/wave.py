@@ -1,7 +1,7 @@
-"""The wave: a layer begins with the state that the rank before has after its own call of the layer.
+"""The wave: a part of a layer that has a state begins with the one that the rank before has after its own call.
 
-Rank 0 is one layer ahead of rank 1, and so on, as in a pipeline, so that no layer waits for all ranks: L layers on P
-ranks take the time of L + P − 1 layers."""
+As in a pipeline, rank 1 is behind rank 0 by one such part, for instance an attention without its projections, rank 2 by
+two, and so on, so that no layer waits for all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,45 +10,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn.distributed.transport import (
-    Format,
-    Line,
-    is_learned,
-    leaves_of,
-    num_bytes,
-    packed,
-    receive_leaves,
-    send_leaves,
-    unpacked,
-    with_leaves,
-)
+from linattn.distributed.transport import Line, is_learned, num_bytes, packed, tensors_in, unpacked, with_tensors
 
 
 def carried(
-    line: Line,
-    extend: Callable[[Tensor, Any], tuple[Tensor, Any]],
-    x: Tensor,
-    state: Any,
-    empty: Any,
-    *,
-    grows: bool,
-    what: str,
+    line: Line, extend: Callable[[Tensor, Any], tuple[Tensor, Any]], x: Tensor, state: Any, what: str
 ) -> tuple[Tensor, Any]:
     """Return extend(x, past), where the past is `state` on the first rank, and on the others the state that the rank
-    before has after its own call. Send the new state on.
-
-    `empty` is a state of no tokens, which shows what a message consists of; `grows` tells whether sizes depend on the
-    tokens. `what` names the layer in errors."""
+    before has after its own call. Send the new state on. `what` names the layer in errors."""
     # the gradient of a state goes back even where no input has one: a rank would wait for ever for one that never comes
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
-    form = Format(leaves_of(empty), grows)
     past = state
     if not line.is_first:
-        x, *leaves = _Arrival.apply(line, form, what, x, anchor)
-        past = with_leaves(empty, leaves)
+        received = line.receive_state(line.rank - 1, f"the state of {what}")
+        x, *tensors = _Arrival.apply(line, x, anchor, *(y.to(x.device) for y in tensors_in(received)))
+        past = with_tensors(received, tensors)
     y, after = extend(x, past)
     if not line.is_last:
-        y = _Departure.apply(line, form, what, y, anchor, *leaves_of(after))
+        line.send_state(after, line.rank + 1)
+        y = _Departure.apply(line, what, y, anchor, *tensors_in(after))
     return y, after
 
 
@@ -57,29 +37,27 @@ class _Arrival(torch.autograd.Function):
     gradient of the state back."""
 
     @staticmethod
-    def forward(ctx: Any, line: Line, form: Format, what: str, x: Tensor, anchor: Tensor) -> tuple[Any, ...]:
-        leaves = receive_leaves(line, line.rank - 1, form, x.device, f"the state of {what}")
-        ctx.line, ctx.learned = line, [is_learned(leaf) for leaf in leaves]
-        ctx.mark_non_differentiable(*(x for x in leaves if isinstance(x, Tensor) and not is_learned(x)))
-        return x.view_as(x), *leaves
+    def forward(ctx: Any, line: Line, x: Tensor, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.line, ctx.learned = line, [is_learned(y) for y in tensors]
+        ctx.mark_non_differentiable(*(y for y in tensors if not is_learned(y)))
+        return x.view_as(x), *tensors
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         own = [grad for grad, learned in zip(grads, ctx.learned, strict=True) if learned]
         if own:
-            ctx.line.send(packed(own), ctx.line.rank - 1)
-        return None, None, None, dx, None
+            ctx.line.send(packed(own).to(ctx.line.device), ctx.line.rank - 1)
+        return None, dx, None, *(None for _ in grads)
 
 
 class _Departure(torch.autograd.Function):
     """y, after the state was sent on; the gradient of the state comes back with that of y."""
 
     @staticmethod
-    def forward(ctx: Any, line: Line, form: Format, what: str, y: Tensor, anchor: Tensor, *leaves: Any) -> Tensor:
-        send_leaves(line, line.rank + 1, form, leaves, y.device)
+    def forward(ctx: Any, line: Line, what: str, y: Tensor, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.line, ctx.what = line, what
-        ctx.metas = [torch.empty_like(leaf, device="meta") if is_learned(leaf) else None for leaf in leaves]
+        ctx.forms = [torch.empty_like(x, device="meta") if is_learned(x) else None for x in tensors]
         # reading it makes activation checkpointing compute, and send, again, before this rank waits
         ctx.save_for_backward(y.new_empty(0))
         return y.view_as(y)
@@ -88,9 +66,9 @@ class _Departure(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
-        line, grads = ctx.line, ctx.metas
-        if num_bytes(grads):
-            buffer = torch.empty(num_bytes(grads), dtype=torch.uint8, device=dy.device)
-            what = f"the gradient of the state of {ctx.what}"
-            grads = unpacked(line.receive(buffer, line.rank + 1, what), grads)
-        return None, None, None, dy, None, *grads
+        line, learned = ctx.line, [x for x in ctx.forms if x is not None]
+        buffer = torch.empty(num_bytes(learned), dtype=torch.uint8, device=line.device)
+        if len(buffer):
+            line.receive(buffer, line.rank + 1, f"the gradient of the state of {ctx.what}")
+        grads = iter(unpacked(buffer.to(dy.device), learned))
+        return None, None, dy, None, *(None if x is None else next(grads) for x in ctx.forms)

@@ -19,7 +19,7 @@ from linattn.attention.decay import Decay
 from linattn.attention.gates import GateNeeds, begin_sequences
 from linattn.distributed.segments import segment
 from linattn.feature_maps import ElementwiseFeatureMap, FavorFeatureMap
-from linattn.nn.convolution import GatedConvolution, ProjectionConvolutions, ShortConvolution
+from linattn.nn.convolution import ShortConvolution
 from linattn.nn.starts import first_present
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.nested import map_state
@@ -54,12 +54,10 @@ ATTENTIONS = [*(spec for spec, _ in CAUSAL), *UNNAMED]
 TOKENS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: ShortConvolution(DIM, 4),
     "convolution of one token": lambda: ShortConvolution(DIM, 1),
-    "gated convolution": lambda: GatedConvolution(DIM, 3),
-    "projection convolutions": lambda: ProjectionConvolutions((DIM, DIM, DIM), 3),
     "token shift": lambda: TokenShift((1, 0)),
     "token shift by three": lambda: TokenShift((3, 1, 0)),
 }
-PACKED = ("convolution", "convolution of one token", "projection convolutions")
+PACKED = ("convolution", "convolution of one token")
 
 
 class Case(NamedTuple):
@@ -83,15 +81,10 @@ class Case(NamedTuple):
             # the state depends on no query
             q = self.inputs[0].repeat_interleave(2, 1)
             return self.layer.extend(q, *self.inputs, state, **self.options)[1]
-        return self.layer.extend(self._tokens(), state, **self.options)[1]
+        return self.layer.extend(*self.inputs, state, **self.options)[1]
 
     def segment(self) -> Any:
-        inputs = self.inputs if isinstance(self.layer, InnerAttention) else (self._tokens(),)
-        return segment(self.layer, *inputs, **self.options)
-
-    def _tokens(self) -> Any:
-        (x,) = self.inputs
-        return (x, 2 * x, x + 1) if isinstance(self.layer, ProjectionConvolutions) else x
+        return segment(self.layer, *self.inputs, **self.options)
 
 
 def case(name: str, n: int, *, b: int = 2, masked: bool = False, packed: bool = False) -> Case:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linattn import causal_linear_attention
 from linattn.attention import named_attention
-from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence
+from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence, tensor_parallel
 from linattn.distributed.sequence import ENGINES
 from linattn.models import LanguageModel, next_token_loss
 from linattn.models.loss import NO_LABEL
@@ -299,9 +299,11 @@ def errors(rank: int) -> None:
             call()
     with pytest.raises(ValueError, match="number of ranks, 2, must divide that of tokens, but there are 7"):
         split_sequence(tokens[:, :7], group=group)
-    with pytest.raises(ValueError, match=r"blocks.0.mixer is sharded already: call undo\(\) of what that returned"):
+    with pytest.raises(
+        ValueError, match=r"blocks.0.mixer.inner is sharded already: call undo\(\) of what that returned"
+    ):
         shard_sequence(model, group)
-    assert sharding.layers == ["blocks.0.mixer", "blocks.1.mixer"]
+    assert sharding.layers == ["blocks.0.mixer.inner", "blocks.1.mixer.inner"]
     assert "2 layers" in str(sharding)
     before = model.eval()(tokens)
     sharding.undo()
@@ -395,6 +397,19 @@ def mesh(rank: int) -> None:
                 grad = grad / 2
             assert error(grad, wanted) <= CLOSE, over
 
+    heads = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    for engine in ENGINES:
+        model = LanguageModel(whole.config).double()
+        model.load_state_dict(whole.state_dict())
+        tensor_parallel(model, heads["heads"])
+        shard_sequence(model, heads["sequence"], engine=engine)
+        part = split_sequence(tokens, group=heads["sequence"])
+        sequence_loss(model(part.tokens), part.labels, group=heads["sequence"]).backward()
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            grad = parameter.grad.full_tensor()
+            dist.all_reduce(grad, group=heads.get_group("sequence"))
+            assert error(grad / 2, wanted) <= 1e-13, engine
+
 
 def engines(rank: int) -> None:
     for depth, engine in ((4, "wave"), (3, "scan")):
@@ -405,7 +420,7 @@ def test_the_engine_follows_from_the_model():
     run_in_group(4, engines)
 
 
-def test_a_mesh_of_data_and_sequence():
+def test_meshes_of_data_or_heads_and_sequence():
     run_in_group(4, mesh)
 
 
@@ -416,7 +431,7 @@ def late(rank: int) -> None:
     shard_sequence(model, group, timeout=0.3)
     loss = model(tokens).sum()
     if rank == 0:
-        wanted = "rank 0 waited 0.3 s for the gradient of the state of blocks.1.mixer from rank 1"
+        wanted = "rank 0 waited 0.3 s for the gradient of the state of blocks.1.mixer.inner from rank 1"
         with pytest.raises(RuntimeError, match=wanted):
             loss.backward()
 

@@ -11,9 +11,9 @@ from linattn.attention.gates import AnyGates
 from linattn.attention.local import LocalAttention
 from linattn.attention.rotary import count_positions
 from linattn.attention.softmax import SoftmaxAttention
-from linattn.distributed.segments.base import SplitSegment, checked_inputs, segment
+from linattn.distributed.segments.base import checked_inputs, segment
 from linattn.nn.checks import check_mask, check_tokens
-from linattn.nn.convolution import GatedConvolution, Past, ProjectionConvolutions, ShortConvolution, run_on_present
+from linattn.nn.convolution import Past, ShortConvolution, run_on_present
 from linattn.nn.starts import UNKNOWN, ages
 from linattn.nn.token_shift import TokenShift
 from linattn.ops.numerics import zero_masked
@@ -110,23 +110,6 @@ def _convolution(
     distance = torch.arange(width, 0, -1, device=x.device)
     last = torch.where((distance <= seen.unsqueeze(-1)).unsqueeze(-1), last, 0)
     return InputsSegment(last, torch.where(begins, width, seen))
-
-
-@segment.register
-def _gated_convolution(module: GatedConvolution, x: Tokens, *, key_mask: TokenMask = None) -> InputsSegment:
-    return segment(module.convolution, x, key_mask=key_mask)
-
-
-@segment.register
-def _projection_convolutions(
-    module: ProjectionConvolutions,
-    projections: tuple[Tensor, ...],
-    *,
-    key_mask: TokenMask = None,
-    starts: TokenMask = None,
-) -> SplitSegment:
-    pieces = zip(module.parts, projections, strict=True)
-    return SplitSegment(tuple(segment(part, x, key_mask=key_mask, starts=starts) for part, x in pieces))
 
 
 @segment.register

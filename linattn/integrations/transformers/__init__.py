@@ -3,6 +3,8 @@ scans in its hybrid models (`hybrids`).
 
 Importing this registers the model with transformers' Auto classes and with PEFT, and the attention by name."""
 
+import torch
+
 from linattn.checks import extra
 
 with extra("transformers"):
@@ -51,3 +53,8 @@ for auto, own in CLASSES.items():
 register_target_modules()
 install()
 held_states.register()
+# not every build of torch has it
+if torch.distributed.is_available():
+    from linattn.integrations.transformers import sharded_sequence
+
+    sharded_sequence.register()

@@ -154,6 +154,9 @@ def _before(stock: Callable[..., Any], ours: Scan) -> Callable[..., Any]:
         marked, documents = MARK in options or _marked_layers, options.pop(MARK, None)
         if not marked:
             return stock(*args, **options)
+        if callable(documents):
+            # the tokens are a part of a sequence that several processes share
+            return documents(ours, args, options)
         if documents is not RECORDING:
             return ours.function(*args, documents=documents, **options)
         if ours.tokens:

@@ -48,6 +48,9 @@ class Marker:
     """Two hooks: one, before each call of the model, tells the replaced functions in `places` that a call has begun;
     the other stores those arguments of `head`, the model around it, that `head` does not pass on to the model."""
 
+    handover: Any = None
+    """Calls the scans of a model whose sequences several processes share."""
+
     def __init__(self, model: nn.Module, head: nn.Module | None, places: set[Place]):
         self.places, self.names = places, tuple(signature(model.forward).parameters)
         self.obstacle = packing_obstacle(model)
@@ -72,6 +75,10 @@ class Marker:
         past = None if torch.compiler.is_compiling() else cache_in(arguments)
         if past is not None and begin_call(past, num_tokens(arguments)):
             documents = RECORDING
+        if self.handover is not None:
+            if documents is not None:
+                raise ValueError("a model whose sequences are sharded takes one document per row")
+            documents = self.handover
         return (), {**arguments, **changes, MARK: documents}
 
     def install(self) -> None:

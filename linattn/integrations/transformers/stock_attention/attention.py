@@ -21,6 +21,9 @@ from linattn.integrations.transformers.stock_attention.masks import attend_per_d
 OWN = "linear_attention"
 """The name of the submodule that attends in place of the method in a layer with weights of its own for this."""
 
+HANDOVER = "linattn_handover"
+"""The attribute of a layer that attends to a part of a sequence, with the state that the process before leaves."""
+
 MASKS = (torch.bool, CAUSAL, DOCUMENTS)
 # arguments of models that change nothing here: positions are in q and k already, and packing is in the mask
 NEUTRAL = {
@@ -83,7 +86,9 @@ def attention_forward(
         dtype = torch.promote_types(query.dtype, torch.float32)
         sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
         inner = _inner(method, query.device, dtype, **sizes)
-    documents = document_numbers(attention_mask)
+    documents, handover = document_numbers(attention_mask), vars(module).get(HANDOVER)
+    if handover is not None and (documents is not None or layer is not None or not causal):
+        raise ValueError("a model whose sequences are sharded takes one document per row, and no cache")
     if documents is not None:
         return attend_per_document(inner, query, keys, value, documents, gates).transpose(1, 2).contiguous(), None
     # with a state, the mask covers the past too
@@ -96,6 +101,8 @@ def attention_forward(
         # a cache of all keys: the queries are those of the last tokens
         query = torch.cat([query.new_zeros(*query.shape[:2], m - n, d), query], 2)
         y = inner(query, keys, value, key_mask=key_mask)[:, :, m - n :]
+    elif handover is not None:
+        y = handover(inner, query, keys, value, key_mask)
     else:
         y = inner(query, keys, value, key_mask=key_mask, gates=gates)
     return y.transpose(1, 2).contiguous(), None

@@ -243,4 +243,3 @@ def applies(check: str, subject: Subject) -> bool:
     if check in ("left", "right", "padding"):
         return "input_ids" in inputs(subject)
     return True
-
