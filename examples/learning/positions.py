@@ -24,7 +24,7 @@ from torch import Tensor
 from examples.learning.report import markdown, replaced
 from examples.learning.run import append, read
 from linattn import LanguageModel
-from linattn.cli.demo import EXCLUDED
+from linattn.cli.demo import EXCLUDED, bits_after
 from linattn.cli.main import main as linattn
 from linattn.cli.vocabulary import Bytes
 
@@ -73,13 +73,10 @@ def bits_of(model: LanguageModel, tokens: Tensor, *, piece: int = 2_048) -> Tens
     return torch.cat(bits)
 
 
-@torch.no_grad()
 def bits_after_short_past(model: LanguageModel, tokens: Tensor, starts: Sequence[int]) -> Tensor:
     """Return the bits of the parts of `SHORT_PAST` tokens from each start on, after as many other tokens."""
     windows = torch.stack([tokens[start - SHORT_PAST : start + SHORT_PAST] for start in starts])
-    logits = torch.cat([model(part[:, :-1])[:, SHORT_PAST - 1 :] for part in windows.split(16)])
-    bits = F.cross_entropy(logits.flatten(0, 1).float(), windows[:, SHORT_PAST:].flatten(), reduction="none")
-    return bits / math.log(2)
+    return bits_after(model, windows, SHORT_PAST)
 
 
 def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[dict[str, Any]]:
@@ -95,8 +92,8 @@ def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[di
             starts = range(begin + 1, min(end, len(bits)) - SHORT_PAST + 2, SHORT_PAST * EVERY.get(begin, 1))
             if begin in EVERY and len(starts):
                 short = bits_after_short_past(model, tokens, starts)
-                full = torch.cat([bits[start - 1 : start - 1 + SHORT_PAST] for start in starts])
-                total[2:] += torch.tensor([full.sum(), short.sum(), len(short)])
+                full = torch.stack([bits[start - 1 : start - 1 + SHORT_PAST] for start in starts])
+                total[2:] += torch.tensor([full.sum(), short.sum(), short.numel()])
     return [
         {
             "from": begin,

@@ -22,7 +22,7 @@ from linattn.integrations.transformers import LinattnForCausalLM
 from linattn.nn.modes import evaluating
 from linattn.states import num_bytes
 
-WEIGHTS = "the weights, their gradients and AdamW ({:,} parameters)"
+WEIGHTS = "the weights, their gradients and the optimizer ({:,} parameters)"
 
 
 def require_weights(build: Callable[[], nn.Module], options: TrainOptions) -> None:

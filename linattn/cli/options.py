@@ -93,13 +93,18 @@ class TrainOptions(ModelOptions):
     )
     batch: int = training(16, "sequences per process, or group of them that share sequences, and batch", free=True)
     accumulate: int = training(1, "batches per update", free=True)
-    lr: float = training(2e-3, "highest learning rate of AdamW")
+    optimizer: str = training(
+        "adamw",
+        "muon: matrices of hidden layers take orthogonal steps, all other weights those of adamw",
+        choices=("adamw", "muon"),
+    )
+    lr: float = training(2e-3, "highest learning rate")
     warmup: float | None = training(
         None,
         "part of the run in which the learning rate rises (default: 100 updates, but 0.05 to 0.3 of the run)",
         parse.PART,
     )
-    weight_decay: float = training(0.1, "weight decay of AdamW, for matrices only", parse.NOT_NEGATIVE)
+    weight_decay: float = training(0.1, "weight decay, for matrices only", parse.NOT_NEGATIVE)
     clip: float = training(1.0, "largest norm of the gradient (0: any)", parse.NOT_NEGATIVE)
     precision: str = training(
         "auto",

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from linattn.cli.checkpoints import adopt_checkpoint
+from linattn.cli.muon import muon_for
 from linattn.cli.options import TrainOptions
 from linattn.cli.processes import sequences_per_update
 from linattn.cli.reports import Reports
@@ -51,7 +52,7 @@ class RunTrainer(StatefulTrainer):
         args: TrainingArguments,
         sharding: SequenceSharding | None = None,
     ) -> None:
-        self.run, self.keep = run, options.keep
+        self.run, self.keep, self.muon = run, options.keep, options.optimizer == "muon"
         self.group = None if sharding is None else sharding.line.group
         self.sequences_per_step = sequences_per_update(options, args.world_size)
         self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
@@ -100,6 +101,17 @@ class RunTrainer(StatefulTrainer):
         share = (inputs["labels"][:, 1:] != NO_LABEL).sum() * self.args.world_size / num_items_in_batch
         loss = sequence_loss(outputs.logits, part.labels, group=self.group) * share
         return (loss, outputs) if return_outputs else loss
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, weight in model.named_parameters() if weight.ndim > 1]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.muon and self.optimizer is None:
+            args, trained = self.args, model or cast(Any, self.model)
+            options = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+            betas = args.adam_beta1, args.adam_beta2
+            self.optimizer = muon_for(trained, trained.model.get_stack(), betas=betas, fused=True, **options)
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         if self.lr_scheduler is None:

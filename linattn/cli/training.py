@@ -178,6 +178,8 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
     for name, other in product(("segment", "carry"), ("checkpointing", "fsdp")):
         if getattr(options, name) is not None and getattr(options, other):
             raise ValueError(f"--{name} does not work with --{other}")
+    if options.optimizer == "muon" and options.fsdp:
+        raise ValueError("--optimizer muon does not work with --fsdp")
     check_sharing(options, args.world_size)
     if options.fsdp and not can_shard(args):
         raise ValueError(

@@ -46,7 +46,15 @@ def test_what_is_learned_depends_on_the_past(text, alone, tmp_path):
     assert weights(run) != weights(alone)
 
 
-@pytest.mark.parametrize("options", [("--dropout", "0.2"), ("--segment", "12"), ("--precision", "bfloat16")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dropout", "0.2"),
+        ("--segment", "12"),
+        ("--precision", "bfloat16"),
+        ("--optimizer", "muon"),
+    ],
+)
 def test_a_run_that_is_resumed_is_the_run_without_a_break(text, tmp_path, options):
     run = tmp_path / "run"
     assert main(["train", str(text), "--out", str(run), *OPTIONS, *options]) == 0

@@ -302,7 +302,7 @@ def test_a_checkpoint_that_finds_no_room_is_none(here, capsys, small_files, dim)
 
 
 LARGE = {
-    "weights": (("train", "text", *SHORT, "--dim", "1000000"), "the weights, their gradients and AdamW (48,0"),
+    "weights": (("train", "text", *SHORT, "--dim", "1000000"), "the weights, their gradients and the optimizer (48,0"),
     "batch": (
         ("train", "text", *TINY, *SHORT, "--batch", "1000000000"),
         "the activations of 1,000,000,000 × 32 tokens",

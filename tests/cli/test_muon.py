@@ -1,0 +1,83 @@
+"""Muon moves matrices of hidden layers along orthogonal matrices, and all other weights as AdamW does."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from linattn import LanguageModel, LanguageModelConfig
+from linattn.cli.main import main
+from linattn.cli.muon import Muon, muon_for, orthogonal
+from linattn.cli.trainer import RunTrainer
+from tests.cli.conftest import SHORT, TINY
+
+SHAPES = [(5, 9), (9, 5), (7, 7), (5, 9)]
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_directions_are_those_of_the_singular_value_decomposition(scale):
+    matrices = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+    for matrix, found in zip(matrices, orthogonal([scale * matrix for matrix in matrices]), strict=True):
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        sizes = u.mT @ found @ v.mT
+        assert_close(sizes, sizes.diag().diag(), rtol=0, atol=1e-9)
+        assert all(0.65 < size < 1.25 for size in sizes.diag())
+
+
+def test_a_matrix_without_a_gradient_moves_nowhere():
+    assert all((matrix == 0).all() for matrix in orthogonal([torch.zeros(shape) for shape in SHAPES]))
+    assert orthogonal([]) == []
+
+
+def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw():
+    """torch's multiplies in bfloat16."""
+    weights = [[nn.Parameter(torch.randn(shape)) for shape in (*SHAPES, (6,), (4, 3))] for _ in range(2)]
+    with torch.no_grad():
+        for ours, theirs in zip(*weights, strict=True):
+            theirs.copy_(ours)
+    (ours, theirs), options = weights, {"lr": 0.1, "weight_decay": 0.2}
+    muon = Muon(ours[:4], [{"params": ours[4:]}], **options)
+    expected = [
+        torch.optim.Muon(theirs[:4], adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(theirs[4:], **options),
+    ]
+    for _ in range(3):
+        before = [weight.detach().clone() for weight in ours]
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        muon.step()
+        for optimizer in expected:
+            optimizer.step()
+        for i, (mine, other, old) in enumerate(zip(ours, theirs, before, strict=True)):
+            step = (other - old).norm()
+            assert_close((mine - other).norm() / step, torch.tensor(0.0), rtol=0, atol=0.05 if i < 4 else 1e-6)
+            with torch.no_grad():
+                other.copy_(mine)
+
+
+def test_hidden_matrices_are_those_of_linear_layers_in_the_stack_and_only_matrices_decay():
+    stack = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(2, 4))
+    model = nn.ModuleList([nn.Embedding(7, 3), stack, nn.Linear(4, 7, bias=False)])
+    hidden, matrices, others = muon_for(model, stack, lr=0.1, weight_decay=0.2).param_groups
+    assert hidden["params"] == [stack[0].weight] and hidden["weight_decay"] == matrices["weight_decay"] == 0.2
+    assert {id(x) for x in matrices["params"]} == {id(x) for x in (model[0].weight, stack[2].weight, model[2].weight)}
+    assert {id(x) for x in others["params"]} == {id(x) for x in (stack[0].bias, stack[1].weight, stack[1].bias)}
+    assert others["weight_decay"] == 0
+
+
+def test_it_is_refused_where_weights_are_sharded(text, tmp_path, capsys):
+    options = ("--optimizer", "muon", "--fsdp")
+    assert main(["train", str(text), "--out", str(tmp_path / "run"), *TINY, *SHORT, *options]) == 2
+    assert "--optimizer muon does not work with --fsdp" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_matrices_decay_with_adamw_too():
+    """Not the logarithms of decays either, which Trainer's own rule takes for matrices by their names."""
+    model = LanguageModel(LanguageModelConfig(vocab_size=7, dim=8, depth=1, num_heads=2, attention="gated_delta"))
+    names = RunTrainer.get_decay_parameter_names(cast(Any, None), model)
+    assert set(names) == {name for name, weight in model.named_parameters() if weight.ndim == 2}
+    assert "blocks.0.mixer.gates.decay.A_log" in dict(model.named_parameters())
