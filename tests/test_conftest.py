@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError, jaxtyped
+from torch import Tensor
 
 from linattn.feature_maps import ScaledFeatureMap
+from tests import checked
 
 
 def test_annotated_shapes_are_checked():
@@ -17,6 +19,20 @@ def test_annotated_shapes_agree_with_each_other():
 
     with pytest.raises(TypeCheckError, match="group_queries"):
         group_queries(torch.zeros(2, 4, 8), 2)
+
+
+def test_a_result_agrees_with_the_shapes_of_the_parameters():
+    """A function that its annotations describe wrongly is found by its first call."""
+
+    @jaxtyped(typechecker=checked)
+    def doubled(x: Float[Tensor, " n"], times: int) -> Float[Tensor, " n"]:
+        return x.repeat(times)
+
+    assert len(doubled(torch.ones(3), 1)) == 3
+    with pytest.raises(TypeCheckError, match="return value"):
+        doubled(torch.ones(3), 2)
+    with pytest.raises(TypeCheckError, match="parameter 'times'"):
+        doubled(torch.ones(3), "2")
 
 
 def test_uninitialised_memory_is_nan():

@@ -6,8 +6,7 @@ from transformers import TextStreamer
 
 from linattn.generation import Sampling, generate
 from linattn.integrations.transformers import LinattnCache, LinattnForCausalLM
-from tests.models.causal import MODELS as CAUSAL
-from tests.models.causal import small_model
+from tests.models.causal import every_kind, small_model
 
 from .models import every_model, left_padded, make, prompts
 
@@ -184,8 +183,9 @@ def test_drafts_change_no_token(name, draft):
     assert model.generate(tokens, **GREEDY, **DRAFTS[draft](model)).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
-def test_prompt_lookup_changes_no_token_of_any_method(options):
+# a cache gives tokens back by their states, whatever the features
+@every_kind
+def test_prompt_lookup_changes_no_token_of_any_state(options):
     model = LinattnForCausalLM.of(small_model(options))
     tokens = torch.randint(1, 13, (1, 5)).repeat(1, 3)
     expected = model.generate(tokens, **GREEDY)

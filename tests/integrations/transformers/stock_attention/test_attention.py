@@ -29,8 +29,16 @@ from .families import (
     make,
 )
 
-METHODS_OF_TWO_KINDS = ("linattn:elu", "linattn:local:2+taylor2:2")
-every_method = pytest.mark.parametrize("method", METHODS_OF_TWO_KINDS)
+# two kinds of states in one: each family passes its own masks and positions, and none knows the method
+MIXTURE = "linattn:local:2+taylor2:2"
+PAIRS = {"llama-elu": (DECODERS["llama"], "linattn:elu")} | {
+    name: (family, MIXTURE) for name, family in DECODERS.items()
+}
+
+
+def every_decoder(*, without: str = "") -> pytest.MarkDecorator:
+    pairs = {name: pair for name, pair in PAIRS.items() if name != without}
+    return pytest.mark.parametrize(("family", "method"), pairs.values(), ids=pairs)
 
 
 def tokens(b: int = 3, n: int = 11) -> torch.Tensor:
@@ -145,8 +153,7 @@ def size(cache: Any) -> int:
     return sum(storages.values())
 
 
-@every(DECODERS)
-@every_method
+@every_decoder()
 def test_pieces_make_the_whole(family, method):
     model, inputs = make(family), padded((7, 10, 11), "left")
     model.set_attn_implementation(method)
@@ -162,8 +169,7 @@ def test_pieces_make_the_whole(family, method):
         assert_close(torch.cat(found, 1)[present], expected)
 
 
-@every(DECODERS)
-@every_method
+@every_decoder()
 def test_padding_has_no_effect(family, method):
     model, lengths = make(family), (4, 10, 11)
     model.set_attn_implementation(method)
@@ -175,8 +181,7 @@ def test_padding_has_no_effect(family, method):
 
 
 # stock OPT has no packed rows: its position_ids do not reach its masks
-@every({name: family for name, family in DECODERS.items() if name != "opt"})
-@every_method
+@every_decoder(without="opt")
 def test_a_packed_document_is_alone(family, method):
     model, rows = make(family), tokens(2)
     model.set_attn_implementation(method)
@@ -188,8 +193,7 @@ def test_a_packed_document_is_alone(family, method):
         assert_close(found[row], torch.cat(alone))
 
 
-@every(DECODERS)
-@every_method
+@every_decoder()
 def test_generation_equals_the_run_without_cache(family, method):
     model, inputs = make(family), padded((7, 10, 11), "left")
     model.set_attn_implementation(method)
@@ -207,8 +211,7 @@ def drafted_tokens(model: Any, **inputs: Any) -> list[list[list[int]]]:
     return [model.generate(**inputs, max_new_tokens=8, do_sample=False, **draft).tolist() for draft in drafts]
 
 
-@every(DECODERS)
-@every_method
+@every_decoder()
 def test_drafts_change_no_token(family, method):
     model = make(family)
     model.set_attn_implementation(method)
@@ -246,8 +249,7 @@ def test_stop_strings_are_taken():
     assert_close(found, model.generate(ids, **options))
 
 
-@every(DECODERS)
-@every_method
+@every_decoder()
 def test_cropped_is_never_read(family, method):
     model, inputs = make(family), padded((7, 10, 11), "left")
     model.set_attn_implementation(method)
