@@ -324,10 +324,14 @@ CASES = [
             kind,
             {"dim": DIM, "heads": 4, "dim_head": 4},
             ATTENTION,
-            KINDS | {"local": {"local_heads": 2}, "all local": {"local_heads": 4}},
+            settings | {"local": {"local_heads": 2}},
             of_vectors,
         )
-        for kind in (Attention, SelfAttention)
+        # they have one constructor
+        for kind, settings in (
+            (Attention, {name: KINDS[name] for name in ("plain", "generalised")}),
+            (SelfAttention, KINDS | {"all local": {"local_heads": 4}}),
+        )
     ),
     Case(
         CrossAttention,
@@ -338,7 +342,14 @@ CASES = [
         refused=("causal", "local_heads", "local_window_size", "rotary_position_emb"),
     ),
     Case(Performer, LAYERS, PERFORMER, STACKS, of_vectors),
-    Case(PerformerLM, LAYERS | SIZES, LANGUAGE_MODEL, STACKS | POSITIONS, of_tokens),
+    # its stack is the Performer's, of the same options; what it adds is positions
+    Case(
+        PerformerLM,
+        LAYERS | SIZES,
+        LANGUAGE_MODEL,
+        {name: STACKS[name] for name in ("plain", "generalised", "causal", "local", "all local")} | POSITIONS,
+        of_tokens,
+    ),
     Case(
         performer_pytorch.AutoregressiveWrapper,
         {"net": causal_performer},
@@ -400,7 +411,7 @@ CASES = [
             "use_axial_pos_emb": False,
             "use_rotary_emb": True,
         },
-        TRANSFORMERS
+        {name: options for name, options in TRANSFORMERS.items() if name not in ("axial", "Linformer")}
         | {
             "rotary": {"use_rotary_emb": True},
             "rotary, local": {"use_rotary_emb": True, "n_local_attn_heads": 2},
