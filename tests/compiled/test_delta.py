@@ -50,7 +50,7 @@ def test_exports_for_one_length(n: int) -> None:
     assert_close(derivatives(exported, tensors), derivatives(attend, tensors))
 
 
-# with a decay per head and with none, the attentions of test_export.py are exported
+# with a decay per head and with none, as attentions in test_export.py
 def test_exports_for_any_length_in_torchs_own_operators() -> None:
     layer, n = Layer(), torch.export.Dim("n", min=2, max=100_000)
     sizes = (({2: n},) * 4 + ({}, {2: n}),)
