@@ -15,8 +15,10 @@ from linattn.ops.triton import tiling
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
 NAMES = ("dq", "dk", "dv", "dS", "dz", "dlog_decay")
-halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-every_mean = pytest.mark.parametrize("mean", [0, 1, 10])
+# bfloat16 rounds most, so it meets every mean of the values; float16 meets the largest, where most cancels
+every_rounding = pytest.mark.parametrize(
+    ("dtype", "mean"), [*((torch.bfloat16, mean) for mean in (0, 1, 10)), (torch.float16, 10)]
+)
 
 
 def tokens(n: int, mean: float, dtype: torch.dtype, device: torch.device, d: int = 16, rows: int = 1) -> list[Tensor]:
@@ -63,8 +65,7 @@ def check(leaves: list[Tensor], bound: float, **options: Any) -> tuple[Tensor, .
     return ours[-1], exact[-1]
 
 
-@halves
-@every_mean
+@every_rounding
 @pytest.mark.parametrize("normalize", ["output", None])
 def test_half_precision(dtype: torch.dtype, mean: float, normalize: str | None, device: torch.device) -> None:
     check(tokens(length(device), mean, dtype, device), BOUNDS[dtype], normalize=normalize)
@@ -107,8 +108,7 @@ def test_wide_features_and_splits(
     check(leaves[:5], BOUNDS[torch.float16], normalize=normalize)
 
 
-@halves
-@every_mean
+@every_rounding
 @pytest.mark.parametrize(("d", "normalize"), [(16, "output"), (80, "output"), (16, "keys"), (16, None)])
 def test_half_precision_over_all_keys(
     dtype: torch.dtype, mean: float, d: int, normalize: str | None, device: torch.device
@@ -123,8 +123,10 @@ def test_half_precision_over_all_keys(
         assert (a.double() - b).norm() <= BOUNDS[dtype] * b.norm(), f"{name}: {(a.double() - b).norm() / b.norm()}"
 
 
-@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("normalize", "split"), [("output", 1000), ("output", 32), (None, 32)])
+@pytest.mark.parametrize(
+    ("rubbish", "normalize", "split"),
+    [(torch.nan, "output", 1000), (torch.inf, "output", 32), (torch.nan, None, 32)],
+)
 def test_nothing_at_a_masked_token_reaches_others(
     rubbish: float, normalize: str | None, split: int, device: torch.device, in_splits: Callable[[int], None]
 ) -> None:
