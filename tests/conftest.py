@@ -16,13 +16,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jaxtyping
 import pytest
-import torch
 
 # a shell starts what runs in its background with Ctrl-C ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set torch up where tests run. A process that hands them to others does without: these wait for it to start."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +52,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """The same for the same test, whichever tests run before it."""
+    import torch
+
     number = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(number)
     return number
