@@ -1,8 +1,7 @@
 """What ranks that share one sequence send to each other, as a timeline.
 
-Linear attention exchanges states: from rank to rank (wave), also with the sequence cut into several pieces per rank, or
-once per layer among all (scan). Softmax attention passes keys and values around a ring. Both can exchange tokens for
-heads (all-to-all)."""
+Linear attention exchanges states: from rank to rank (wave), or once per layer among all (scan). Softmax attention
+passes keys and values around a ring. Both can exchange tokens for heads (all-to-all)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,23 +11,28 @@ import numpy as np
 from benchmarks.timeline import ALL, Run, Timeline
 
 
-def wave(run: Run, pieces: int = 1) -> Timeline:
-    """Each block begins with the state that the rank before has after its own. Piece p belongs to rank p mod P."""
-    line, depth, last = Timeline(run), run.model.depth, run.ranks * pieces - 1
-    block = run.block(run.local / pieces)
+def wave(run: Run) -> Timeline:
+    """Each attention begins with the state that the rank before has after its own. The projections before it, a quarter
+    of a block's weights, wait for nobody."""
+    line, depth, last = Timeline(run), run.model.depth, run.ranks - 1
+    dense, attention = run.dense(run.local), run.linear(run.local)
     arrival = np.zeros(depth)
-    for piece in range(last + 1):
+    for rank in range(run.ranks):
         for layer in range(depth):
-            end = line.work(piece % run.ranks, block.forward, arrival[layer])
-            if run.ranks > 1 and piece < last:
-                arrival[layer] = line.send(piece % run.ranks, end, run.model.state_bytes)
+            line.work(rank, dense.forward / 4)
+            end = line.work(rank, attention.forward, arrival[layer])
+            if rank < last:
+                arrival[layer] = line.send(rank, end, run.model.state_bytes)
+            line.work(rank, 3 * dense.forward / 4)
     line.work(ALL, run.head())
     arrival[:] = 0
-    for piece in reversed(range(run.training * (last + 1))):
+    for rank in reversed(range(run.training * run.ranks)):
         for layer in reversed(range(depth)):
-            line.complete[layer] = end = line.work(piece % run.ranks, block.backward, arrival[layer])
-            if run.ranks > 1 and piece > 0:
-                arrival[layer] = line.send((piece - 1) % run.ranks, end, run.model.state_bytes)
+            line.work(rank, 3 * dense.backward / 4)
+            end = line.work(rank, attention.backward, arrival[layer])
+            if rank > 0:
+                arrival[layer] = line.send(rank - 1, end, run.model.state_bytes)
+            line.complete[layer] = line.work(rank, dense.backward / 4)
     return line
 
 
@@ -99,14 +103,12 @@ def ring(run: Run) -> Timeline:
 LINEAR, SOFTMAX = "linear", "softmax"
 
 
-def engines(pieces: int) -> dict[tuple[str, str], Callable[[Run], Timeline]]:
-    """Return the exchanges by the attention and the name."""
-    return {
-        (LINEAR, "wave"): wave,
-        (LINEAR, f"wave, {pieces} pieces"): partial(wave, pieces=pieces),
-        (LINEAR, "scan"): scan,
-        (LINEAR, "prefix scan"): partial(scan, prefix=True),
-        (LINEAR, "all-to-all"): all_to_all,
-        (SOFTMAX, "ring"): ring,
-        (SOFTMAX, "all-to-all"): partial(all_to_all, softmax=True),
-    }
+ENGINES: dict[tuple[str, str], Callable[[Run], Timeline]] = {
+    (LINEAR, "wave"): wave,
+    (LINEAR, "scan"): scan,
+    (LINEAR, "prefix scan"): partial(scan, prefix=True),
+    (LINEAR, "all-to-all"): all_to_all,
+    (SOFTMAX, "ring"): ring,
+    (SOFTMAX, "all-to-all"): partial(all_to_all, softmax=True),
+}
+"""The exchanges by the attention and the name."""

@@ -22,7 +22,7 @@ from linattn.distributed.transport import Line, tensors_in
 from linattn.distributed.wave import carried
 from linattn.models.token_model import TokenModel
 from linattn.names import unknown_name
-from linattn.nn import GatedConvolution, MultiheadAttention
+from linattn.nn import MultiheadAttention
 from linattn.nn.attention import AttentionState
 from linattn.nn.residual import ReversibleSequence, Stack
 from linattn.ops.nested import map_state
@@ -91,8 +91,7 @@ def shard_sequence(
 
     The `group` is a mesh of one dimension, or a process group. The `engine` is "wave", a pipeline without further
     products, which takes every causal layer; or "scan", where all ranks are at the same layer, which takes our layers.
-    None takes the wave, unless parameters are sharded over the same ranks (call `fully_shard` first) or the ranks
-    outnumber the layers, and the scan takes all layers. A
+    None takes the wave, unless parameters are sharded over the same ranks (call `fully_shard` first). A
     rank that waits longer than `timeout` seconds (None: the group's limit) raises a RuntimeError that says why.
 
     Raises ValueError, on every rank, for layers that are not causal, see all tokens at once, or cannot hand on a
@@ -135,13 +134,8 @@ def _engine(model: nn.Module, layers: Layers, line: Line, engine: str | None) ->
         raise ValueError(f"the scan has no map of a segment for {unknown[0]}: take engine='wave'")
     if engine is not None:
         return engine, "as was asked for"
-    if unknown:
-        return "wave", f"the scan has no map of a segment for {unknown[0]}"
-    if any(_shares_ranks(parameter, line) for parameter in model.parameters()):
+    if not unknown and any(_shares_ranks(parameter, line) for parameter in model.parameters()):
         return "scan", "parameters are sharded over the same ranks, which meet at each layer anyway"
-    depth = sum(isinstance(part, (MultiheadAttention, GatedConvolution)) for part in model.modules())
-    if line.size > (depth or len(layers.own)):
-        return "scan", "a wave does not gain from more ranks than layers"
     return "wave", "no layer waits for all ranks"
 
 

@@ -411,15 +411,6 @@ def mesh(rank: int) -> None:
             assert error(grad / 2, wanted) <= 1e-13, engine
 
 
-def engines(rank: int) -> None:
-    for depth, engine in ((4, "wave"), (3, "scan")):
-        assert shard_sequence(small_model(depth=depth), dist.group.WORLD).engine == engine
-
-
-def test_the_engine_follows_from_the_model():
-    run_in_group(4, engines)
-
-
 def test_meshes_of_data_or_heads_and_sequence():
     run_in_group(4, mesh)
 
