@@ -95,7 +95,8 @@ def compare(found: Tensor, expected: Tensor, name: str) -> None:
 
 
 def every_model(rank: int, size: int, engine: str) -> None:
-    for name, options in MODELS.items():
+    """For the scan, whose maps depend on the layer; the wave hands on states, of which each kind is enough."""
+    for name, options in (MODELS if engine == "scan" else KINDS).items():
         whole_equals_parts(rank, size, name, options, "none", engine)
 
 
