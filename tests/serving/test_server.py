@@ -342,7 +342,7 @@ def test_the_end_does_not_wait_for_ever(model):
 
 
 def test_texts_go_on_from_a_state(model):
-    """The server was given what it read before: a prompt is the rest of the text, and has no tokens of its beginning."""
+    """The server has read the beginning of the text before, and a prompt is the rest."""
     before, prompt = "the cat sat on ", "the mat"
     _, state = model.extend(torch.tensor([[256, *before.encode()]]))
     text, _ = alone(model, {"prompt": before + prompt, "temperature": 0, "max_tokens": 9})
