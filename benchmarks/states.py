@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import torch
@@ -38,7 +39,9 @@ MODELS = {
 }
 SEGMENT = 2048
 PARTS = ("reading", "training", "batches", "conversations", "serve")
-ROWS, CONVERSATIONS, CLIENTS = 16, 1000, 64
+ROWS, CONVERSATIONS, CLIENTS = 16, 1000, (1, 16, 32, 48, 64)
+SHORTEST, LONGEST = 20, 400
+"""The new tokens of a text: any number between these is as likely, or short texts are more likely than long ones."""
 
 
 def model(name: str) -> LanguageModel:
@@ -90,39 +93,67 @@ def train(name: str, tokens: int, segment: int) -> None:
     print(f"{1e6 * (time.process_time() - started) / tokens:.1f} µs per token, {(peak() - start) / 2**20:,.0f} MiB")
 
 
-def batches(name: str, repeats: int) -> None:
-    """Compare the tokens per second of a continuous batch with those of one text after another, and of batches that are
-    padded to their longest prompt and end with their longest text. Seconds are the process's own."""
-    writer, choose = model(name).eval(), random.Random(0)
-
-    def request() -> Request:
+def some_requests(count: int, *, uniform: bool) -> list[Request]:
+    """Return requests with prompts of 35 to 953 tokens. The numbers of new tokens have a mean of 210 or, if not
+    uniform, fall off exponentially, as those of answers in conversations do."""
+    choose, requests = random.Random(0), list[Request]()
+    for _ in range(count):
         prompt = [choose.randrange(256) for _ in range(choose.randint(35, 953))]
-        return Request(prompt, max_new_tokens=choose.randint(20, 400))
+        length = choose.randint(SHORTEST, LONGEST)
+        if not uniform:
+            length = min(SHORTEST + int(choose.expovariate(1 / 100)), LONGEST)
+        requests.append(Request(prompt, max_new_tokens=length))
+    return requests
 
-    def padded(requests: list[Request]) -> None:
-        for start in range(0, len(requests), ROWS):
-            rows = requests[start : start + ROWS]
-            generate(writer, [row.prompt for row in rows], max_new_tokens=max(row.max_new_tokens for row in rows))
 
-    def alone(requests: list[Request]) -> None:
-        for each in requests:
-            generate(writer, [each.prompt], max_new_tokens=each.max_new_tokens)
+Ends = list[float]
+"""The seconds from the beginning to the end of each text; all texts are wanted at the beginning."""
 
-    def continuous(requests: list[Request]) -> None:
-        list(generate_each(writer, requests, size=ROWS))
 
-    for count, others in ((ROWS, (alone, padded)), (4 * ROWS, (padded,))):
-        requests = [request() for _ in range(count)]
-        times = {way: list[float]() for way in (*others, continuous)}
-        for _ in range(repeats):
-            for way, measured in times.items():
-                measured.append(seconds(lambda way=way, requests=requests: way(requests), time.process_time))
+def alone(writer: LanguageModel, requests: list[Request]) -> Ends:
+    return padded(writer, requests, rows=1)
+
+
+def padded(writer: LanguageModel, requests: list[Request], rows: int = ROWS) -> Ends:
+    started, ends = time.process_time(), list[float]()
+    for start in range(0, len(requests), rows):
+        part = requests[start : start + rows]
+        generate(writer, [row.prompt for row in part], max_new_tokens=max(row.max_new_tokens for row in part))
+        ends += [time.process_time() - started] * len(part)
+    return ends
+
+
+def continuous(writer: LanguageModel, requests: list[Request]) -> Ends:
+    started = time.process_time()
+    return [time.process_time() - started for _ in generate_each(writer, requests, size=ROWS)]
+
+
+def batches(name: str, repeats: int) -> None:
+    """Compare a continuous batch with one text after another, and with batches that are padded to their longest prompt
+    and end with their longest text: the tokens per second, the mean time to the end of a text, and the number of calls
+    that generate, whose ratio bounds the gain. Seconds are the process's own."""
+    writer, calls = model(name).eval(), [0]
+    writer.embedding.register_forward_pre_hook(lambda _, inputs: calls.append(calls.pop() + (inputs[0].shape[1] == 1)))
+    for count, uniform in ((ROWS, True), (4 * ROWS, True), (4 * ROWS, False)):
+        requests = some_requests(count, uniform=uniform)
+        ways = (alone, padded, continuous) if count == ROWS else (padded, continuous)
+        turns, steps = [dict[Any, Ends]() for _ in range(repeats)], dict[Any, int]()
+        for turn in turns:
+            for way in ways:
+                calls[0] = 0
+                turn[way], steps[way] = way(writer, requests), calls[0]
         total = sum(each.max_new_tokens for each in requests)
-        for way, measured in times.items():
-            ratio = statistics.median(other / this for other, this in zip(measured, times[continuous], strict=True))
-            speed = f"{total / statistics.median(measured):6.0f} tokens/s"
-            compared = "" if measured is times[continuous] else f", continuous {ratio:.1f} × of that"
-            print(f"{name:24} {count} texts, {way.__name__:10} {speed}{compared}", flush=True)
+        print(f"{name:24} {count} texts of {'any' if uniform else 'mostly few'} new tokens")
+        for way in ways:
+            last, mean = (statistics.median(size(turn[way]) for turn in turns) for size in (max, statistics.fmean))
+            faster, sooner = (
+                statistics.median(size(turn[way]) / size(turn[continuous]) for turn in turns)
+                for size in (max, statistics.fmean)
+            )
+            gain = f": continuous {faster:.2f} × as fast, an answer {sooner:.2f} × as soon, {{:.2f}} × fewer calls"
+            compared = "" if way is continuous else gain.format(steps[way] / steps[continuous])
+            speed = f"{total / last:6.0f} tokens/s, {mean:5.2f} s to an answer, {steps[way]} calls"
+            print(f"{name:24}   {way.__name__:10} {speed}{compared}", flush=True)
 
 
 def conversations(name: str) -> None:
@@ -133,8 +164,8 @@ def conversations(name: str) -> None:
         batch.add(Request(text[0].tolist(), max_new_tokens=1000))
     while len(batch.step()) < CONVERSATIONS:
         pass
-    assert batch._batch is not None
-    map_state(lambda x: held.update({x.data_ptr(): x.untyped_storage().nbytes()}), batch._batch.state)
+    for group in batch._groups:
+        map_state(lambda x: held.update({x.data_ptr(): x.untyped_storage().nbytes()}), group.state.state)
     with torch.inference_mode():
         one = states.num_bytes(writer.extend_hidden(text)[1])
     size, ratio = sum(held.values()), sum(held.values()) / (CONVERSATIONS * one)
@@ -147,7 +178,7 @@ def server(name: str, pipe: Connection) -> None:
 
     async def run() -> None:
         served = model(name).eval()
-        engine = Engine(served, size=CLIENTS, queue=0, cache=None)
+        engine = Engine(served, size=max(CLIENTS), queue=0, cache=None)
         interface = Interface("model", served, Bytes(), 10_000)
         pipe.send(await Server(engine, interface, timeout=1000).start("127.0.0.1", 0))
         await asyncio.Event().wait()
@@ -155,9 +186,9 @@ def server(name: str, pipe: Connection) -> None:
     asyncio.run(run())
 
 
-async def read_streams(address: str, count: int, process: int, prompt: int = 100) -> tuple[float, list[float]]:
-    """Return the tokens per second of so many clients at once, each with a stream, the bytes that the server has in
-    memory while it generates, and the most that it had up to then."""
+async def read_streams(address: str, count: int, process: int, prompt: int = 100) -> tuple[float, float]:
+    """Return the tokens per second of so many clients at once, each with a stream, and the median of the bytes that the
+    server has in memory while it generates."""
     tokens, sizes = 200, list[float]()
     body = {"model": "model", "prompt": prompt * [1], "max_tokens": tokens, "stream": True, "temperature": 0}
 
@@ -171,11 +202,12 @@ async def read_streams(address: str, count: int, process: int, prompt: int = 100
         started = time.perf_counter()
         await asyncio.gather(*(read() for _ in range(count)))
         speed = count * tokens / (time.perf_counter() - started)
-    return speed, [statistics.median(sizes), peak(process)]
+    return speed, statistics.median(sizes)
 
 
 def serve(name: str, repeats: int) -> None:
-    """Compare the tokens per second of many clients of a server with those of one, and its memory."""
+    """Compare the tokens per second of many clients of a server with those of one. The memory for a further client is
+    the slope of the line through the memory with several numbers of clients."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=server, args=(name, theirs), daemon=True)
@@ -183,19 +215,20 @@ def serve(name: str, repeats: int) -> None:
     address, number = ours.recv(), process.pid
     assert number is not None
     # one client with a long prompt needs the memory for a piece of prompts, which is there once, however many there are
-    _, before = asyncio.run(read_streams(address, 1, number, prompt=10_000))
-    turns = [[asyncio.run(read_streams(address, count, number)) for count in (1, CLIENTS)] for _ in range(repeats)]
+    asyncio.run(read_streams(address, 1, number, prompt=10_000))
+    before = peak(number)
+    turns = [[asyncio.run(read_streams(address, count, number)) for count in CLIENTS] for _ in range(repeats)]
+    most = (peak(number) - before) / (CLIENTS[-1] - 1) / 1024
     process.kill()
-    one, many = (statistics.median(turn[i][0] for turn in turns) for i in range(2))
-    ratio = statistics.median(turn[1][0] / turn[0][0] for turn in turns)
-    usual, most = ((y - x) / (CLIENTS - 1) / 1024 for x, y in zip(before, turns[-1][1][1], strict=True))
+    one, many = (statistics.median(turn[i][0] for turn in turns) for i in (0, -1))
+    ratio = statistics.median(turn[-1][0] / turn[0][0] for turn in turns)
+    sizes = [size / 1024 for turn in turns for _, size in turn]
+    slope, _ = statistics.linear_regression(CLIENTS * repeats, sizes)
     with torch.inference_mode():
         state = states.num_bytes(model(name).eval().extend_hidden(torch.ones(1, 100, dtype=torch.long))[1]) / 1024
-    print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS} clients {many:,.0f}: {ratio:.1f} ×")
-    print(
-        f"{name:24} {usual:,.0f} KiB ({most:,.0f} at most) for each further client, whose state has {state:,.0f} KiB",
-        flush=True,
-    )
+    print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS[-1]} clients {many:,.0f}: {ratio:.1f} ×")
+    further = f"{slope:,.0f} KiB for each further client, state + {slope - state:,.0f} KiB (peak {most:,.0f})"
+    print(f"{name:24} {further}", flush=True)
 
 
 def resident(process: int) -> float:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
-from linattn.cli.run_folder import Run, is_pretrained, open_run
-from linattn.cli.vocabulary import Vocabulary
+from linattn.cli.run_folder import is_pretrained, open_run
 from linattn.console.errors import CommandError, explained
 from linattn.generation import Sampling, stream
 from linattn.generation.texts import TextStream
-from linattn.models import LanguageModel
+from linattn.models.token_model import TokenModel
 from linattn.states import load_state
 
 SMALLER = "a shorter prompt"
@@ -52,26 +51,23 @@ def run(arguments: argparse.Namespace) -> int:
     _check_file_options(arguments)
     prompt = arguments.prompt or ""
     text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
-    if is_pretrained(arguments.folder):
+    if is_pretrained(arguments.folder) and arguments.state is None and arguments.prompts is None:
         return _run_pretrained(arguments, text.decode("utf-8", "replace"))
     if arguments.chat:
-        raise CommandError("--chat needs a chat template, which the tokenizer of a run does not have")
-    described = open_run(arguments.folder)
-    vocabulary = described.vocabulary()
+        alone = "is for a --prompt alone, without --state and --prompts" if is_pretrained(arguments.folder) else ""
+        raise CommandError(f"--chat {alone or 'needs a chat template, which the tokenizer of a run does not have'}")
+    model, vocabulary = open_model(arguments.folder, arguments)
+    state = load_past(model, arguments)
     if arguments.prompts is not None:
         # imported here, because `linattn --help` works without the extra
         from linattn.cli.prompts import answer_file
 
-        model, state = _load(described, arguments)
         answer_file(model, vocabulary, state, arguments)
         return 0
-    tokens = list(vocabulary.encode(text))
-    if arguments.state is None:
-        # this token marks the beginning of a text, where every text that the model has seen starts
-        tokens.insert(0, vocabulary.separator)
-    elif not tokens:
+    # tokens at the beginning of a text, where every text that the model has seen starts
+    tokens = [*(vocabulary.begin if state is None else ()), *vocabulary.encode(text)]
+    if not tokens:
         raise CommandError("a state needs a --prompt, with which the text that was read goes on")
-    model, state = _load(described, arguments)
     _generate(model, vocabulary, tokens, state, arguments)
     return 0
 
@@ -96,28 +92,30 @@ def _check_file_options(arguments: argparse.Namespace) -> None:
     arguments.batch = arguments.batch or 16
 
 
-def load_model(described: Run, arguments: argparse.Namespace) -> LanguageModel:
-    """Return the model, on the GPU unless --cpu forbids it."""
-    model = described.model()
+def open_model(folder: Path, arguments: argparse.Namespace) -> tuple[TokenModel, Any]:
+    """Return the model of a run, or of a folder that transformers loads, and its vocabulary. The model is on the GPU
+    unless --cpu forbids it."""
+    if is_pretrained(folder):
+        # this takes seconds to import
+        from linattn.cli.pretrained import load_for_requests
+
+        return load_for_requests(folder, arguments)
+    described = open_run(folder)
+    vocabulary, model = described.vocabulary(), described.model()
     if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
-        raise CommandError(f"the weights in {arguments.folder} are not finite: their training has diverged")
-    if torch.cuda.is_available() and not arguments.cpu:
-        model = model.cuda()
-    return model
+        raise CommandError(f"the weights in {folder} are not finite: their training has diverged")
+    return model.cuda() if torch.cuda.is_available() and not arguments.cpu else model, vocabulary
 
 
-def _load(described: Run, arguments: argparse.Namespace) -> tuple[LanguageModel, Any]:
-    """Return the model, and the state of --state, None without one."""
-    model = load_model(described, arguments)
+def load_past(model: TokenModel, arguments: argparse.Namespace) -> Any:
+    """Return the state of --state, None without one."""
     if arguments.state is None:
-        return model, None
+        return None
     with explained("the state cannot be used", ValueError, FileNotFoundError):
-        return model, load_state(arguments.state, model=model)
+        return load_state(arguments.state, model=model)
 
 
-def _generate(
-    model: LanguageModel, vocabulary: Vocabulary, tokens: list[int], state: Any, arguments: argparse.Namespace
-) -> None:
+def _generate(model: TokenModel, vocabulary: Any, tokens: list[int], state: Any, arguments: argparse.Namespace) -> None:
     times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
@@ -126,13 +124,13 @@ def _generate(
             [tokens],
             max_new_tokens=arguments.max_new_tokens,
             sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
-            stop_tokens=(vocabulary.separator,),
+            stop_tokens=vocabulary.stop_tokens,
             seed=arguments.seed,
             state=state,
             compile=arguments.compile,
         )
         new = _timed((token for (token,) in steps if token is not None), times)
-        _write(text(vocabulary, tokens[state is None :], new, arguments.stop))
+        _write(text(vocabulary, tokens[0 if state is not None else len(vocabulary.begin) :], new, arguments.stop))
     print(_speed(times), file=sys.stderr)
 
 
@@ -140,9 +138,8 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     # this takes seconds to import
     from linattn.cli import pretrained
 
-    for name in ("state", "prompts", "compile"):
-        if getattr(arguments, name):
-            raise CommandError(f"--{name} belongs to a run, but {arguments.folder} is none")
+    if arguments.compile:
+        raise CommandError(f"--compile belongs to a run, but {arguments.folder} is none")
     times: list[float] = []
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
         sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
@@ -169,7 +166,7 @@ def _speed(times: list[float]) -> str:
     return f"[{count} tokens, {speed:,.0f} tokens/s after {first - started:.2f} s for the prompt]"
 
 
-def text(vocabulary: Vocabulary, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
+def text(vocabulary: Any, prompt: Iterable[int], new: Iterable[int], stop: str | None) -> Iterator[str]:
     """Yield the prompt, then the text of the new tokens, in pieces that no later token changes. If the text `stop` is
     generated, the output ends right before it."""
     pieces = TextStream(vocabulary.decoder(), prompt, stops=[stop] if stop else [])

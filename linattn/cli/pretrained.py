@@ -22,7 +22,7 @@ from linattn.integrations.transformers.token_model import PretrainedTokenModel
 from linattn.linearize import linearized_layers, load_linearized
 from linattn.linearize.attention import own_attention
 from linattn.linearize.command.result import positions
-from linattn.linearize.command.text import load_tokenizer
+from linattn.linearize.command.text import ModelEncoder, load_tokenizer
 from linattn.linearize.folder import FIELD
 from linattn.models.token_model import TokenModel
 from linattn.states import num_bytes
@@ -51,7 +51,7 @@ def load_for_requests(folder: Path, arguments: argparse.Namespace) -> tuple[Toke
     if vocabulary.has_chat_template:
         # a template is a program: one with an error is found here, and not by the first client
         vocabulary.chat([{"role": "user", "content": "Hello"}])
-    with explained(f"{folder} cannot be served", ValueError):
+    with explained(f"{folder} has no state to go on from", ValueError):
         return PretrainedTokenModel(model), vocabulary
 
 
@@ -70,6 +70,8 @@ class PretrainedVocabulary:
         own: Any = load_tokenizer(str(folder), model.config)
         self.folder, self.has_tokenizer = folder, own is not None
         self.tokenizer: Any = own if self.has_tokenizer else byte_tokenizer()
+        encoder = ModelEncoder(own, model.config.get_text_config().vocab_size)
+        self.begin, self.encode = encoder.begin, encoder.encode
         ends: Any = model.generation_config and model.generation_config.eos_token_id
         self.stop_tokens = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
 

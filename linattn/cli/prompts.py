@@ -15,13 +15,12 @@ from typing_extensions import TypedDict
 
 from linattn.cli.generate import SAMPLING
 from linattn.cli.typed_json import read_json
-from linattn.cli.vocabulary import Vocabulary
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.generation import ContinuousBatch, Request, Sampling
 from linattn.generation.texts import TextStream
-from linattn.models import LanguageModel
+from linattn.models.token_model import TokenModel
 from linattn.states import fingerprint
 
 BAR = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {postfix} [{elapsed}<{remaining}]"
@@ -70,7 +69,7 @@ class Reader:
     """Reads the lines of the file as jobs, and makes of each job a request to the continuous batch. All have one model,
     one state and the options of one command; a line may have options of its own."""
 
-    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
+    def __init__(self, model: TokenModel, vocabulary: Any, state: Any, arguments: argparse.Namespace) -> None:
         self.path, self.vocabulary, self.state = arguments.prompts, vocabulary, state
         self.defaults = {name: getattr(arguments, name) for name in OPTIONS}
         self.origin = [fingerprint(model)]
@@ -86,9 +85,8 @@ class Reader:
     def _job(self, number: int, content: Line) -> Job:
         options = {name: content.get(name, default) for name, default in self.defaults.items()}
         facts = json.dumps([content["prompt"], content.get("id"), options, self.origin], sort_keys=True)
-        tokens = list(self.vocabulary.encode(content["prompt"].encode()))
-        if self.state is None:
-            tokens.insert(0, self.vocabulary.separator)
+        begin = self.vocabulary.begin if self.state is None else ()
+        tokens = [*begin, *self.vocabulary.encode(content["prompt"].encode())]
         return Job(number, content, hashlib.sha256(facts.encode()).hexdigest()[:16], tokens, options)
 
     def request(self, job: Job) -> Request:
@@ -96,7 +94,7 @@ class Reader:
             job.tokens,
             max_new_tokens=job.options["max_new_tokens"],
             sampling=Sampling(**{name: job.options[name] for name in SAMPLING}),
-            stop_tokens=(self.vocabulary.separator,),
+            stop_tokens=self.vocabulary.stop_tokens,
             seed=job.options["seed"],
             state=self.state,
         )
@@ -108,7 +106,7 @@ class Reader:
 class Answer:
     """The text that follows a prompt. It ends before the text `stop`."""
 
-    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+    def __init__(self, job: Job, vocabulary: Any) -> None:
         self.job, self.text, self.num_tokens = job, "", 0
         stops = [stop] if (stop := job.options["stop"]) else []
         self.pieces = TextStream(vocabulary.decoder(), job.tokens, stops=stops)
@@ -128,7 +126,7 @@ class Answer:
         return json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def answer_file(model: LanguageModel, vocabulary: Vocabulary, state: Any, arguments: argparse.Namespace) -> None:
+def answer_file(model: TokenModel, vocabulary: Any, state: Any, arguments: argparse.Namespace) -> None:
     """Write the answers to the prompts that have none yet, each when its text ends. Then sort the lines by prompt."""
     out, reader = arguments.out, Reader(model, vocabulary, state, arguments)
     batch, jobs = ContinuousBatch(model, size=arguments.batch), list(reader.jobs())
@@ -160,9 +158,7 @@ def answer_file(model: LanguageModel, vocabulary: Vocabulary, state: Any, argume
     print(f"[{progress.speed()}]", file=sys.stderr)
 
 
-def _answers(
-    batch: ContinuousBatch, jobs: dict[int, Job], vocabulary: Vocabulary, progress: "_Progress"
-) -> Iterator[Answer]:
+def _answers(batch: ContinuousBatch, jobs: dict[int, Job], vocabulary: Any, progress: "_Progress") -> Iterator[Answer]:
     """Yield each answer when its text ends. The keys of `jobs` are the numbers of their requests in the batch."""
     answers = dict[int, Answer]()
     while batch:

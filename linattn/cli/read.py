@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from linattn.cli.argument_types import FLAG
+from linattn.cli.generate import open_model
 from linattn.cli.processes import (
     end_after_loss,
     first_process_only,
@@ -21,14 +22,13 @@ from linattn.cli.processes import (
     joined_processes,
     reported_by_first,
 )
-from linattn.cli.run_folder import open_run
-from linattn.cli.vocabulary import Bytes, Vocabulary
+from linattn.cli.vocabulary import Bytes
 from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 from linattn.console.lock import locked
 from linattn.distributed import last_state, shard_sequence
-from linattn.models import LanguageModel
+from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
 from linattn.states import describe_state, load_state, save_state
 
@@ -41,7 +41,7 @@ BAR = "{percentage:3.0f}% |{bar}| {postfix} [{elapsed}<{remaining}]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="RUN", help="the folder that linattn train wrote")
+    add("folder", type=Path, metavar="RUN", help="the folder that linattn train or linearize wrote")
     add("texts", nargs="+", metavar="FILE", help="files or folders, read in this order, or - for stdin")
     add("--out", type=Path, required=True, metavar="FILE", help="the file of the state")
     add("--state", type=Path, metavar="FILE", help="go on from this state, which stays as it is")
@@ -50,17 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    described = open_run(arguments.folder)
     if arguments.out.exists() and not arguments.replace:
         raise CommandError(f"there is a file {arguments.out} already: --replace replaces it")
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
-    vocabulary, model = described.vocabulary(), described.model()
     with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if not files and group is not None:
             raise CommandError("only the first process has stdin: name files instead of -")
-        if torch.cuda.is_available() and not arguments.cpu:
-            model = model.cuda()
+        model, vocabulary = open_model(arguments.folder, arguments)
 
         def begin() -> None:
             stack.enter_context(locked(arguments.out))
@@ -100,7 +97,7 @@ class Reading:
     The processes of a `group` read each piece together. All of them have the state after it, and the first one writes
     and reports."""
 
-    def __init__(self, model: LanguageModel, arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: TokenModel, arguments: argparse.Namespace, group: dist.ProcessGroup | None) -> None:
         self.model, self.out, self.group = model, arguments.out, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.unfinished = unfinished(arguments.out)
@@ -163,6 +160,8 @@ class Reading:
             bar.close()
         if self.place.num_tokens < self.done:
             raise CommandError(f"{self.unfinished} is left of a longer reading: --replace starts over")
+        if self.place.state is None:
+            raise CommandError("the texts are empty: there is nothing to read")
         self._save(self.out)
         if self.rank > 0:
             return
@@ -207,11 +206,12 @@ class Reading:
         return f"{count:,} tokens, {speed:,.0f} tokens/s"
 
 
-def pieces(vocabulary: Vocabulary, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:
+def pieces(vocabulary: Any, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the tokens of the files (of stdin, if there are no files) in pieces of at most `length` tokens, each with
-    the number of bytes of its text. Every text begins with the separator."""
+    the number of bytes of its text. Every text begins with the tokens
+    `begin` of the vocabulary."""
     for path in files or (None,):
-        yield [vocabulary.separator], 0
+        yield list(vocabulary.begin), 0
         with sys.stdin.buffer if path is None else path.open("rb") as file:
             # words of a tokenizer may go across the border of two blocks
             size = BLOCK if isinstance(vocabulary, Bytes) else -1

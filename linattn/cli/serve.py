@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, integers
-from linattn.cli.generate import load_model
-from linattn.cli.run_folder import is_pretrained, open_run
+from linattn.cli.generate import load_past, open_model
+from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import explained
 from linattn.states import PrefixCache
 
@@ -26,6 +26,7 @@ SUMMARY = "serve a model to OpenAI's clients"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="the folder of a run, or one that transformers loads")
+    add("--state", type=Path, metavar="FILE", help="begin each text after what linattn read has read")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="listen there (default: 127.0.0.1, this machine alone)")
     add("--port", default=8000, **integers(0, 65535), help="0: any that is free (default: 8000)")
     add("--batch", default=16, **COUNT, help="generate N texts at a time (default: 16)")
@@ -42,18 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     from linattn.serving.protocol import Interface
     from linattn.serving.server import Server
 
+    model, vocabulary = open_model(arguments.folder, arguments)
     if is_pretrained(arguments.folder):
-        # this takes seconds to import
-        from linattn.cli.pretrained import load_for_requests
-
-        model, vocabulary = load_for_requests(arguments.folder, arguments)
         chat = vocabulary.chat if vocabulary.has_chat_template else None
     else:
-        described = open_run(arguments.folder)
-        vocabulary, model = described.vocabulary(), load_model(described, arguments)
         chat = chat_template(arguments.folder)
+    state = load_past(model, arguments)
     cache = PrefixCache(model, budget=arguments.cache_bytes) if arguments.cache_bytes else None
-    interface = Interface(arguments.folder.resolve().name, model, vocabulary, arguments.max_tokens, chat)
+    interface = Interface(arguments.folder.resolve().name, model, vocabulary, arguments.max_tokens, chat, state)
     engine = Engine(model, size=arguments.batch, queue=arguments.queue, cache=cache)
     asyncio.run(_serve(Server(engine, interface, timeout=arguments.timeout), arguments))
     return 0

@@ -2,26 +2,26 @@
 
 Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu"""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from linattn.checks import check_sizes, check_types
 from linattn.generation.decoding import Sampler
-from linattn.generation.requests import BatchState, Request, Row
-from linattn.generation.sampling import Sampling, most_likely, probabilities
+from linattn.generation.requests import Request
+from linattn.generation.rows import Row, RowGroup
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
 from linattn.states import PrefixCache, concatenate, select
 
 PIECE = 2048
 """The tokens of prompts, of all rows together, that one step reads, so that a long prompt does not stall the others."""
-SHORTEST = 64
-"""The length to which shorter prompts are padded, so that one call reads at most PIECE / SHORTEST of them."""
+SHORTEST = 256
+"""One call reads at most PIECE / SHORTEST prompts, whose states it holds before and after it."""
+ROWS = 64
+"""The most rows of a call that generates. It holds one layer's states of its rows twice."""
 
 
 class LogitsError(ValueError):
@@ -49,8 +49,8 @@ class ContinuousBatch:
     which they were added. Prompts are read in pieces, a piece per step, while the other rows go on.
 
     With a `cache` of the same model, prompts are read from their longest known beginning, and the states after prompts
-    and after finished texts enter it; requests with a state of their own do without. A batch is for one thread at a
-    time."""
+    and after finished texts enter it. Requests share what the cache has if they go on from the same state. A batch is
+    for one thread at a time."""
 
     @check_types
     def __init__(self, model: TokenModel, *, size: int = 16, cache: PrefixCache | None = None):
@@ -59,10 +59,8 @@ class ContinuousBatch:
             raise ValueError("the cache must hold states of the same model, but it is of another one")
         self.model, self.size, self.cache = model, size, cache
         self._count = 0
-        self._waiting, self._reading, self._running = dict[int, Row](), dict[int, Row](), dict[int, Row]()
+        self._waiting, self._reading, self._groups = dict[int, Row](), dict[int, Row](), list[RowGroup]()
         self._empty: TokenModelState | None = None
-        self._batch: BatchState | None = None
-        self._groups = list[_Group]()
 
     def __len__(self) -> int:
         """Return the number of requests that have not ended."""
@@ -71,7 +69,7 @@ class ContinuousBatch:
     @property
     def num_rows(self) -> int:
         """The number of requests that are read or generated, at most `size`."""
-        return len(self._reading) + len(self._running)
+        return len(self._reading) + sum(len(group.rows) for group in self._groups)
 
     @property
     def num_waiting(self) -> int:
@@ -88,7 +86,7 @@ class ContinuousBatch:
         state = self._begin(request.state)
         sampler.check_positions(state)
         number, self._count = self._count, self._count + 1
-        self._waiting[number] = Row(sampler, state, self.cache if request.state is None else None)
+        self._waiting[number] = Row(number, sampler, state, request.state, self.cache)
         return number
 
     def cancel(self, number: int) -> None:
@@ -110,13 +108,14 @@ class ContinuousBatch:
         model by reading the texts again. For logits of NaN the error is a LogitsError, which has the requests that are
         to be cancelled."""
         with evaluating(self.model):
-            # logits are there already after an error in drawing from them
-            if self._batch is None or self._batch.logits is None:
-                self._admit()
-                self._read()
-                self._join()
-                self._extend()
-            return [] if self._batch is None else self._draw_next(self._batch)
+            self._admit()
+            self._read()
+            self._join()
+            for group in self._groups:
+                # logits are there already after an error in another group, or in drawing from them
+                if group.state.logits is None:
+                    self._extend(group)
+            return self._draw()
 
     def _begin(self, state: Any) -> TokenModelState:
         """Return the state, checked by the model, or, for None, that after no token."""
@@ -152,90 +151,64 @@ class ContinuousBatch:
             row.advance(len(piece), select(state, [i]))
 
     def _join(self) -> None:
-        """Add the rows to the batch whose prompts are read but for the last token, which the batch's next call
-        reads."""
-        ready = {number: row for number, row in self._reading.items() if not row.unread}
-        if ready:
-            batches = [] if self._batch is None else [self._batch]
-            self._batch = concatenate([*batches, *(row.first(self.model) for row in ready.values())])
-            for number in ready:
-                self._running[number] = self._reading.pop(number)
-                self._running[number].state = None
-            self._group()
-
-    def _leave(self, numbers: Sequence[int]) -> None:
-        if any(number in self._running for number in numbers):
-            places = [i for i, number in enumerate(self._running) if number not in numbers]
-            self._batch = None if self._batch is None or not places else select(self._batch, places)
-            for number in numbers:
-                self._running.pop(number, None)
-            self._group()
-
-    def _group(self) -> None:
-        """Find the rows that are drawn alike. A filter sees one row, as it would alone."""
-        groups = dict[Any, list[int]]()
-        for place, row in enumerate(self._running.values()):
-            sampling = row.sampler.sampling
-            groups.setdefault(sampling if sampling.filter is None else place, []).append(place)
-        rows = list(self._running.values())
-        self._groups = [
-            _Group(
-                rows[places[0]].sampler.sampling,
-                torch.tensor(places, device=self.model.device),
-                [rows[i].generator for i in places],
-            )
-            for places in groups.values()
-        ]
-
-    def _extend(self) -> None:
-        """Read the next token of each row that runs. The states before it are dropped one layer after another, so that
-        all but one layer's are in memory once."""
-        if self._batch is None:
+        """Let the rows whose prompts are read join a group: the next token that it reads is their prompts' last. Groups
+        that have become small are joined, too."""
+        ready = [row for row in self._reading.values() if not row.unread]
+        waiting = [group for group in self._groups if group.state.logits is None]
+        if not ready and len(waiting) < 2:
             return
-        (state, seen, tokens, _), self._batch = self._batch, None
-        # no other name may hold the state
-        state = state._replace(stack=deque(state.stack))
+        self._groups = [group for group in self._groups if group not in waiting]
+        for row in ready:
+            del self._reading[row.request]
+        with self._reading_again([*ready, *(row for group in waiting for row in group.rows)]):
+            singles = [RowGroup.of_row(self.model, row) for row in ready]
+            packed = list[list[RowGroup]]()
+            for group in sorted([*waiting, *singles], key=_size, reverse=True):
+                fitting = (each for each in packed if sum(map(_size, each)) + _size(group) <= ROWS)
+                if (each := next(fitting, None)) is None:
+                    packed.append([group])
+                else:
+                    each.append(group)
+            self._groups += [RowGroup.joined(each) for each in packed]
+
+    def _leave(self, requests: Collection[int]) -> None:
+        self._groups = [left for group in self._groups if (left := group.without(requests)).rows]
+
+    def _extend(self, group: RowGroup) -> None:
         try:
-            x, state = self.model.extend_hidden(tokens, state)
-            self._batch = BatchState(state, seen, tokens, self.model.logits(x[:, -1]))
+            with self._reading_again(group.rows):
+                group.extend()
         except BaseException:
-            self._reading |= self._running
-            for row in self._running.values():
-                row.begin()
-            self._running.clear()
+            self._groups.remove(group)
             raise
 
-    def _draw_next(self, batch: BatchState) -> list[NewToken]:
-        assert batch.logits is not None
-        drawable = batch.logits.amax(-1).isfinite().tolist()
-        if not all(drawable):
-            numbers = zip(self._running, drawable, strict=True)
-            raise LogitsError([number for number, good in numbers if not good])
-        drawn = self._draw(batch.logits, batch.seen)
-        self._batch = BatchState(batch.state, batch.seen.scatter_(1, drawn, True), drawn, None)
-        new, ended = list[NewToken](), list[int]()
-        for i, ((number, row), token) in enumerate(zip(self._running.items(), drawn.flatten().tolist(), strict=True)):
-            row.append(token)
-            if row.ended:
-                ended.append(number)
-                row.keep(batch.state, i)
-            new.append(NewToken(number, token, row.ended))
-        self._leave(ended)
+    @contextmanager
+    def _reading_again(self, rows: list[Row]) -> Iterator[None]:
+        """Read the texts of the rows from the beginning if the block raises an error, which costs them their states."""
+        try:
+            yield
+        except BaseException:
+            self._reading |= {row.request: row for row in rows}
+            for row in rows:
+                row.begin()
+            raise
+
+    def _draw(self) -> list[NewToken]:
+        if failed := [request for group in self._groups for request in group.undrawable()]:
+            raise LogitsError(failed)
+        # no generator moves before all distributions are known to be good
+        pairs = [(group, group.distributions()) for group in self._groups]
+        new = list[NewToken]()
+        for group, distributions in pairs:
+            tokens = zip(group.rows, group.draw(distributions), strict=True)
+            new += [NewToken(row.request, token, row.ended) for row, token in tokens]
+        if ended := {request for request, _, last in new if last}:
+            self._leave(ended)
         return new
 
-    def _draw(self, logits: Float[Tensor, "b v"], seen: Bool[Tensor, "b v"]) -> Int[Tensor, "b 1"]:
-        found = list[Tensor]()
-        for sampling, places, _ in self._groups:
-            choose = probabilities if sampling.temperature else most_likely
-            found.append(choose(logits[places], sampling, seen[places]))
-        # no generator moves before all distributions are known to be good
-        drawn = logits.new_empty(len(logits), 1, dtype=torch.long)
-        for (sampling, places, generators), each in zip(self._groups, found, strict=True):
-            if sampling.temperature:
-                pairs = zip(each.split(1), generators, strict=True)
-                each = torch.cat([torch.multinomial(shares, 1, generator=generator) for shares, generator in pairs])
-            drawn[places] = each.reshape(-1, 1)
-        return drawn
+
+def _size(group: RowGroup) -> int:
+    return len(group.rows)
 
 
 def generate_each(
@@ -260,11 +233,3 @@ def _each(batch: ContinuousBatch, requests: Iterator[Request]) -> Iterator[tuple
             texts[number].append(token)
             if last:
                 yield number, texts.pop(number)
-
-
-class _Group(NamedTuple):
-    """Places in the batch whose tokens are drawn alike, each with its own generator."""
-
-    sampling: Sampling
-    places: Int[Tensor, " g"]
-    generators: list[torch.Generator | None]

@@ -24,14 +24,14 @@ Hidden = Float[Tensor, "b n o"]
 
 
 class Extension:
-    """A step for `run` that extends each of `depth` branches from its part of `state`, and removes it from a deque."""
+    """A step for `run` that extends each of `depth` branches from its part of `state`. It takes the branch's part off
+    the left of the deque `states`, which is `state` if that is a deque, and appends the new part to it."""
 
     def __init__(self, call: Call, state: tuple[Any, ...] | deque[Any] | None, depth: int):
-        self.call, self.states = call, []
-        self.past = state if isinstance(state, deque) else deque(checked_parts(state, depth))
+        self.call, self.states = call, state if isinstance(state, deque) else deque(checked_parts(state, depth))
 
     def __call__(self, branch: Any, x: Tokens) -> Tokens:
-        y, state = branch.extend(x, self.past.popleft(), **given(**self.call._asdict()))
+        y, state = branch.extend(x, self.states.popleft(), **given(**self.call._asdict()))
         self.states.append(state)
         return y
 

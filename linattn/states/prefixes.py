@@ -56,6 +56,7 @@ class PrefixCache:
         check_sizes(budget=budget, every=every, folder_budget=folder_budget)
         self.model, self.budget, self.every, self.dtype = model, budget, every, dtype
         self.folder, self.folder_budget = folder, folder_budget
+        self._past: tuple[TokenModelState | None, str] = None, ""
         self.clear()
 
     def __len__(self) -> int:
@@ -77,7 +78,7 @@ class PrefixCache:
         row = self._row(tokens)
         files = set[Key]() if self._files is None else self._files.keys()
         lengths = {length for length, _ in (*self._states, *files) if length <= len(row)}
-        found = [key for key in _keys(row, lengths, state) if key in self._states or key in files]
+        found = [key for key in self._keys(row, lengths, state) if key in self._states or key in files]
         for key in reversed(found):
             # the shortest last, so that it is the last to go
             self._touch(key)
@@ -119,7 +120,7 @@ class PrefixCache:
             raise ValueError(
                 f"states must be after 1 to {len(row)} tokens, as many as there are, but one is of {wrong[0]}"
             )
-        unknown = [key for key in _keys(row, set(new), state) if key not in self._states]
+        unknown = [key for key in self._keys(row, set(new), state) if key not in self._states]
         for key in reversed(unknown):
             each = new[key[0]] if self.dtype is None else compress(new[key[0]], self.dtype)
             self._put(key, each)
@@ -150,20 +151,22 @@ class PrefixCache:
         while self.num_bytes > self.budget:
             self.num_bytes -= num_bytes(self._states.popitem(last=False)[1])
 
+    def _keys(self, row: Int[Tensor, " n"], lengths: set[int], state: TokenModelState | None) -> list[Key]:
+        """Return the keys of the beginnings of these lengths after `state`, in ascending order: the length, and the
+        SHA-256 of the state and the tokens."""
+        if state is not self._past[0]:
+            # the same state often comes again, and its digest takes longer than that of the tokens
+            self._past = state, "" if state is None else digest_state(state)
+        digest, start, keys = hashlib.sha256(self._past[1].encode()), 0, list[Key]()
+        for length in sorted(lengths):
+            digest.update(row[start:length].numpy().tobytes())
+            keys.append((length, digest.hexdigest()))
+            start = length
+        return keys
+
     @staticmethod
     def _row(tokens: Text) -> Tensor:
         row = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.long)
         if row.is_floating_point() or row.ndim not in (1, 2) or (row.ndim == 2 and len(row) != 1):
             raise ValueError(f"the tokens of one text are (n) or (1, n) whole numbers, but are {tuple(row.shape)}")
         return row.reshape(-1).to("cpu", torch.int64).contiguous()
-
-
-def _keys(row: Int[Tensor, " n"], lengths: set[int], state: TokenModelState | None) -> list[Key]:
-    """Return the keys of the beginnings of these lengths after `state`, in ascending order: the length, and the SHA-256
-    of the state and the tokens."""
-    digest, start, keys = hashlib.sha256(b"" if state is None else digest_state(state).encode()), 0, list[Key]()
-    for length in sorted(lengths):
-        digest.update(row[start:length].numpy().tobytes())
-        keys.append((length, digest.hexdigest()))
-        start = length
-    return keys

@@ -62,6 +62,24 @@ def test_a_seed_writes_the_same_and_stop_ends_the_text(linear, capsys):
     assert stopped == "the cat" + text.removeprefix("the cat").partition(stop)[0] + "\n"
 
 
+def test_a_text_that_was_read_goes_on(linear, finished, tmp_path, capsys):
+    """From a file, with one prompt or several, as if it were read with the prompt. A run refuses the file."""
+    text, state, prompts, out = (tmp_path / name for name in ("a.txt", "a.state", "prompts.jsonl", "out.jsonl"))
+    text.write_text("the cat sat on the mat")
+    assert main(["read", str(linear), str(text), "--out", str(state)]) == 0
+    assert "23 tokens" in capsys.readouterr().out
+    whole = greedy(linear, "the cat sat on the mat and")
+    answer = whole.removeprefix("the cat sat on the mat")
+    after = ("--state", str(state), *GREEDY[:-1])
+    assert output(capsys, "generate", linear, *after, " and") == answer + "\n"
+    prompts.write_text(json.dumps({"prompt": " and"}) + "\n" + json.dumps({"prompt": " or"}))
+    output(capsys, "generate", linear, *after[:-1], "--prompts", str(prompts), "--out", str(out))
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["text"] == answer.removeprefix(" and") and second["tokens"] == 8
+    assert main(["generate", str(finished), *after, "a"]) == 2
+    assert "holds a state of a PretrainedTokenModel" in capsys.readouterr().err
+
+
 def test_info_describes_layers_and_cache(linear, capsys):
     found = json.loads(output(capsys, "info", linear, "--json"))
     assert (found["class"], found["layers"]) == ("LlamaForCausalLM", ["local+elu", "softmax"])
@@ -93,7 +111,9 @@ def test_what_cannot_be_is_one_line(linear, finished, tmp_path, capsys):
         (bare, ("--chat",), "has no chat template"),
         (finished, ("--chat",), "which the tokenizer of a run does not have"),
         (bare, (), "no token that begins a text: give a prompt"),
-        (linear, ("--state", "x.state"), "--state belongs to a run"),
+        (linear, ("--state", "x.state", "--prompt", "a"), "no state in"),
+        (linear, ("--state", "x.state", "--chat"), "--chat is for a --prompt alone"),
+        (linear, ("--compile",), "--compile belongs to a run"),
         (damaged, (), "cannot be loaded"),
         (tmp_path / "none", (), "no run"),
     ):

@@ -1,13 +1,14 @@
 """A request in a running batch gets the tokens that it would get alone, whoever joins or leaves."""
 
 import random
-from weakref import ref
 
 import pytest
 import torch
+from torch.testing import assert_close
 
-from linattn.generation import ContinuousBatch, Request, Sampling, batches, generate, generate_each
-from linattn.ops.nested import first_tensor, map_state
+from linattn.attention import SoftmaxAttention
+from linattn.generation import ContinuousBatch, Request, Sampling, batches, generate, generate_each, rows
+from linattn.ops.nested import map_state
 from linattn.states import PrefixCache, num_bytes
 from tests.models.causal import MODELS, VOCABULARY, every_kind, small_model, some_tokens
 
@@ -23,9 +24,10 @@ SAMPLINGS = (
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
-    """Prompts of a few tokens are read in several pieces, some of them padded."""
+    """Prompts of a few tokens are read in several pieces, some of them padded, and few rows share a call."""
     monkeypatch.setattr(batches, "PIECE", 16)
     monkeypatch.setattr(batches, "SHORTEST", 2)
+    monkeypatch.setattr(batches, "ROWS", 3)
 
 
 def some_requests(seed, count, **more):
@@ -53,7 +55,7 @@ def finish(batch, texts=None):
 
 
 def unended(batch):
-    return {*batch._waiting, *batch._reading, *batch._running}
+    return {*batch._waiting, *batch._reading, *(row.request for group in batch._groups for row in group.rows)}
 
 
 @every_kind
@@ -92,7 +94,7 @@ def test_requests_join_and_leave_at_random(name):
     assert short and short <= left
 
 
-def test_one_call_per_token_serves_all_rows():
+def test_one_call_per_token_serves_the_rows_of_a_group():
     model, lengths = small_model(ELU), []
     model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(tuple(inputs[0].shape)))
     batch = ContinuousBatch(model, size=4)
@@ -100,7 +102,8 @@ def test_one_call_per_token_serves_all_rows():
         batch.add(Request([1, 2], max_new_tokens=5))
     lengths.clear()
     assert [len(batch.step()) for _ in range(6)] == [4, 4, 4, 4, 4, 0]
-    assert lengths == [(4, 1)] * 6
+    # the first call reads the prompts but for their last tokens
+    assert lengths == [(4, 1)] + [(3, 1), (1, 1)] * 5
 
 
 def test_a_long_prompt_does_not_stall_the_others():
@@ -136,7 +139,7 @@ def test_softmax_keeps_no_keys_of_rows_that_left():
     first = [batch.step() for _ in range(4)]
     for _ in range(60):
         batch.step()
-        most = max(most, 0 if batch._batch is None else num_bytes(batch._batch.state))
+        most = max([most, *(num_bytes(group.state.state) for group in batch._groups)])
     _, state = model.extend(some_tokens(2, 8))
     assert first and not batch and 0 < most < 1.5 * num_bytes(state)
 
@@ -157,7 +160,7 @@ def test_counts_and_cancelling():
     finish(batch, texts)
     assert set(texts) == {0, 2} and len(texts[0]) < len(texts[2]) == 9
     batch.cancel(2)
-    assert not batch and batch.step() == [] and batch._batch is None
+    assert not batch and batch.step() == [] and not batch._groups
     for number in (4, -1):
         with pytest.raises(ValueError, match=f"4 requests, from 0 on, but {number}"):
             batch.cancel(number)
@@ -210,10 +213,21 @@ def test_what_prompts_have_in_common_is_read_once(name):
     parts = []
     map_state(parts.append, state)
     assert not any(part.is_inference() for part in parts)
-    before = len(cache)
-    batch.add(Request([1, 2, 3], max_new_tokens=3, state=state))
-    finish(batch)
-    assert len(cache) == before
+
+
+@pytest.mark.parametrize("name", ["mixture", "softmax"])
+def test_what_was_read_after_a_state_is_found_after_it_alone(name):
+    model, prompt, lengths = small_model(MODELS[name]), some_tokens(1, 22)[0].tolist(), []
+    _, state = model.extend(some_tokens(1, 5))
+    batch = ContinuousBatch(model, cache=PrefixCache(model, every=8))
+    model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
+    for past, unread in ((state, 21), (state, 0), (None, 21), (None, 0), (state, 0)):
+        request = Request(prompt, max_new_tokens=3, state=past)
+        expected = alone(model, request)
+        lengths.clear()
+        number = batch.add(request)
+        assert finish(batch)[number] == expected
+        assert sum(lengths) == unread + 3
 
 
 def test_a_model_in_training_goes_on_with_it():
@@ -251,8 +265,9 @@ def test_a_step_that_fails_changes_nothing_that_is_generated():
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_after_an_error_of_the_model_the_texts_are_read_again(cached):
-    """In the middle of its layers, where some states are those before a token and others those after it."""
+def test_after_an_error_of_the_model_the_texts_are_read_again(cached, monkeypatch):
+    """In the middle of its layers, where some states are those before a token and others those after it; or where rows
+    join, when some states are moved already."""
     model = small_model(ELU)
     requests = [*some_requests(5, 4), Request([1, 2], max_new_tokens=6, sampling=Sampling(temperature=1.0), seed=1)]
     expected = [alone(model, request) for request in requests]
@@ -270,22 +285,38 @@ def test_after_an_error_of_the_model_the_texts_are_read_again(cached):
         with pytest.raises(RuntimeError, match="out of memory"):
             batch.step()
     hook.remove()
+    requests += some_requests(6, 2)
+    expected += [alone(model, request) for request in requests[-2:]]
+    numbers += [batch.add(request) for request in requests[-2:]]
+    join = rows.concatenate
+    for count in (0, 2):
+        calls = iter(range(10))
+        monkeypatch.setattr(rows, "concatenate", lambda x, n=count, i=calls: join(x) if next(i) < n else fail())
+        with pytest.raises(RuntimeError, match="out of memory"):
+            finish(batch, texts)
+    monkeypatch.undo()
     finish(batch, texts)
     assert [texts[number] for number in numbers] == expected
 
 
-def test_a_step_has_one_layer_of_states_twice():
-    """When a layer is reached, the old states of those before it are gone."""
-    model = small_model(ELU | {"depth": 4})
-    batch, counts = ContinuousBatch(model), list[int]()
-    for _ in range(2):
-        batch.add(Request([1, 2, 3], max_new_tokens=3))
-    batch.step()
-    old = [ref(first_tensor(part)) for part in batch._batch.state.stack]
-    for block in model.blocks:
-        block.mixer_norm.register_forward_hook(lambda *_: counts.append(sum(each() is not None for each in old)))
-    batch.step()
-    assert counts == [4, 3, 2, 1]
+@pytest.mark.parametrize("name", ["mixture", "softmax", "kda"])
+def test_states_stay_where_they_are_in_memory(name):
+    """A step writes them over those before it, unless they grow, and never over the states of a caller or a cache."""
+    model = small_model(MODELS[name])
+    _, state = model.extend(some_tokens(1, 5))
+    cache, tensors = PrefixCache(model), list[torch.Tensor]()
+    map_state(lambda x: tensors.append(x.clone()), (state, cache.read([1, 2, 3])))
+    batch = ContinuousBatch(model, cache=cache)
+    for each in (Request([1], max_new_tokens=4, state=state), Request([1, 2, 3, 4], max_new_tokens=4)):
+        batch.add(each)
+    places = [list[int](), list[int]()]
+    for each in places:
+        batch.step()
+        map_state(lambda x, each=each: each.append(x.data_ptr()), batch._groups[0].state.state.stack)
+    grows = any(isinstance(part, SoftmaxAttention) for part in model.modules())
+    assert places[0] == places[1] or grows
+    finish(batch)
+    map_state(lambda x: assert_close(x, tensors.pop(0), rtol=0, atol=0), (state, cache.read([1, 2, 3])))
 
 
 def test_logits_of_nan_name_the_requests():

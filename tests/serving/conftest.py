@@ -22,11 +22,13 @@ from linattn.states import PrefixCache
 class Running:
     """A server that runs, at `address`. `call` runs a coroutine in its loop."""
 
-    def __init__(self, model, vocabulary=None, *, batch=4, queue=100, max_tokens=5000, timeout=60.0, chat=None):
+    def __init__(
+        self, model, vocabulary=None, *, batch=4, queue=100, max_tokens=5000, timeout=60.0, chat=None, state=None
+    ):
         self.loop, self.ready, self.model = asyncio.new_event_loop(), threading.Event(), model
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        interface = Interface("tiny", model, vocabulary or Bytes(), max_tokens, chat)
+        interface = Interface("tiny", model, vocabulary or Bytes(), max_tokens, chat, state)
 
         async def start():
             engine = Engine(model, size=batch, queue=queue, cache=PrefixCache(model, every=16))

@@ -323,7 +323,7 @@ def test_the_end_waits_for_streams(model):
         stream = complete(server, prompt="x", max_tokens=80, temperature=0, stream=True)
         next(stream)
         end = asyncio.run_coroutine_threadsafe(server.server.stop(), server.loop)
-        wait_until(lambda: server.server.ends)
+        wait_until(lambda: server.engine.ends)
         with pytest.raises(openai.InternalServerError, match="shutting down") as error:
             complete(server, prompt="x")
         assert error.value.status_code == 503
@@ -339,3 +339,16 @@ def test_the_end_does_not_wait_for_ever(model):
         with pytest.raises(openai.APIError, match="shutting down"):
             list(streams[0])
         assert not server.engine.thread.is_alive()
+
+
+def test_texts_go_on_from_a_state(model):
+    """The server has read the beginning of the text before, and a prompt is the rest."""
+    before, prompt = "the cat sat on ", "the mat"
+    _, state = model.extend(torch.tensor([[256, *before.encode()]]))
+    text, _ = alone(model, {"prompt": before + prompt, "temperature": 0, "max_tokens": 9})
+    with running(model, state=state) as server:
+        for _ in range(2):
+            answer = complete(server, prompt=prompt, temperature=0, max_tokens=9)
+            assert answer.choices[0].text == text and answer.usage.prompt_tokens == len(prompt)
+        with pytest.raises(openai.BadRequestError, match="at least one token"):
+            complete(server, prompt="")

@@ -28,6 +28,7 @@ from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import checked_kind, for_batch, map_state
 from linattn.states import concatenate, select
+from linattn.states.holders import options_of
 from linattn.types import TokenIds, TokenMask
 
 LAYERS = (
@@ -134,6 +135,11 @@ class PretrainedTokenModel(TokenModel):
         tolerance = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
         if not torch.allclose(alone, together, rtol=0, atol=tolerance):
             raise ValueError(f"the rows of {type(self.model).__name__} cannot be joined: they depend on one another")
+
+
+@options_of.register
+def _(model: PretrainedTokenModel) -> dict[str, Any]:
+    return {"class": type(model.model).__name__, "attn_implementation": model.config._attn_implementation}
 
 
 def _present(position: Int[Tensor, " b"], longest: int, n: int) -> Bool[Tensor, "b m"] | None:

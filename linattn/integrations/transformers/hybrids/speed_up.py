@@ -11,9 +11,11 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import GenerationMixin, PreTrainedModel
 
 from linattn.integrations.transformers.documents import MARK
+from linattn.integrations.transformers.hybrids.drafts import COMMON, OWN, rename_cache
 from linattn.integrations.transformers.hybrids.packed_rows import (
     DOCUMENT_ARGUMENTS,
     cache_in,
@@ -103,13 +105,15 @@ class SpeedUp:
     kept: dict[str, str]
     _marks: list[Marker] = field(init=False, repr=False, default_factory=list)
     _stateful: list[Any] = field(init=False, repr=False, default_factory=list)
+    _handles: list[RemovableHandle] = field(init=False, repr=False, default_factory=list)
 
     def undo(self) -> None:
         """Restore transformers' own functions for this model, and in transformers' modules, too, if no other model uses
         ours."""
         for marker in self._marks:
-            for handle in marker.handles:
-                handle.remove()
+            self._handles += marker.handles
+        for handle in self._handles:
+            handle.remove()
         _markers.difference_update(self._marks)
         needed = {place for marker in _markers for place in marker.places}
         for place in {place for marker in self._marks for place in marker.places} - needed:
@@ -161,6 +165,8 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
         record._stateful = [each for each in layers.values() if _refuses_drafts(each)]
         for each in record._stateful:
             each._is_stateful = False
+            if isinstance(each, GenerationMixin) and OWN in signature(each.forward).parameters:
+                record._handles.append(rename_cache(each))
     print(record)
     return record
 
@@ -173,8 +179,8 @@ def _all_recorded(scans: dict[str, set[Place]], kept: dict[str, str]) -> bool:
 
 def _refuses_drafts(model: Any) -> bool:
     """Return whether transformers refuses assisted decoding because the model calls itself stateful, although its cache
-    has the name `past_key_values`, by which assisted decoding could take tokens back."""
-    return getattr(model, "_is_stateful", False) and "past_key_values" in signature(model.forward).parameters
+    has a name by which `rename_cache` or assisted decoding itself finds it."""
+    return getattr(model, "_is_stateful", False) and not {OWN, COMMON}.isdisjoint(signature(model.forward).parameters)
 
 
 def _scans(layers: dict[str, nn.Module]) -> tuple[dict[str, set[Place]], dict[str, str]]:
