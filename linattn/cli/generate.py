@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
+from linattn.cli.read import state_after
 from linattn.cli.run_folder import Run, is_pretrained, open_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.errors import CommandError, explained
+from linattn.console.processes import broadcast_device, joined_processes, rank, reported_by_first, world_size
+from linattn.distributed import shard_sequence
 from linattn.generation import Sampling, stream
+from linattn.generation.decoding import PREFILL
 from linattn.generation.texts import TextStream
 from linattn.models import LanguageModel
 from linattn.states import load_state
@@ -50,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check_file_options(arguments)
-    prompt = arguments.prompt or ""
-    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    if world_size() > 1:
+        return _run_together(arguments)
+    text = _prompt(arguments)
     if is_pretrained(arguments.folder):
         return _run_pretrained(arguments, text.decode("utf-8", "replace"))
     if arguments.chat:
@@ -65,14 +71,52 @@ def run(arguments: argparse.Namespace) -> int:
         model, state = _load(described, arguments)
         answer_file(model, vocabulary, state, arguments)
         return 0
+    tokens = _prompt_tokens(vocabulary, text, arguments)
+    model, state = _load(described, arguments)
+    _generate(model, vocabulary, tokens, state, arguments)
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> bytes:
+    prompt = arguments.prompt or ""
+    return sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+
+
+def _prompt_tokens(vocabulary: Vocabulary, text: bytes, arguments: argparse.Namespace) -> list[int]:
     tokens = list(vocabulary.encode(text))
     if arguments.state is None:
         # this token marks the beginning of a text, where every text that the model has seen starts
-        tokens.insert(0, vocabulary.separator)
-    elif not tokens:
+        return [vocabulary.separator, *tokens]
+    if not tokens:
         raise CommandError("a state needs a --prompt, with which the text that was read goes on")
-    model, state = _load(described, arguments)
-    _generate(model, vocabulary, tokens, state, arguments)
+    return tokens
+
+
+def _run_together(arguments: argparse.Namespace) -> int:
+    """Let the processes that torchrun has started read the prompt together, and the first one go on with it."""
+    with reported_by_first(rank()), joined_processes(cpu=arguments.cpu) as group:
+        for name in ("prompts", "chat", "compile"):
+            if getattr(arguments, name):
+                raise CommandError(f"--{name} takes one process, but there are {world_size()}")
+        if arguments.repetition_penalty != 1:
+            raise CommandError("--repetition-penalty counts tokens of the prompt, so it takes one process")
+        if is_pretrained(arguments.folder):
+            raise CommandError(f"{arguments.folder} is no run, so it takes one process, but there are {world_size()}")
+        described = open_run(arguments.folder)
+        vocabulary = described.vocabulary()
+        # the first process alone has stdin
+        text: list[Any] = [_prompt(arguments) if rank() == 0 else None]
+        dist.broadcast_object_list(text, group=group, group_src=0, device=broadcast_device())
+        *tokens, last = _prompt_tokens(vocabulary, text[0], arguments)
+        model, state = _load(described, arguments)
+        assert group is not None
+        with explained("these processes cannot share a prompt", ValueError):
+            sharding = shard_sequence(model, group)
+        for part in torch.tensor(tokens, dtype=torch.long).split(PREFILL * world_size()) if tokens else ():
+            state = state_after(model, part, state, group)
+        sharding.undo()
+    if rank() == 0:
+        _generate(model, vocabulary, [*tokens, last], state, arguments, done=len(tokens))
     return 0
 
 
@@ -116,14 +160,21 @@ def _load(described: Run, arguments: argparse.Namespace) -> tuple[LanguageModel,
 
 
 def _generate(
-    model: LanguageModel, vocabulary: Vocabulary, tokens: list[int], state: Any, arguments: argparse.Namespace
+    model: LanguageModel,
+    vocabulary: Vocabulary,
+    tokens: list[int],
+    state: Any,
+    arguments: argparse.Namespace,
+    *,
+    done: int = 0,
 ) -> None:
+    """Print the tokens of the prompt and of the text after it. The state is that after the first `done` tokens."""
     times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
         steps = stream(
             model,
-            [tokens],
+            [tokens[done:]],
             max_new_tokens=arguments.max_new_tokens,
             sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
             stop_tokens=(vocabulary.separator,),
@@ -132,7 +183,7 @@ def _generate(
             compile=arguments.compile,
         )
         new = _timed((token for (token,) in steps if token is not None), times)
-        _write(text(vocabulary, tokens[state is None :], new, arguments.stop))
+        _write(text(vocabulary, tokens[arguments.state is None :], new, arguments.stop))
     print(_speed(times), file=sys.stderr)
 
 

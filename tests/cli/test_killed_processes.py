@@ -17,7 +17,7 @@ from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.data.windows import TrainingWindows
 from tests.cli.conftest import SHORT, TINY
-from tests.cli.test_sequence_parallel import ON_CPUS
+from tests.cli.test_sharing import ON_CPUS
 from tests.processes import needs_processes, run_in_another
 
 OPTIONS = (*TINY, *SHORT, "--cpu", "--steps", "4", "--save-every", "1", "--evaluate-every", "4")

@@ -1,73 +1,37 @@
-"""The processes of a command: how they share the sequences of an update, and what they do when one of them fails."""
+"""The processes of a command, which torchrun or Accelerate has started: how they meet, average gradients and report,
+and what they do when one of them fails."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # documented, but not in the list of what the module exports
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor
 
-from linattn.cli.options import TrainOptions
 from linattn.console.errors import CommandError, one_line, writing
 from linattn.console.lock import locked
 
 # messages of gloo, whose errors have no class of their own, about a process that has ended
 GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+BUCKET = 25 * 2**20
+"""The bytes of gradients that are averaged at a time."""
 
 
-def check_sharing(options: TrainOptions, processes: int) -> None:
-    """Raise ValueError unless this number of `processes` can run with --sequence-parallel, --segment and --context as
-    they are."""
-    ranks = options.sequence_parallel
-    for name in ("segment", "carry"):
-        if ranks > 1 and getattr(options, name) is not None:
-            raise ValueError(f"--{name} does not work with --sequence-parallel")
-    if processes % ranks:
-        raise ValueError(f"--sequence-parallel {ranks} must divide the number of processes, but there are {processes}")
-    if options.context % ranks:
-        raise ValueError(f"--sequence-parallel {ranks} must divide --context, but that is {options.context:,}")
+def rank() -> int:
+    """Return the number of this process among those that torchrun has started, also before they have joined."""
+    return int(os.environ.get("RANK", "0"))
 
 
-def sequences_per_update(options: TrainOptions, processes: int) -> int:
-    return options.batch * options.accumulate * (processes // options.sequence_parallel)
-
-
-def with_updates_of(options: TrainOptions, sequences: int, processes: int, accumulate: int | None) -> TrainOptions:
-    """Return the options of a resumed run with --accumulate such that an update takes as many `sequences` as before,
-    for any number of processes. Raise CommandError if no --accumulate does that, or only another one than the user gave
-    (`accumulate`, None: not given)."""
-    at_a_time = options.batch * (processes // options.sequence_parallel)
-    if sequences % at_a_time == 0 and accumulate in (None, sequences // at_a_time):
-        return replace(options, accumulate=sequences // at_a_time)
-    given = "" if accumulate is None else f" and --accumulate {accumulate}"
-    batches, rest = divmod(sequences, accumulate or 1)
-    groups, choices = processes // options.sequence_parallel, list[str]()
-    if not rest and batches % options.batch == 0:
-        numbers = [options.sequence_parallel * number for number in _numbers(batches // options.batch, accumulate)]
-        choices.append(f"{_listed(numbers)} {'process' if numbers == [1] else 'processes'}")
-    if not rest and batches % groups == 0:
-        choices.append(f"--batch {_listed(_numbers(batches // groups, accumulate))}")
-    raise CommandError(
-        f"an update of the run takes {sequences} sequences, but {processes} processes with --batch {options.batch}"
-        f"{given} take another number: choose {', or '.join(choices) or 'other numbers'}"
-    )
-
-
-def _numbers(product: int, accumulate: int | None) -> list[int]:
-    """Return the numbers that a message suggests: all divisors of `product` if --accumulate is free, otherwise
-    `product` alone."""
-    return [i for i in range(1, product + 1) if product % i == 0] if accumulate is None else [product]
-
-
-def _listed(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+def world_size() -> int:
+    """Return the number of processes that torchrun has started, also before they have joined."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_restart() -> bool:
@@ -91,7 +55,7 @@ def join_processes(*, cpu: bool) -> None:
 
 def must_join() -> bool:
     """Tell whether torchrun has started several processes, which have not joined yet."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized()
+    return world_size() > 1 and dist.is_available() and not dist.is_initialized()
 
 
 @contextmanager
@@ -106,6 +70,27 @@ def joined_processes(*, cpu: bool) -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group()
 
 
+def broadcast_device() -> torch.device | None:
+    """Return the device by which objects are broadcast, None for the CPU."""
+    return torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
+
+
+def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace each gradient by its mean over the processes of the group (None: all), which have gradients of the same
+    parameters. Of a DTensor, the shard of this process counts."""
+    gradients = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in parameters if x.grad is not None]
+    size, buckets = 0, dict[tuple[Any, int], list[Tensor]]()
+    for gradient in gradients:
+        size += gradient.numel() * gradient.element_size()
+        buckets.setdefault((gradient.dtype, size // BUCKET), []).append(gradient)
+    for bucket in buckets.values():
+        # some backends have no mean
+        mean = torch.cat([x.flatten() for x in bucket]) / dist.get_world_size(group)
+        dist.all_reduce(mean, group=group)
+        for gradient, part in zip(bucket, mean.split([x.numel() for x in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
 def first_process_only(rank: int, out: Path, action: Callable[[], None]) -> None:
     """Run the action, which writes `out`, in the first process while the others wait; if it fails, all end."""
     failure: list[str | None] = [None]
@@ -116,8 +101,7 @@ def first_process_only(rank: int, out: Path, action: Callable[[], None]) -> None
         except (CommandError, OSError) as error:
             failure = [one_line(error)]
     if dist.is_available() and dist.is_initialized():
-        accelerator = torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
-        dist.broadcast_object_list(failure, device=accelerator)
+        dist.broadcast_object_list(failure, device=broadcast_device())
     if failure[0] is not None:
         raise CommandError(failure[0]) if rank == 0 else SystemExit(2)
 
