@@ -121,7 +121,7 @@ def test_the_same_options_make_the_same_weights(plain, text, tmp_path):
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_options_of_the_model_reach_it(text, tmp_path, monkeypatch, name):
     models = []
-    monkeypatch.setattr("linattn.cli.training._train", lambda run, model, options, args: models.append(model.model))
+    monkeypatch.setattr("linattn.cli.training._train", lambda run, model, *_: models.append(model.model))
     given, expected = CONFIGURED[name]
     value = [given] if isinstance(given, str) else given
     # a mixture's heads could not share one key head
