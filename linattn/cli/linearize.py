@@ -8,6 +8,7 @@ from pathlib import Path
 
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
 from linattn.console.errors import CommandError
+from linattn.console.trackers import HELP as TRACKERS
 from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", **FLAG, help="recompute activations in the backward pass, to save memory")
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
+    add("--track", **repeatable("NAME"), help=TRACKERS)
     add("--cpu", **FLAG, help="do not use a GPU")
 
 

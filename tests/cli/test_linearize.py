@@ -33,6 +33,7 @@ from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import sentences
+from tests.cli.test_trackers import register
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
@@ -60,7 +61,10 @@ def again(out: Path, *options: str) -> int:
 @pytest.fixture(scope="module")
 def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "linear"
-    assert linearize(model, text, out, "--keep", "1/2") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        events = register(patch)
+        assert linearize(model, text, out, "--keep", "1/2", "--track", "tensorboard", "--track", "recorder") == 0
+    (out.parent / "events.json").write_text(json.dumps(events))
     short = json.loads((out / "report.json").read_text("utf-8"))
     # a fifth of the time of four steps is too short for all of it
     assert short["scores"] and short["left_out"]
@@ -74,6 +78,19 @@ def test_the_folder_loads_and_generates_in_constant_memory(done):
     output = model.generate(torch.tensor([list(b"the cat ")]), max_new_tokens=5, do_sample=False)
     assert output.shape[1] <= 13
     assert not done.with_name("linear.unfinished").exists()
+
+
+def test_trackers_get_the_losses_of_both_stages(done):
+    """The steps of the second stage follow those of the first; TensorBoard's files come into the folder."""
+    _, (_, settings), *logged, end = json.loads((done.parent / "events.json").read_text())
+    losses = json.loads((done / "report.json").read_text())["losses"]
+    assert settings["method"] == "elu" and end[0] == "finish"
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
+    assert [values["transfer_loss"] for _, values in logged[:1]] == losses["transfer"]
+    assert [values["fine-tune_loss"] for _, values in logged[1:]] == losses["fine-tune"]
+    assert all(values["tokens_per_second"] > 0 for _, values in logged)
+    (file,) = (done / "tensorboard").glob("events.*")
+    assert b"transfer_loss" in file.read_bytes()
 
 
 def test_the_report_has_everything_and_says_it(done):

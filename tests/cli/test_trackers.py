@@ -38,11 +38,16 @@ class Recorder(accelerate.tracking.GeneralTracker):
         self.events.append(("finish", None))
 
 
+def register(patch: pytest.MonkeyPatch) -> list:
+    """Let "recorder" be the name of a tracker, and return what it will get."""
+    patch.setattr(Recorder, "events", found := [], raising=False)
+    patch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    return found
+
+
 @pytest.fixture
 def events(monkeypatch) -> list:
-    monkeypatch.setattr(Recorder, "events", found := [], raising=False)
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
-    return found
+    return register(monkeypatch)
 
 
 def test_a_tracker_gets_what_the_log_gets(text, tmp_path, monkeypatch, events):

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
+from linattn.console.processes import rank
+from linattn.console.trackers import Trackers, check_trackers
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
 from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
@@ -41,7 +43,7 @@ from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
-from linattn.linearize.training import Budget, Training
+from linattn.linearize.training import Budget, Progress, Training
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
@@ -58,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _report_again(arguments)
     if arguments.minutes is not None and arguments.steps is not None:
         raise CommandError("give --minutes or --steps, not both")
+    check_trackers(arguments.track or ())
     with locked(arguments.out):
         if not arguments.out.exists():
             return _linearize(arguments)
@@ -89,12 +92,14 @@ def _linearize(arguments: argparse.Namespace) -> int:
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
-        record = _train(conversion, batches, held_out, arguments, work)
+        with closing(open_trackers(arguments, work)) as trackers:
+            record = _train(conversion, batches, held_out, arguments, trackers)
         write_model(arguments.out, model, tokenizer, record)
     except Diverged as error:
         raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
+    _keep_tracks(arguments, work)
     shutil.rmtree(work)
     given = arguments.out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
     with report_fails_alone(arguments.out):
@@ -167,14 +172,16 @@ def _train(
     batches: TrainingBatches,
     held_out: list[dict[str, Tensor]],
     arguments: argparse.Namespace,
-    work: Path,
+    trackers: Trackers,
 ) -> Record:
     """Run both stages of training, with the choice of layers between them; return the record of the conversion."""
-    model, teacher, keep = conversion.model, conversion.teacher, arguments.keep
+    model, teacher, keep, work = conversion.model, conversion.teacher, arguments.keep, _work(arguments.out)
+    tokens = arguments.accumulate * held_out[0]["input_ids"].numel()
     record: Record = {"settings": settings(arguments), "plan": conversion.plan.to_dict(), "kept": keep}
     record["swapped_in"], seconds = _swapped_in(conversion, held_out, work)
     _announce(model, held_out[0], arguments, seconds)
-    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, work)
+    bar = progress_bar("transfer", tokens, trackers.log)
+    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, bar)
     if isinstance(keep, Fraction):
         count = max(1, round(keep * len(conversion.plan.replaced)))
         choice = choose_layers(model, teacher, held_out[:CHOOSING], count)
@@ -184,7 +191,8 @@ def _train(
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
     with recomputing(model) if arguments.checkpointing else nullcontext():
-        second = _stage("fine-tune", tune, arguments, work)
+        bar = progress_bar("fine-tune", tokens, lambda values, step: trackers.log(values, first.steps + step))
+        second = _stage("fine-tune", tune, arguments, bar)
     record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
     record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
     return record | {"seconds": first.seconds + second.seconds}
@@ -237,13 +245,32 @@ def _announce(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argpa
         print(note, file=sys.stderr)
 
 
-def _stage(name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path) -> Training:
-    """Run a stage by `train`, which goes on from the stage's last checkpoint in `work`."""
+def _stage(
+    name: str,
+    train: Callable[[Budget], Training],
+    arguments: argparse.Namespace,
+    bar: AbstractContextManager[Callable[[Progress], None]],
+) -> Training:
+    """Run a stage by `train`, which goes on from the stage's last checkpoint, and shows its progress by `bar`."""
     share = FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
-    with progress_bar(name) as show:
-        return train(Budget(steps, minutes, work / name, arguments.save_every, arguments.accumulate, show))
+    folder = _work(arguments.out) / name
+    with bar as show:
+        return train(Budget(steps, minutes, folder, arguments.save_every, arguments.accumulate, show))
+
+
+def open_trackers(arguments: argparse.Namespace, work: Path) -> Trackers:
+    """Return the trackers of --track. Until OUT is there, their files are in the working folder, under OUT's name."""
+    names, facts = (arguments.track or ()) if rank() == 0 else (), settings(arguments)
+    folder = work / arguments.out.name
+    folder.mkdir(exist_ok=True)
+    return Trackers(names, folder, facts, identity=f"{arguments.out.resolve()} {json.dumps(facts)}")
+
+
+def _keep_tracks(arguments: argparse.Namespace, work: Path) -> None:
+    for files in (work / arguments.out.name).iterdir():
+        shutil.move(files, arguments.out / files.name)
 
 
 def _steps(stage: str, total: int) -> int:
