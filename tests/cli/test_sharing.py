@@ -30,16 +30,12 @@ RUNS = {
     2: {
         "data": ("--batch", "2"),
         "weights": ("--batch", "2", "--fsdp"),
-        "sequence": SEQUENCE,
-        "sequence, recomputed": (*SEQUENCE, "--checkpointing"),
-        "sequence, weights": (*SEQUENCE, "--fsdp"),
+        "sequence": (*SEQUENCE, "--checkpointing"),
         "layers": TENSOR,
     },
     4: {
         "data, sequence": ("--batch", "2", *SEQUENCE),
         "data, layers": ("--batch", "2", *TENSOR),
-        "weights, layers": ("--batch", "2", *TENSOR, "--fsdp"),
-        "sequence, layers": (*SEQUENCE, *TENSOR),
         "weights, sequence, layers": (*SEQUENCE, *TENSOR, "--fsdp"),
     },
 }
@@ -184,6 +180,7 @@ def test_one_process_goes_on_with_what_several_have_shared(of_two, alone, tmp_pa
         (TENSOR, "--tensor-parallel 2 must divide the number of processes, but there are 1"),
         ((*SEQUENCE, "--segment", "8"), "--segment does not work with --sequence-parallel"),
         ((*TENSOR, "--carry", "0.5"), "--carry does not work with --tensor-parallel"),
+        ((*TENSOR, "--optimizer", "muon"), "--optimizer muon does not work with --tensor-parallel"),
         (("--fsdp",), "--fsdp needs several processes, but there is one"),
         (("--fsdp", "--segment", "8"), "--segment does not work with --fsdp"),
         (("--checkpointing", "--segment", "8"), "--segment does not work with --checkpointing"),
