@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from linattn.console.lock import locked
 
 # messages of gloo, whose errors have no class of their own, about a process that has ended
 GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+T = TypeVar("T")
 BUCKET = 25 * 2**20
 """The bytes of gradients that are averaged at a time."""
 
@@ -91,19 +92,22 @@ def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | N
             gradient.copy_(part.view_as(gradient))
 
 
-def first_process_only(rank: int, out: Path, action: Callable[[], None]) -> None:
-    """Run the action, which writes `out`, in the first process while the others wait; if it fails, all end."""
-    failure: list[str | None] = [None]
+def first_process_only(rank: int, out: Path, action: Callable[[], T]) -> T:
+    """Run the action, which writes `out`, in the first process while the others wait; all return its result. If it
+    fails, all end."""
+    found: list[Any] = [None, None]
     if rank == 0:
         try:
             with writing(out):
-                action()
+                found[1] = action()
         except (CommandError, OSError) as error:
-            failure = [one_line(error)]
+            found[0] = one_line(error)
     if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(failure, device=broadcast_device())
-    if failure[0] is not None:
-        raise CommandError(failure[0]) if rank == 0 else SystemExit(2)
+        dist.broadcast_object_list(found, device=broadcast_device())
+    failure, result = found
+    if failure is not None:
+        raise CommandError(failure) if rank == 0 else SystemExit(2)
+    return result
 
 
 @contextmanager

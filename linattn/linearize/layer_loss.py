@@ -20,9 +20,9 @@ from linattn.nn.modes import evaluating
 
 
 class Moments(NamedTuple):
-    """The `count` of vectors, their `mean`, and the sum of the `squares` of their deviations from it."""
+    """The `number` of vectors, their `mean`, and the sum of the `squares` of their deviations from it."""
 
-    count: int
+    number: int
     mean: Float[Tensor, " d"]
     squares: float
 
@@ -37,7 +37,7 @@ def moments(x: Float[Tensor, "tokens d"]) -> Moments:
 def squared_deviations(parts: Sequence[Moments]) -> float:
     """Return the sum of the squared deviations of all vectors from their common mean; where it is zero, as for a single
     vector, return their number of elements."""
-    counts = torch.tensor([part.count for part in parts], dtype=torch.float64)
+    counts = torch.tensor([part.number for part in parts], dtype=torch.float64)
     means = torch.stack([part.mean for part in parts])
     mean = counts @ means / counts.sum()
     found = sum(part.squares for part in parts) + float(counts @ (means - mean).square().sum(1))
@@ -72,11 +72,11 @@ def error_weights(
         with evaluating(model):
             compare_layers(model, teacher, batch, note)
     processes = gather(found)
-    tokens = sum(part.count for each in processes for parts, _ in each.values() for part in parts)
+    tokens = sum(part.number for each in processes for parts, _ in each.values() for part in parts)
     weights = {}
     for index in found:
         everywhere, labeled = ([part for each in processes for part in each[index][kind]] for kind in (0, 1))
-        factor, labeled = tokens / len(found), [part for part in labeled if part.count]
+        factor, labeled = tokens / len(found), [part for part in labeled if part.number]
         if labeled:
             factor /= 2
         at_labels = factor / squared_deviations(labeled) if labeled else 0.0

@@ -164,7 +164,7 @@ def _output_scale(teacher: PreTrainedModel, batches: Sequence[Batch], accumulate
                 return 1.0
             parts.append(moments(target.vectors))
     everywhere = [part for each in gather(parts) for part in each]
-    return sum(part.count for part in everywhere) / squared_deviations(everywhere)
+    return sum(part.number for part in everywhere) / squared_deviations(everywhere)
 
 
 @torch.no_grad()
