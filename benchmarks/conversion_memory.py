@@ -5,15 +5,19 @@ python -m benchmarks.conversion_memory --model llama-3-8b --lora 8 --checkpointi
 Counted are the most bytes of tensors that are alive at once, with the forms of the operators for CPUs. What a GPU's
 allocator and libraries take comes on top, often a tenth. A model of many layers is counted with two and with three of
 them, and each phase of a step grows by the difference for each further layer; `--exact` counts all layers. `--measure`
-runs the model, too, which needs the memory, and shows what the process takes."""
+runs the model, too, which needs the memory, and shows what new processes take."""
 
 import argparse
 import gc
 import importlib
 import json
+import multiprocessing
+import os
+import statistics
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,6 +56,10 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], Any]] = {
     "llama-3-8b": (LlamaConfig, _llama(4_096, 14_336, 32, 32, 8, 128_256, False)),
     "small": (LlamaConfig, _llama(512, 1_408, 4, 8, 4, 32_000, True)),
 }
+
+
+REPEATS = 3
+WARM_UP = {"num_hidden_layers": 1, "vocab_size": 64}
 
 
 class LiveMemory(TorchDispatchMode):
@@ -219,7 +227,25 @@ def count(kind: type[PreTrainedConfig], sizes: Any, *, exact: bool = False, **op
 
 
 def measure(kind: type[PreTrainedConfig], sizes: Any, **options: Any) -> dict[str, int]:
-    """Return what the process takes more than at its begin in each stage, in bytes. Needs Linux."""
+    """Return what a process takes more than at its begin in each stage, in bytes: medians over new processes. Needs
+    Linux."""
+    # tensors of more bytes than this go back to the system as soon as they are freed
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    found = []
+    for _ in range(REPEATS):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found.append(pool.submit(measure_once, kind, sizes, **options).result())
+    return {name: int(statistics.median(each[name] for each in found)) for name in found[0]}
+
+
+def measure_once(kind: type[PreTrainedConfig], sizes: Any, **options: Any) -> dict[str, int]:
+    """Return what this process takes more than at its begin in each stage, in bytes."""
+    torch.set_num_threads(1)
+    # what libraries load at their first use is not the model's
+    for _, run in stages(kind(**sizes | WARM_UP), **options | {"batch": 1, "context": 64}):
+        run()
+    gc.collect()
+    forget_peak()
     peaks, before = {}, peak_bytes()
     for name, run in stages(kind(**sizes), **options):
         forget_peak()

@@ -33,15 +33,19 @@ def source(tokens: int) -> torch.Tensor:
 
 def train(tokens: int, steps: int, attention: str, dim: int) -> list[float]:
     """Return the loss of each step, in nats per byte, that of the whole sequence on every rank."""
+    # every process makes the same model; its memory does not depend on the sequence
     torch.manual_seed(0)
     config = LanguageModelConfig(vocab_size=256, dim=dim, depth=2, num_heads=2, attention=attention, convolution=4)
     model = LanguageModel(config)
+    # from here on, the model takes the part of a sequence that this process has, and hands its states on to the next
     sharding = shard_sequence(model, dist.group.WORLD)
     trained = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    # the last label of a part is the first token of the next one; the memory of a step is that of a part
     part, losses = split_sequence(source(tokens), group=dist.group.WORLD), []
     for step in range(steps):
         started = time.perf_counter()
+        # the mean over all tokens of all processes; each gets the gradient from its own, and DDP averages them
         loss = sequence_loss(trained(part.tokens), part.labels, group=dist.group.WORLD)
         optimizer.zero_grad()
         loss.backward()
@@ -52,6 +56,7 @@ def train(tokens: int, steps: int, attention: str, dim: int) -> list[float]:
             kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
             speed = f"{tokens / seconds:,.0f} tokens/s, at most {kilobytes / 1e6:.1f} GB per process"
             print(f"step {step + 1}: {loss.item():.3f} nats per byte, {seconds:.1f} s, {speed}", flush=True)
+    # what all processes have read is one state of constant size, which the last one sends to all
     with torch.no_grad():
         state = last_state(model.extend(part.tokens)[1], group=dist.group.WORLD)
     sharding.undo()

@@ -16,7 +16,7 @@ needs_processes = pytest.mark.skipif(
 )
 METHOD = "spawn" if os.name == "nt" else "forkserver"
 # the imports take most of the time of a new process
-IMPORTS = ["linattn.cli.training", "torch.distributed.fsdp", "tests.processes"]
+IMPORTS = ["linattn.cli.training", "linattn.linearize.command.run", "torch.distributed.fsdp", "tests.processes"]
 
 
 def run_in_another(work: Callable[..., None], *arguments: Any) -> int | None:

@@ -33,7 +33,7 @@ GUESTS = {
     "prometheus_client": ("linattn/serving/",),
     "triton": ("linattn/ops/triton",),
     "transformers": ("linattn/integrations/", "linattn/linearize/", "linattn/cli/"),
-    "accelerate": ("linattn/integrations/", "linattn/cli/"),
+    "accelerate": ("linattn/integrations/", "linattn/console/", "linattn/cli/"),
     "peft": ("linattn/integrations/", "linattn/linearize/"),
     "tokenizers": ("linattn/integrations/", "linattn/cli/", "linattn/generation/"),
     "matplotlib": ("linattn/console/", "linattn/linearize/command/", "linattn/cli/"),

@@ -16,6 +16,7 @@ Run = dict[str, Any]
 COLUMNS = {
     "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same most likely byte"},
     "recall": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same answer"},
+    "copying": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same symbol"},
     "encoder": {"accuracy": "accuracy", "cosine": "cosine of the outputs"},
 }
 MOMENTS = {"swapped": "swapped in", "transferred": "after stage 1", "scores": "after stage 2"}

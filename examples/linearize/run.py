@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.learning.run import append, read
-from examples.linearize import byte_lm, encoder, recall
+from examples.linearize import byte_lm, copy_of_symbols, encoder, recall
 from examples.linearize.task import Data, Task
 from examples.linearize.training import fit, teacher
 from linattn.linearize import (
@@ -31,7 +31,7 @@ from linattn.linearize.controls import CONTROLS, controlled
 from linattn.linearize.scores import scores
 from linattn.linearize.stages import FIRST_STAGE
 
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder)}
+TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder, copy_of_symbols)}
 Line = Callable[[str], None]
 
 

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
-from linattn.cli.run_folder import is_pretrained, open_run
+from linattn.cli.loading import load_past, open_model
+from linattn.cli.read import state_after
+from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import CommandError, explained
+from linattn.console.processes import broadcast_device, joined_processes, rank, reported_by_first, world_size
+from linattn.distributed import shard_sequence
 from linattn.generation import Sampling, stream
+from linattn.generation.decoding import PREFILL
 from linattn.generation.texts import TextStream
 from linattn.models.token_model import TokenModel
-from linattn.states import load_state
 
 SMALLER = "a shorter prompt"
 SUMMARY = "generate text with the model of a run"
@@ -49,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check_file_options(arguments)
-    prompt = arguments.prompt or ""
-    text = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    if world_size() > 1:
+        return _run_together(arguments)
+    text = _prompt(arguments)
     if is_pretrained(arguments.folder) and arguments.state is None and arguments.prompts is None:
         return _run_pretrained(arguments, text.decode("utf-8", "replace"))
     if arguments.chat:
@@ -64,11 +70,49 @@ def run(arguments: argparse.Namespace) -> int:
 
         answer_file(model, vocabulary, state, arguments)
         return 0
+    _generate(model, vocabulary, _prompt_tokens(vocabulary, text, state), state, arguments)
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> bytes:
+    prompt = arguments.prompt or ""
+    return sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+
+
+def _prompt_tokens(vocabulary: Any, text: bytes, state: Any) -> list[int]:
     # tokens at the beginning of a text, where every text that the model has seen starts
     tokens = [*(vocabulary.begin if state is None else ()), *vocabulary.encode(text)]
     if not tokens:
         raise CommandError("a state needs a --prompt, with which the text that was read goes on")
-    _generate(model, vocabulary, tokens, state, arguments)
+    return tokens
+
+
+def _run_together(arguments: argparse.Namespace) -> int:
+    """Let the processes that torchrun has started read the prompt together, and the first one go on with it."""
+    with reported_by_first(rank()), joined_processes(cpu=arguments.cpu) as group:
+        for name in ("prompts", "chat", "compile"):
+            if getattr(arguments, name):
+                raise CommandError(f"--{name} takes one process, but there are {world_size()}")
+        if arguments.repetition_penalty != 1:
+            raise CommandError("--repetition-penalty counts tokens of the prompt, so it takes one process")
+        if is_pretrained(arguments.folder):
+            raise CommandError(f"{arguments.folder} is no run, so it takes one process, but there are {world_size()}")
+        model, vocabulary = open_model(arguments.folder, arguments)
+        past = load_past(model, arguments)
+        # the first process alone has stdin
+        text: list[Any] = [_prompt(arguments) if rank() == 0 else None]
+        dist.broadcast_object_list(text, group=group, group_src=0, device=broadcast_device())
+        tokens = _prompt_tokens(vocabulary, text[0], past)
+        # the last one is read by the first process, which needs its logits
+        count, state = len(tokens) - 1, past
+        assert group is not None
+        with explained("these processes cannot share a prompt", ValueError):
+            sharding = shard_sequence(model, group)
+        for part in torch.tensor(tokens[:count], dtype=torch.long).split(PREFILL * world_size()) if count else ():
+            state = state_after(model, part, state, group)
+        sharding.undo()
+    if rank() == 0:
+        _generate(model, vocabulary, tokens, past, arguments, read=(count, state))
     return 0
 
 
@@ -92,36 +136,24 @@ def _check_file_options(arguments: argparse.Namespace) -> None:
     arguments.batch = arguments.batch or 16
 
 
-def open_model(folder: Path, arguments: argparse.Namespace) -> tuple[TokenModel, Any]:
-    """Return the model of a run, or of a folder that transformers loads, and its vocabulary. The model is on the GPU
-    unless --cpu forbids it."""
-    if is_pretrained(folder):
-        # this takes seconds to import
-        from linattn.cli.pretrained import load_for_requests
-
-        return load_for_requests(folder, arguments)
-    described = open_run(folder)
-    vocabulary, model = described.vocabulary(), described.model()
-    if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
-        raise CommandError(f"the weights in {folder} are not finite: their training has diverged")
-    return model.cuda() if torch.cuda.is_available() and not arguments.cpu else model, vocabulary
-
-
-def load_past(model: TokenModel, arguments: argparse.Namespace) -> Any:
-    """Return the state of --state, None without one."""
-    if arguments.state is None:
-        return None
-    with explained("the state cannot be used", ValueError, FileNotFoundError):
-        return load_state(arguments.state, model=model)
-
-
-def _generate(model: TokenModel, vocabulary: Any, tokens: list[int], state: Any, arguments: argparse.Namespace) -> None:
+def _generate(
+    model: TokenModel,
+    vocabulary: Any,
+    tokens: list[int],
+    past: Any,
+    arguments: argparse.Namespace,
+    *,
+    read: tuple[int, Any] | None = None,
+) -> None:
+    """Print the tokens of the prompt, which come after the state `past`, and new ones. `read` holds the number of
+    tokens of the prompt that all processes have read together, and the state after them."""
+    count, state = read or (0, past)
     times = [time.perf_counter()]
     # torch raises RuntimeErrors when logits overflow or memory is full
     with explained("this cannot be generated", ValueError, RuntimeError):
         steps = stream(
             model,
-            [tokens],
+            [tokens[count:]],
             max_new_tokens=arguments.max_new_tokens,
             sampling=Sampling(**{name: getattr(arguments, name) for name in SAMPLING}),
             stop_tokens=vocabulary.stop_tokens,
@@ -130,7 +162,7 @@ def _generate(model: TokenModel, vocabulary: Any, tokens: list[int], state: Any,
             compile=arguments.compile,
         )
         new = _timed((token for (token,) in steps if token is not None), times)
-        _write(text(vocabulary, tokens[0 if state is not None else len(vocabulary.begin) :], new, arguments.stop))
+        _write(text(vocabulary, tokens[0 if past is not None else len(vocabulary.begin) :], new, arguments.stop))
     print(_speed(times), file=sys.stderr)
 
 

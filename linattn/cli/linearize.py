@@ -1,6 +1,7 @@
 """`linattn linearize`: turn a pretrained softmax model of transformers into a linear one, and report on it.
 
-The result is a folder that from_pretrained loads. Run the same command again after an interruption: it goes on."""
+The result is a folder that from_pretrained loads. Run the same command again after an interruption: it goes on. Of the
+processes that torchrun starts, each reads --batch sequences at a time, and an update takes those of all."""
 
 import argparse
 from fractions import Fraction
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from linattn.cli.argument_types import COUNT, FLAG, METHOD, NATURAL, POSITIVE, SEED, integers, repeatable
 from linattn.console.errors import CommandError
+from linattn.console.trackers import HELP as TRACKERS
 from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
@@ -72,8 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: float32)",
     )
     add("--checkpointing", **FLAG, help="recompute activations in the backward pass, to save memory")
+    add(
+        "--fsdp", **FLAG, help="with several processes, which torchrun starts, each holds a part of what trains (FSDP2)"
+    )
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
+    add("--track", **repeatable("NAME"), help=TRACKERS)
     add("--cpu", **FLAG, help="do not use a GPU")
 
 

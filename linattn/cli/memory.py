@@ -2,7 +2,6 @@
 of its segments."""
 
 import math
-import os
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from linattn.console.memory import (
     num_parameters,
     require_memory,
 )
+from linattn.console.processes import world_size
 from linattn.integrations.transformers import LinattnForCausalLM
 from linattn.nn.modes import evaluating
 from linattn.states import num_bytes
@@ -28,9 +28,13 @@ WEIGHTS = "the weights, their gradients and the optimizer ({:,} parameters)"
 def require_weights(build: Callable[[], nn.Module], options: TrainOptions) -> None:
     """Raise CommandError if the weights, which are not allocated for this, do not fit with their optimizer."""
     count = num_parameters(build)
-    sharing = int(os.environ.get("WORLD_SIZE", "1")) if options.fsdp else 1
-    needs = {WEIGHTS.format(count): TRAINED_BYTES * count / sharing}
+    needs = {WEIGHTS.format(count): TRAINED_BYTES * count / _shares(options, world_size())}
     require_memory(needs, available_memory(cpu=options.cpu), "a lower --dim or --depth needs less")
+
+
+def _shares(options: TrainOptions, processes: int) -> int:
+    """Return the number of processes that share the weights."""
+    return processes if options.fsdp else options.tensor_parallel
 
 
 def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments) -> None:
@@ -41,9 +45,9 @@ def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: 
     count = sum(parameter.numel() for parameter in model.parameters())
     own = options.context // options.sequence_parallel
     length = min(options.segment or own, own)
-    activations = _bytes_per_token(model, options, args, length) * options.batch * length
+    activations = _bytes_per_token(model, options, args, length) * options.batch * length / options.tensor_parallel
     needs = {
-        WEIGHTS.format(count): TRAINED_BYTES * count,
+        WEIGHTS.format(count): TRAINED_BYTES * count / _shares(options, args.world_size),
         f"the activations of {options.batch:,} × {length:,} tokens": activations,
     }
     if length < own:

@@ -49,7 +49,8 @@ class Muon(AdamW):
         state, gradient = self.state[matrix], matrix.grad
         assert gradient is not None
         if not state:
-            state["momentum"] = torch.zeros_like(gradient)
+            # AdamW expects the number of steps in a state that it loads
+            state["momentum"], state["step"] = torch.zeros_like(gradient), torch.zeros(())
         momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 

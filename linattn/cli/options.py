@@ -14,6 +14,7 @@ from typing import Any
 from linattn.cli import argument_types as parse
 from linattn.cli.typed_json import read_json
 from linattn.console.errors import CommandError, explained
+from linattn.console.trackers import HELP as TRACKERS
 from linattn.models import PRESETS, LanguageModelConfig
 from linattn.models.config import preset_fields, upgraded
 
@@ -91,6 +92,9 @@ class TrainOptions(ModelOptions):
     sequence_parallel: int = training(
         1, "with several processes: so many share each sequence, of which each has a part", free=True
     )
+    tensor_parallel: int = training(
+        1, "with several processes: so many share the heads and hidden units of each layer", free=True
+    )
     batch: int = training(16, "sequences per process, or group of them that share sequences, and batch", free=True)
     accumulate: int = training(1, "batches per update", free=True)
     optimizer: str = training(
@@ -114,13 +118,19 @@ class TrainOptions(ModelOptions):
     checkpointing: bool = training(False, "recompute activations in the backward pass, to save memory")
     seed: int = training(0, "seed of the weights, the order of the data and dropout", parse.SEED)
     cpu: bool = training(False, "do not use a GPU")
-    fsdp: bool = training(False, "with several processes: shard the weights (FSDP2) instead of copying them (DDP)")
+    fsdp: bool = training(
+        False,
+        "with several processes: shard the weights (FSDP2) instead of copying them (DDP)",
+        {"action": BooleanOptionalAction},
+        free=True,
+    )
 
     evaluate_every: int = reports(250, "updates from one validation to the next")
     evaluate_tokens: int = reports(262144, "tokens per validation, spread over the validation data")
     log_every: int = reports(10, "updates from one line of the log to the next", free=True)
     save_every: int = reports(250, "updates from one checkpoint to the next", free=True)
     keep: int = reports(2, "checkpoints to keep", free=True)
+    track: tuple[str, ...] = reports((), TRACKERS, free=True)
 
     def language_model(self, vocab_size: int) -> LanguageModelConfig:
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelOptions)}

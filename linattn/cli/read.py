@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 from linattn.cli.argument_types import FLAG
-from linattn.cli.generate import open_model
-from linattn.cli.processes import (
+from linattn.cli.loading import open_model
+from linattn.cli.vocabulary import Bytes
+from linattn.console.atomic import remove_partial_files
+from linattn.console.errors import CommandError, explained
+from linattn.console.files import find_files
+from linattn.console.lock import locked
+from linattn.console.processes import (
     end_after_loss,
     first_process_only,
     has_lost_process,
     joined_processes,
     reported_by_first,
 )
-from linattn.cli.vocabulary import Bytes
-from linattn.console.atomic import remove_partial_files
-from linattn.console.errors import CommandError, explained
-from linattn.console.files import find_files
-from linattn.console.lock import locked
 from linattn.distributed import last_state, shard_sequence
 from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if not files and group is not None:
-            raise CommandError("only the first process has stdin: name files instead of -")
+            with reported_by_first(rank):
+                raise CommandError("only the first process has stdin: name files instead of -")
         model, vocabulary = open_model(arguments.folder, arguments)
 
         def begin() -> None:
@@ -180,15 +181,8 @@ class Reading:
         if len(part) and self.place.num_tokens == self.done and self.place.digest.hexdigest() != self.expected:
             raise CommandError(f"{self.unfinished} is left of a reading of other texts: --replace starts over")
 
-    @torch.inference_mode()
     def _extend(self, part: torch.Tensor) -> None:
-        own = part
-        if self.group is not None:
-            own = part.tensor_split(dist.get_world_size(self.group))[self.rank]
-        with evaluating(self.model):
-            _, state = self.model.extend_hidden(own.unsqueeze(0).to(self.model.device), self.place.state)
-        if self.group is not None:
-            state = last_state(state, group=self.group)
+        state = state_after(self.model, part, self.place.state, self.group)
         digest = self.place.digest.copy()
         digest.update(part.numpy().tobytes())
         self.place = Place(state, self.place.num_tokens + len(part), digest)
@@ -204,6 +198,18 @@ class Reading:
         count = self.place.num_tokens
         speed = max(0, count - self.done) / max(time.monotonic() - started, 1e-9)
         return f"{count:,} tokens, {speed:,.0f} tokens/s"
+
+
+@torch.inference_mode()
+def state_after(model: TokenModel, tokens: torch.Tensor, state: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the state after the tokens (n), which come after `state`. The processes of a `group` read a part each of
+    them, with a model that `shard_sequence` has changed, and all get the state after all tokens."""
+    own = tokens
+    if group is not None:
+        own = tokens.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
+    with evaluating(model):
+        _, state = model.extend_hidden(own.unsqueeze(0).to(model.device), state)
+    return state if group is None else last_state(state, group=group)
 
 
 def pieces(vocabulary: Any, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:

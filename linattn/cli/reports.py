@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule
+from linattn.console.trackers import Trackers
 from linattn.files import atomic_file
 
 # the bar counts progress from 0 to 1, which also gives a remaining time where --minutes ends the run
@@ -30,12 +31,14 @@ CURVES = {"training": {"linewidth": 0.8, "alpha": 0.6}, "validation": {"marker":
 class Reports(TrainerCallback):
     """Reports from the first process only. Losses are in nats per token; bits per byte allow comparing tokenizers."""
 
-    def __init__(self, run: Run, schedule: Schedule, *, tokens_per_step: int) -> None:
-        self.log, self.schedule, self.tokens_per_step = run.log, schedule, tokens_per_step
+    def __init__(self, run: Run, schedule: Schedule, track: Sequence[str], *, tokens_per_step: int) -> None:
+        self.run, self.schedule, self.tokens_per_step = run, schedule, tokens_per_step
         self.tokens_per_byte = {name: part["tokens"] / part["bytes"] for name, part in run.description["data"].items()}
+        self.track = track
         self.step_seconds, self.last_step, self.step_started, self.first_progress = 0.0, 0, 0.0, 0.0
         self.last: dict[str, Any] = {}
         self.bar: tqdm | None = None
+        self.trackers: Trackers | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # a checkpoint brings the steps between reports that its process was given
@@ -43,6 +46,8 @@ class Reports(TrainerCallback):
         self.last_step = state.global_step
         if state.is_world_process_zero:
             self.first_progress = begin = self.schedule.progress(state.global_step) if state.global_step else 0.0
+            settings, identity = self.run.description["options"], f"{self.run.folder} {self.run.description['created']}"
+            self.trackers = Trackers(self.track, self.run.folder, settings, identity=identity, step=state.global_step)
             self.bar = tqdm(total=1.0, initial=begin, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -71,6 +76,8 @@ class Reports(TrainerCallback):
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+        if self.trackers is not None:
+            self.trackers.close()
 
     def _training(self, step: int, logs: dict[str, float]) -> dict[str, Any]:
         steps, seconds, norm = step - self.last_step, self.step_seconds, logs.get("grad_norm")
@@ -88,8 +95,10 @@ class Reports(TrainerCallback):
 
     def _write(self, record: dict[str, Any]) -> None:
         self.last |= record
-        with open(self.log, "a") as stream:
+        with open(self.run.log, "a") as stream:
             stream.write(json.dumps(record) + "\n")
+        if self.trackers is not None:
+            self.trackers.log(record, record["step"])
 
     def _time_left(self, step: int) -> str:
         progress = self.schedule.progress(step)

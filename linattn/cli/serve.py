@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, POSITIVE, integers
-from linattn.cli.generate import load_past, open_model
+from linattn.cli.loading import load_past, open_model
 from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import explained
 from linattn.states import PrefixCache

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from linattn.cli.options import add_options, given_options, new_options, resumed_options
-from linattn.cli.processes import is_restart
 from linattn.cli.run_folder import is_run, open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
+from linattn.console.processes import is_restart
 from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch, --context, --dim or --depth"

@@ -6,19 +6,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from linattn.cli.checkpoints import adopt_checkpoint
 from linattn.cli.muon import muon_for
 from linattn.cli.options import TrainOptions
-from linattn.cli.processes import sequences_per_update
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
 from linattn.cli.schedule import Schedule, largest
+from linattn.cli.sharded_checkpoints import OPTIMIZER, load_optimizer, load_weights, save_optimizer, save_weights
+from linattn.cli.sharing import Sharing, align_random_numbers, group_size, sequences_per_update
 from linattn.console.errors import CommandError, writing
+from linattn.console.processes import average_gradients
 from linattn.data.windows import (
     RepeatedBatches,
     TrainingWindows,
@@ -27,9 +28,11 @@ from linattn.data.windows import (
     padded,
     validation_windows,
 )
-from linattn.distributed import SequenceSharding, sequence_loss, split_sequence
+from linattn.distributed import sequence_loss, split_sequence
 from linattn.integrations.transformers import StatefulTrainer
 from linattn.models.loss import NO_LABEL
+
+SCHEDULER = "scheduler.pt"
 
 
 def training_windows(run: Run, options: TrainOptions, *, sequences: int) -> TrainingWindows | WindowChains:
@@ -50,18 +53,19 @@ class RunTrainer(StatefulTrainer):
         model: nn.Module,
         options: TrainOptions,
         args: TrainingArguments,
-        sharding: SequenceSharding | None = None,
+        sharing: Sharing,
     ) -> None:
-        self.run, self.keep, self.muon = run, options.keep, options.optimizer == "muon"
-        self.group = None if sharding is None else sharding.line.group
+        self.run, self.keep, self.sharing = run, options.keep, sharing
+        self.muon = options.optimizer == "muon"
         self.sequences_per_step = sequences_per_update(options, args.world_size)
         self.schedule = Schedule(steps=options.limit(), minutes=options.minutes, warmup=options.warmup)
-        self.reports = Reports(run, self.schedule, tokens_per_step=self.sequences_per_step * (options.context - 1))
+        tokens_per_step = self.sequences_per_step * (options.context - 1)
+        self.reports = Reports(run, self.schedule, options.track, tokens_per_step=tokens_per_step)
         windows = training_windows(run, options, sequences=self.sequences_per_step)
         self.rows = windows.rows if isinstance(windows, WindowChains) else None
         most = math.ceil(options.evaluate_tokens / options.context)
         validated = validation_windows(run.tokens("validation"), options.context, most=most)
-        ranks, self.labels_per_evaluation = options.sequence_parallel, 0.0
+        ranks, self.labels_per_evaluation = group_size(options), 0.0
         if args.world_size > 1:
             count = len(validated)
             validated = padded(validated, per_call := options.batch * (args.world_size // ranks))
@@ -71,13 +75,14 @@ class RunTrainer(StatefulTrainer):
             args,
             train_dataset=RepeatedBatches(windows, options.batch, ranks),
             eval_dataset=RepeatedBatches(validated, options.batch, ranks),
-            callbacks=[self.schedule, self.reports, GatherTiedEmbeddings()],
+            callbacks=[self.schedule, self.reports],
         )
         # our callback reports instead
         self.remove_callback(PrinterCallback)
-        if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
-            # a run's weights are in one file, which loads on any machine, whatever Accelerate's configuration says
-            plugin.set_state_dict_type("FULL_STATE_DICT")
+        if sharing.is_sharded:
+            # with autocast, but without DDP
+            prepared: Any = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            prepared._is_accelerate_prepared = True
 
     def compute_loss(
         self,
@@ -92,14 +97,15 @@ class RunTrainer(StatefulTrainer):
         is the mean over all labels."""
         if not model.training and self.labels_per_evaluation:
             num_items_in_batch = torch.tensor(self.labels_per_evaluation, device=self.args.device)
-        if self.group is None:
+        if self.sharing.sequence is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert num_items_in_batch is not None
-        part = split_sequence(inputs["input_ids"], inputs["labels"], group=self.group)
+        group = self.sharing.sequence.line.group
+        part = split_sequence(inputs["input_ids"], inputs["labels"], group=group)
         outputs = model(input_ids=part.tokens, use_cache=False)
         # labels were counted on each process, once per part of the sequence
         share = (inputs["labels"][:, 1:] != NO_LABEL).sum() * self.args.world_size / num_items_in_batch
-        loss = sequence_loss(outputs.logits, part.labels, group=self.group) * share
+        loss = sequence_loss(outputs.logits, part.labels, group=group) * share
         return (loss, outputs) if return_outputs else loss
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -112,6 +118,17 @@ class RunTrainer(StatefulTrainer):
             betas = args.adam_beta1, args.adam_beta2
             self.optimizer = muon_for(trained, trained.model.get_stack(), betas=betas, fused=True, **options)
         return super().create_optimizer(model)
+
+    @property
+    def _parts(self) -> tuple[Any, Any]:
+        """The model, and torch's own optimizer."""
+        return self.model, getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        loss = super().training_step(*arguments, **options)
+        if self.sharing.averages is not None and self.accelerator.sync_gradients:
+            average_gradients(self._parts[0].parameters(), self.sharing.averages)
+        return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
         if self.lr_scheduler is None:
@@ -148,17 +165,42 @@ class RunTrainer(StatefulTrainer):
                 adopt_checkpoint(self.run, Path(self._get_output_dir(trial)) / f"checkpoint-{step}", step, self.keep)
         self.accelerator.wait_for_everyone()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.sharing.is_sharded:
+            return super().save_model(output_dir, _internal_call)
+        assert output_dir is not None
+        save_weights(self._parts[0], Path(output_dir), first=self.is_world_process_zero())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharing.is_sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_optimizer(*self._parts, Path(output_dir))
+        if self.is_world_process_zero():
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.sharing.is_sharded:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(self._parts[0], Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self.sharing.is_sharded or (Path(checkpoint) / OPTIMIZER).exists()):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_optimizer(*self._parts, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self.sharing.layers is not None:
+            # a process that was not there before has no file
+            align_random_numbers(self.sharing.layers)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.sharing.is_sharded:
+            super()._move_model_to_device(model, device)
+
 
 def is_finite(model: nn.Module) -> bool:
     """Tell whether all weights are finite. If the model is sharded, each process checks its own part of the weights."""
     weights = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
     return all(bool(weight.isfinite().all()) for weight in weights)
-
-
-class GatherTiedEmbeddings(TrainerCallback):
-    """Keeps tied embeddings gathered for the logits, where FSDP2 would free them after the embeddings' own forward."""
-
-    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        for module in kwargs["model"].modules():
-            if isinstance(module, nn.Embedding) and isinstance(module, FSDPModule):
-                module.set_reshard_after_forward(False)

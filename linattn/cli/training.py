@@ -3,6 +3,7 @@
 Every process builds the model, the data and the Trainer; the first one writes files."""
 
 import argparse
+import os
 import shlex
 import sys
 from contextlib import ExitStack
@@ -12,34 +13,32 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from linattn.cli.checkpoints import last_step, recover
 from linattn.cli.memory import require_activations, require_weights
 from linattn.cli.options import TrainOptions, recorded_options
 from linattn.cli.prepare import create_run
-from linattn.cli.processes import (
-    check_sharing,
-    end_after_loss,
-    first_process_only,
-    has_lost_process,
-    is_restart,
-    join_processes,
-    must_join,
-    reported_by_first,
-    sequences_per_update,
-    with_updates_of,
-)
 from linattn.cli.reports import draw_curve
 from linattn.cli.run_folder import Run, open_run, require_free
+from linattn.cli.sharing import Sharing, check_sharing, sequences_per_update, share, with_updates_of
 from linattn.cli.trainer import RunTrainer
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.atomic import partial_name, remove_leftovers
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
 from linattn.console.machine import timestamp
-from linattn.distributed import SequenceSharding, shard_sequence
+from linattn.console.processes import (
+    end_after_loss,
+    first_process_only,
+    has_lost_process,
+    is_restart,
+    join_processes,
+    must_join,
+    rank,
+    reported_by_first,
+)
+from linattn.console.trackers import check_trackers
 from linattn.integrations.transformers import LinattnConfig, LinattnForCausalLM
 from linattn.integrations.transformers.own_model.stateful_trainer import require_continuation
 
@@ -49,21 +48,8 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     transformers.set_seed(options.seed)
-    with explained("no such model", ValueError):
-        config = options.language_model(vocabulary.size)
-        separator = vocabulary.separator
-        own = LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator)
-        require_weights(partial(LinattnForCausalLM, own), options)
-        model = LinattnForCausalLM(own)
-    if options.carry is not None:
-        with explained("this cannot be run here", ValueError):
-            require_continuation(model.model, "--carry")
-    if is_restart() and must_join():
-        join_processes(cpu=options.cpu)
-    with explained("this cannot be run here", ValueError, ImportError):
-        args = training_arguments(options, arguments.out)
-    require_activations(model, options, args)
-    model.segment_length = options.segment
+    with reported_by_first(rank()):
+        model, args, sharing = _prepare(arguments, options, vocabulary)
     with ExitStack() as stack:
 
         def begin() -> None:
@@ -80,16 +66,41 @@ def train(arguments: argparse.Namespace, options: TrainOptions, vocabulary: Voca
         with reported_by_first(args.process_index):
             options = with_updates_of(options, sequences, args.world_size, given)
         args.gradient_accumulation_steps = options.accumulate
-        _train(run, model, options, args)
+        _train(run, model, options, args, sharing)
 
 
-def _train(run: Run, model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments) -> None:
-    sharding = share_sequences(model, options, args)
-    trainer, step = RunTrainer(run, model, options, args, sharding), last_step(run)
+def _prepare(
+    arguments: argparse.Namespace, options: TrainOptions, vocabulary: Vocabulary
+) -> tuple[LinattnForCausalLM, TrainingArguments, Sharing]:
+    """Make the model, join the other processes, and let them share it."""
+    with explained("no such model", ValueError):
+        config = options.language_model(vocabulary.size)
+        separator = vocabulary.separator
+        own = LinattnConfig(language_model=config, bos_token_id=separator, eos_token_id=separator)
+        require_weights(partial(LinattnForCausalLM, own), options)
+        model = LinattnForCausalLM(own)
+    with explained("this cannot be run here", ValueError, ImportError):
+        check_trackers(options.track)
+        if options.carry is not None:
+            require_continuation(model.model, "--carry")
+        if is_restart() and must_join():
+            join_processes(cpu=options.cpu)
+        args = training_arguments(options, arguments.out)
+        require_activations(model, options, args)
+        model.segment_length = options.segment
+        return model, args, share(model, options, args)
+
+
+def _train(
+    run: Run, model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments, sharing: Sharing
+) -> None:
+    trainer, step = RunTrainer(run, model, options, args, sharing), last_step(run)
     resume = shlex.join(["linattn", "train", "--resume", "--out", str(run.folder)])
     if first := trainer.is_world_process_zero():
         recover(run, step, options.keep)
-        _announce(run, model, options, trainer.sequences_per_step * options.context, step, sharding)
+        facts = [*_facts(run, options, trainer.sequences_per_step * options.context), *sharing.facts]
+        facts += [f"from step {step:,}"] if step else []
+        print(f"{run.folder}: {model.num_parameters():,} parameters, {', '.join(facts)}", file=sys.stderr)
     try:
         with trainer.schedule.saves_on_interrupt():
             trainer.train(resume_from_checkpoint=str(run.checkpoint(step)) if step else None)
@@ -116,32 +127,18 @@ def _train(run: Run, model: LinattnForCausalLM, options: TrainOptions, args: Tra
         print(f"{run.folder} is complete: {command} --prompt … writes with it", file=sys.stderr)
 
 
-def _announce(
-    run: Run,
-    model: PreTrainedModel,
-    options: TrainOptions,
-    tokens_per_step: int,
-    step: int,
-    sharding: SequenceSharding | None,
-) -> None:
-    facts = [
-        f"{run.folder}: {model.num_parameters():,} parameters",
+def _facts(run: Run, options: TrainOptions, tokens_per_step: int) -> list[str]:
+    return [
         *(f"{part['bytes'] / 1e6:.2f} MB for {name}" for name, part in run.description["data"].items()),
         f"{tokens_per_step:,} tokens per step",
         f"{options.limit():,} steps" if options.minutes is None else f"{options.minutes:g} minutes",
-        *([] if sharding is None else [f"each sequence over {options.sequence_parallel} processes"]),
-        *([f"from step {step:,}"] if step else []),
     ]
-    print(", ".join(facts), file=sys.stderr)
-
-
-def can_shard(args: TrainingArguments) -> bool:
-    """Tell whether FSDP2 would shard. On CPUs Accelerate silently copies the model."""
-    return args.world_size > 1 and args.device.type != "cpu"
 
 
 def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
     """Make the Trainer's arguments, and with them join the other processes, if there are any."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError("Accelerate's configuration asks for FSDP: leave it out there, and give --fsdp")
     use_cpu = options.cpu or not torch.accelerator.is_available()
     bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and _multiplies_bfloat16(use_cpu))
     args = TrainingArguments(
@@ -158,9 +155,6 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
         seed=options.seed,
         use_cpu=use_cpu,
         bf16=bfloat16,
-        # a bool works, whatever the type says
-        fsdp=options.fsdp,  # pyright: ignore[reportArgumentType]
-        fsdp_config={"version": 2} if options.fsdp else None,
         eval_strategy="steps",
         eval_steps=options.evaluate_every,
         save_steps=options.save_every,
@@ -178,29 +172,8 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
     for name, other in product(("segment", "carry"), ("checkpointing", "fsdp")):
         if getattr(options, name) is not None and getattr(options, other):
             raise ValueError(f"--{name} does not work with --{other}")
-    if options.optimizer == "muon" and options.fsdp:
-        raise ValueError("--optimizer muon does not work with --fsdp")
     check_sharing(options, args.world_size)
-    if options.fsdp and not can_shard(args):
-        raise ValueError(
-            f"--fsdp needs several processes with a GPU each, but there are {args.world_size} on {args.device.type}"
-        )
     return args
-
-
-def share_sequences(
-    model: LinattnForCausalLM, options: TrainOptions, args: TrainingArguments
-) -> SequenceSharding | None:
-    """Let each process of a group compute one part of every sequence. There may be several groups, each with sequences
-    of its own."""
-    if options.sequence_parallel == 1:
-        return None
-    shape = args.world_size // options.sequence_parallel, options.sequence_parallel
-    mesh = init_device_mesh(args.device.type, shape, mesh_dim_names=("data", "sequence"))
-    # FSDP shards later, so that the engine cannot be chosen by the weights
-    engine = "scan" if options.fsdp else None
-    with explained("this cannot be run here", ValueError):
-        return shard_sequence(model.model, mesh["sequence"], engine=engine)
 
 
 def _multiplies_bfloat16(use_cpu: bool) -> bool:

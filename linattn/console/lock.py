@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -18,6 +19,8 @@ from linattn.console.errors import CommandError
 
 # a lock on Windows forbids reading, so it is on a byte that the file does not have
 OFFSET = 1 << 30
+POLL_SECONDS, SILENT_SECONDS = 0.1, 1.0
+"""The time from one look at a lock to the next, and how long a process waits before it says so."""
 UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
@@ -31,22 +34,24 @@ def lock_name(folder: Path) -> Path:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder inside the block. Raise CommandError, with who holds it, if another process does.
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of the folder inside the block. If another process holds it, raise CommandError, with who that is,
+    or `wait` until it ends, with a message.
 
     Some network disks have no locks; there a warning is printed."""
     path = lock_name(folder)
     with missing_parents(path):
-        descriptor = _acquire(path, folder)
+        descriptor = _acquire(path, folder, wait)
         try:
             yield
         finally:
             _release(descriptor, path)
 
 
-def _acquire(path: Path, folder: Path) -> int:
+def _acquire(path: Path, folder: Path, wait: bool) -> int:
     """Lock the file at `path` for the `folder`, and return its descriptor. If another process deletes the file before
     it is locked, create and lock a new one."""
+    began, announced = time.monotonic(), False
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -63,7 +68,13 @@ def _acquire(path: Path, folder: Path) -> int:
             os.close(descriptor)
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 raise
-            raise CommandError(f"{folder} is in use by {_holder(path)}: wait until it ends, or end it") from None
+            if not wait:
+                raise CommandError(f"{folder} is in use by {_holder(path)}: wait until it ends, or end it") from None
+            if not announced and time.monotonic() - began > SILENT_SECONDS:
+                announced = True
+                print(f"waiting: {folder} is in use by {_holder(path)}", file=sys.stderr, flush=True)
+            time.sleep(POLL_SECONDS)
+            continue
         os.close(descriptor)
 
 

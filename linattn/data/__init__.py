@@ -1,1 +1,1 @@
-"""The data of a command: text becomes rows of tokens on the disk, from which windows are read through memory maps."""
+"""The data of a command: text becomes rows of tokens on the disk, from which windows are read."""

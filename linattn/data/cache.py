@@ -28,7 +28,8 @@ def cached_data(choice: Choice, encoder: Encoder, tokenizer: str, *, context: in
     facts = [vars(choice), list(_files(choice)), tokenizer, encoder.dtype]
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
     folder = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets") / "linattn" / digest
-    with locked(folder):
+    # another command may be tokenizing the same data
+    with locked(folder, wait=True):
         if not folder.exists():
             with atomic_folder(folder) as partial:
                 written = write_data(choice, encoder, partial, context=context)

@@ -1,16 +1,23 @@
-"""A long row of tokens, document after document, read through memory maps: its memory does not depend on its length."""
+"""A long row of tokens, document after document, read from files: its memory does not depend on its length."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import numpy as np
+
+
+class Tokens(Protocol):
+    """An array of tokens, or what reads them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
 
 
 class Piece(NamedTuple):
     """The tokens of consecutive documents. `edges` are the places in their file where the documents begin, then the end
     of the last one; the first token of the piece is at `edges[0]`."""
 
-    tokens: np.ndarray
+    tokens: Tokens
     edges: np.ndarray
 
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -73,6 +73,21 @@ def write_texts(extents: Sequence[Extent], encoder: Encoder, path: Path) -> Part
     return Part(documents=len(extents), bytes=size, tokens=tokens_count, lost_bytes=lost, sha256=digest.hexdigest())
 
 
+@final
+class FileTokens:
+    """The tokens in a file. A slice reads its own, and unlike the pages of a memory map, none stay resident."""
+
+    def __init__(self, path: Path, dtype: str, length: int) -> None:
+        self.path, self.dtype, self.length = path, np.dtype(dtype), length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.length)
+        return np.fromfile(self.path, self.dtype, max(0, stop - start), offset=start * self.dtype.itemsize)
+
+
 def open_texts(path: Path, part: Part, dtype: str) -> TokenRow:
     """Return the row of tokens that is at `path`."""
     for file in (path, _edges_path(path)):
@@ -84,7 +99,7 @@ def open_texts(path: Path, part: Part, dtype: str) -> TokenRow:
         # an empty file cannot be mapped
         return TokenRow([])
     edges = np.memmap(_edges_path(path), "<i8", mode="r")
-    return TokenRow([Piece(np.memmap(path, dtype, mode="r"), edges)])
+    return TokenRow([Piece(FileTokens(path, dtype, part["tokens"]), edges)])
 
 
 def _edges_path(path: Path) -> Path:

@@ -16,13 +16,11 @@ from linattn.linearize.calls import Batch
 from linattn.linearize.predictions import (
     Predictions,
     accurate,
-    aligned_labels,
     divergence_sum,
     pieces,
     predict,
     run_body,
 )
-from linattn.models.loss import NO_LABEL
 from linattn.nn.modes import evaluating
 
 
@@ -116,13 +114,3 @@ def compare_layers(
         stack.enter_context(evaluating(teacher))
         stack.enter_context(torch.no_grad())
         run_body(teacher, batch)
-
-
-def layer_distance(model: PreTrainedModel, batch: Batch, outputs: LayerOutputs) -> Float[Tensor, ""]:
-    """Return the relative error of a layer's `outputs`. Where only some tokens of the `batch` have labels, return the
-    mean of that and of the error at these tokens, which would otherwise count little."""
-    error = relative_error(*outputs)
-    labels = None if model.config.is_encoder_decoder else aligned_labels(model, batch, outputs.y)
-    if labels is None or labels.ndim < 2 or not (mask := labels != NO_LABEL).any():
-        return error
-    return (error + relative_error(outputs.y, outputs.target, mask)) / 2

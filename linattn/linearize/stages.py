@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -16,9 +16,12 @@ from linattn.checks import check_numbers, check_types, extra
 from linattn.linearize.attention import linearized_layers, own_attention
 from linattn.linearize.calls import Batch
 from linattn.linearize.conversion import give_own_weights
-from linattn.linearize.distance import LayerOutputs, compare_layers, divergence, layer_distance, output_distance
+from linattn.linearize.distance import LayerOutputs, compare_layers
+from linattn.linearize.layer_loss import error_sum, error_weights, moments, squared_deviations, squared_error
 from linattn.linearize.predictions import Predictions, divergence_sum, pieces, predict, with_labels
-from linattn.linearize.training import Add, Budget, Training, backward, train
+from linattn.linearize.processes import first_batches, gather, sum_over_processes
+from linattn.linearize.training import Add, Budget, Training, backward, check_training, train
+from linattn.nn.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ FULL_STEPS = 100
 """The steps of a conversion, both stages, from which on these rates are good. Fewer do not average their noise out."""
 FIRST_STAGE = 0.2
 """The share of a conversion's steps that is best spent on `transfer`."""
-# the number of batches that the first distance is measured on
+# the number of updates whose batches the first distance is measured on
 MEASURED = 4
 
 
@@ -53,19 +56,28 @@ def transfer(
 ) -> Training:
     """Train all linearized layers at once, each to give the output of the teacher's layer for the same input.
 
-    The loss is the mean of the layers' relative errors. If only some tokens have labels, half of it is the error at
-    these tokens. Weights outside of these layers do not change. The `batches` repeat within the `budget`; the `rates`
-    fall to zero. By default they are 4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and,
+    The loss is the mean of the layers' squared errors, each as a share of the variance of the teacher's output over the
+    first update's tokens. If only some tokens have labels, half of it is the error at these tokens. Weights outside of
+    these layers do not change. The `batches` repeat within the `budget`; the `rates` fall to zero. By default they are
+    4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and,
     for n steps, min(1, n / 20)."""
 
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
+    check_training(model, batches)
+    factors = error_weights(model, teacher, first_batches(batches, 1, budget.accumulate))
 
-    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> int:
+        tokens = 0
+
         def see(index: int, outputs: LayerOutputs) -> None:
-            add(layer_distance(student, batch, outputs) / len(layers))
+            nonlocal tokens
+            error, count = error_sum(student, batch, outputs, factors[index])
+            tokens += count
+            add(error)
 
         compare_layers(student, teacher, batch, see)
+        return tokens
 
     weights = [weight for layer in layers for weight in layer.parameters()]
     give_own_weights(teacher, weights)
@@ -92,11 +104,14 @@ def fine_tune(
     n / 80 for n steps, times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that
     is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
 
-    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> None:
+    check_training(model, batches)
+    scale = _output_scale(teacher, batches, budget.accumulate)
+
+    def objective(student: PreTrainedModel, batch: Batch, add: Add) -> int:
         labeled = with_labels(student, batch)
         with torch.no_grad():
             target = predict(teacher, labeled, inputs=batch)
-        _add_distance(predict(student, labeled), target, add)
+        return _add_distance(predict(student, labeled), target, scale, add)
 
     with ExitStack() as stack:
         weights = list(model.parameters())
@@ -105,31 +120,65 @@ def fine_tune(
             weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
         give_own_weights(teacher, weights)
         full_steps = (1 - FIRST_STAGE) * FULL_STEPS if rates is None else 1.0
-        groups = _groups(model, weights, rates or _default_rates(model, teacher, batches))
-        return train(model, objective, batches, groups, budget, full_steps=full_steps)
+        rates = rates or _default_rates(model, teacher, batches, scale, budget.accumulate)
+        return train(model, objective, batches, _groups(model, weights, rates), budget, full_steps=full_steps)
 
 
-def _add_distance(found: Predictions, target: Predictions, add: Add) -> None:
-    """Add the mean of the distance to the `target` and of the model's own loss, or the distance alone."""
+def _add_distance(found: Predictions, target: Predictions, scale: float, add: Add) -> int:
+    """Add the sum, over all places, of the distance to the `target` and of the model's own loss, half of each, or of
+    the distance alone; return the number of places."""
+    count = len(found.vectors)
     if found.head is None:
-        distance = output_distance(found, target)
-        add(distance if found.loss is None else (distance + found.loss) / 2)
-        return
+        distance = _distance_sum(found, target, scale)
+        add(distance if found.loss is None else (distance + count * found.loss) / 2)
+        return count
     # the gradients of the pieces of the logits sum up in that of the last hidden states
     hidden = found.vectors.detach().requires_grad_()
     for y, expected, labels in pieces(found._replace(vectors=hidden), target):
         distance = divergence_sum(y, expected)
         if labels is not None:
             distance = (distance + F.cross_entropy(y, labels, reduction="sum")) / 2
-        add(distance / len(hidden))
+        add(distance)
     backward(found.vectors, hidden.grad)
+    return count
 
 
-def _default_rates(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> Rates:
-    measured = [batches[i] for i in range(min(MEASURED, len(batches)))]
+def _distance_sum(found: Predictions, target: Predictions, scale: float) -> Tensor:
+    """Return the distance of outputs from the teacher's, summed over places: KL divergences in nats, or squared errors
+    times `scale`."""
+    if not target.classify:
+        return scale * squared_error(found.vectors, target.vectors)
+    parts = [divergence_sum(y, expected) for y, expected, _ in pieces(found, target)]
+    return torch.stack(parts).sum()
+
+
+@torch.no_grad()
+def _output_scale(teacher: PreTrainedModel, batches: Sequence[Batch], accumulate: int) -> float:
+    """Return the factor that makes the mean squared error of outputs without logits a share of the variance of the
+    teacher's on the first update; 1 if there are logits."""
+    parts = []
+    with evaluating(teacher):
+        for batch in first_batches(batches, 1, accumulate):
+            target = predict(teacher, with_labels(teacher, batch), inputs=batch)
+            if target.classify:
+                return 1.0
+            parts.append(moments(target.vectors))
+    everywhere = [part for each in gather(parts) for part in each]
+    return sum(part.number for part in everywhere) / squared_deviations(everywhere)
+
+
+@torch.no_grad()
+def _default_rates(
+    model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch], scale: float, accumulate: int
+) -> Rates:
+    total, count = 0.0, 0
+    with evaluating(model), evaluating(teacher):
+        for batch in first_batches(batches, MEASURED, accumulate):
+            found, target = predict(model, batch), predict(teacher, batch)
+            total, count = total + float(_distance_sum(found, target, scale)), count + len(found.vectors)
+    total, count = sum_over_processes(total, count)
     # a divergence of zero may be rounded to less
-    factor = min(1.0, 1.5 * math.sqrt(max(0.0, divergence(model, teacher, measured))))
-    return _scaled(factor * _width_factor(model))
+    return _scaled(min(1.0, 1.5 * math.sqrt(max(0.0, total / count))) * _width_factor(model))
 
 
 def _width_factor(model: PreTrainedModel) -> float:

@@ -6,8 +6,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from linattn.checks import check_fields, check_numbers, check_sizes, given
@@ -23,12 +24,24 @@ from linattn.console.learning_rate import learning_rate_factor
 from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
+from linattn.linearize.processes import (
+    broadcast,
+    from_first,
+    own_batches,
+    process_count,
+    process_rank,
+    require_group,
+    sum_gradients,
+    sum_over_processes,
+)
+from linattn.linearize.sharding import distributed_as, on_first, sharded
+from linattn.linearize.trained_weights import float32_weights, trainable, without_dropout
 from linattn.nn.modes import evaluating
 
 Add = Callable[[Tensor], None]
-Objective = Callable[[PreTrainedModel, Batch, Add], None]
-"""Computes the loss of a model on a batch, and calls its last argument with each part of the loss. The gradients of a
-part are computed at once, so that only one part needs memory for them."""
+Objective = Callable[[PreTrainedModel, Batch, Add], int]
+"""Computes the sum of a model's losses over a batch, calls its last argument with each part of the sum, and returns the
+number of losses. The gradients of a part are computed at once, so that only one part needs memory for them."""
 
 WARMUP = 0.1
 """The share of a training in which the learning rates rise: full steps at once would undo what is near already."""
@@ -48,14 +61,19 @@ class Progress(NamedTuple):
 class Budget:
     """Limits a training to `steps`, to `minutes`, or to whichever ends first. The batches repeat if they are fewer.
 
-    Each step takes the mean gradient of `accumulate` batches. With a `folder`, a checkpoint is written there every
-    `save_every` steps, and training resumes from the last one. `report` is called after each step."""
+    Each step takes the gradient of the mean loss over `accumulate` batches. With a `folder`, a checkpoint is written
+    there every `save_every` steps, and training resumes from the last one. `report` is called after each step.
+
+    In a group of processes, each reads `accumulate` batches of its own per step, and the loss is the mean over all of
+    them. With `shard`, each process holds only a part of the weights that train, of their gradients and of AdamW's
+    states. The first process writes the checkpoints, which all read."""
 
     steps: int | None = None
     minutes: float | None = None
     folder: str | os.PathLike[str] | None = None
     save_every: int = 500
     accumulate: int = 1
+    shard: bool = False
     report: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +84,9 @@ class Budget:
         check_numbers(**given(minutes=self.minutes))
         if self.minutes == 0:
             raise ValueError("minutes must be above 0, but are 0")
+
+        if self.shard and process_count() == 1:
+            raise ValueError("shard distributes weights over several processes, but there is one")
 
     def progress(self, steps: float, seconds: float) -> float:
         """Return the share of the budget, from 0 to 1, that so many `steps` and `seconds` use up."""
@@ -84,6 +105,14 @@ class Training:
         return len(self.losses)
 
 
+def check_training(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    """Raise ValueError if the model cannot train, or not on these batches."""
+    require_batches(batches)
+    require_group()
+    if any(weight.dtype == torch.float16 for weight in model.parameters()):
+        raise ValueError("AdamW's steps overflow in float16: train the model in float32 or bfloat16")
+
+
 def train(
     model: PreTrainedModel,
     objective: Objective,
@@ -99,59 +128,78 @@ def train(
 
     The groups' weights in bfloat16 are float32 until the training ends, as bfloat16 has no room for small steps; the
     model then computes in bfloat16, by autocast."""
-    require_batches(batches)
     weights = [weight for group in groups for weight in group["params"]]
-    if any(weight.dtype == torch.float16 for weight in weights):
-        raise ValueError("AdamW's steps overflow in float16: train the model in float32 or bfloat16")
-    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ValueError(f"a conversion trains in one process, but there are {processes}: use no launcher")
-    peaks = [group["lr"] for group in groups]
-    optimizer = AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, **_fused(weights))
+    broadcast([weight.data for weight in weights])
     with ExitStack() as stack:
         stack.enter_context(trainable(model, weights))
         autocast = stack.enter_context(float32_weights(weights))
         # this restores the modes at the end; a model that trains may recompute its activations
         stack.enter_context(evaluating(model))
         stack.enter_context(without_dropout(model.train()))
-        losses, seconds = _resume(model, optimizer, budget.folder)
-        while budget.progress(len(losses), seconds) < 1:
-            started = time.monotonic()
-            # the progress in the middle of the step: at its begin, the first learning rate would be zero
-            progress = budget.progress(len(losses) + 0.5, seconds)
-            factor = learning_rate_factor(progress, WARMUP)
-            if progress > 0:
-                # with a budget in minutes, the number of steps follows from the time of those so far
-                factor *= min(1.0, (len(losses) + 0.5) / progress / full_steps)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = factor * peak
-            optimizer.zero_grad()
-            first = budget.accumulate * len(losses)
-            numbers = range(first, first + budget.accumulate)
+        if budget.shard:
+            model, groups = stack.enter_context(sharded(model, groups))
+        return _Trainer(model, groups, budget, full_steps).train(objective, batches, autocast)
+
+
+class _Trainer:
+    """A training in progress: the optimizer of a model, and the `losses` and `seconds` of the steps so far."""
+
+    def __init__(self, model: PreTrainedModel, groups: list[dict[str, Any]], budget: Budget, full_steps: float) -> None:
+        self.model, self.budget, self.full_steps = model, budget, full_steps
+        self.weights = [weight for group in groups for weight in group["params"]]
+        self.peaks = [group["lr"] for group in groups]
+        self.optimizer = AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, **_fused(self.weights))
+        self.losses, self.seconds = _resume(model, self.optimizer, budget.folder)
+
+    def train(self, objective: Objective, batches: Sequence[Batch], autocast: AbstractContextManager[Any]) -> Training:
+        while self.budget.progress(len(self.losses), self.seconds) < 1:
+            started, step = time.monotonic(), len(self.losses)
+            self._set_rates()
+            self.optimizer.zero_grad()
             with autocast:
-                losses.append(_gradients(model, objective, [batches[i % len(batches)] for i in numbers]))
-            if not math.isfinite(losses[-1]):
+                own = own_batches(batches, range(step, step + 1), self.budget.accumulate)
+                self.losses.append(_gradients(self.model, objective, own, self.weights))
+            if not math.isfinite(self.losses[-1]):
                 raise Diverged(
-                    f"the loss is not finite at step {len(losses)}: lower the learning rate, which begins at "
-                    f"{max(peaks):g}"
+                    f"the loss is not finite at step {len(self.losses)}: lower the learning rate, which begins at "
+                    f"{max(self.peaks):g}"
                 )
-            clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            seconds += time.monotonic() - started
-            _finish_step(model, optimizer, budget, losses, seconds)
-        return Training(tuple(losses), seconds)
+            clip_grad_norm_(self.weights, 1.0)
+            self.optimizer.step()
+            # the clocks of processes differ
+            (self.seconds,) = from_first([self.seconds + time.monotonic() - started])
+            _finish_step(self.model, self.optimizer, self.budget, self.losses, self.seconds)
+        return Training(tuple(self.losses), self.seconds)
+
+    def _set_rates(self) -> None:
+        steps = len(self.losses) + 0.5
+        # the progress in the middle of the step: at its begin, the first learning rate would be zero
+        progress = self.budget.progress(steps, self.seconds)
+        factor = learning_rate_factor(progress, WARMUP)
+        if progress > 0:
+            # with a budget in minutes, the number of steps follows from the time of those so far
+            factor *= min(1.0, steps / progress / self.full_steps)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = factor * peak
 
 
-def _gradients(model: PreTrainedModel, objective: Objective, batches: Sequence[Batch]) -> float:
-    """Add the gradients of the mean loss over the batches to those of the weights, and return this loss."""
+def _gradients(
+    model: PreTrainedModel, objective: Objective, batches: Iterable[Batch], weights: Sequence[nn.Parameter]
+) -> float:
+    """Compute the gradients of the mean loss over the batches of all processes, and return this mean."""
     losses: list[Tensor] = []
 
     def add(part: Tensor) -> None:
-        backward(part / len(batches))
-        losses.append(part.detach() / len(batches))
+        backward(part)
+        losses.append(part.detach())
 
-    for batch in batches:
-        objective(model, batch, add)
-    return torch.stack(losses).sum().item()
+    count = sum(objective(model, batch, add) for batch in batches)
+    total, count = sum_over_processes(torch.stack(losses).sum().item(), count)
+    sum_gradients(weights)
+    for weight in weights:
+        if weight.grad is not None:
+            weight.grad /= count
+    return total / count
 
 
 def backward(y: Tensor, gradient: Tensor | None = None) -> None:
@@ -165,35 +213,17 @@ def _fused(weights: Sequence[nn.Parameter]) -> dict[str, bool]:
     return {"fused": True} if all(weight.is_cuda for weight in weights) else {}
 
 
-@contextmanager
-def float32_weights(weights: Sequence[nn.Parameter]) -> Iterator[AbstractContextManager[Any]]:
-    """Convert weights in bfloat16 to float32 inside the block, and yield the context in which their model computes in
-    bfloat16 as before."""
-    half = [weight for weight in weights if weight.dtype == torch.bfloat16]
-    if not half:
-        yield nullcontext()
-        return
-    try:
-        for weight in half:
-            weight.data = weight.data.float()
-        # a cache would keep a copy of every weight until the end of the step
-        yield torch.autocast(half[0].device.type, torch.bfloat16, cache_enabled=False)
-    finally:
-        for weight in half:
-            weight.grad = None
-            weight.data = weight.data.bfloat16()
-
-
 def _finish_step(model: PreTrainedModel, optimizer: AdamW, budget: Budget, losses: list[float], seconds: float) -> None:
     """Write a checkpoint if one is due, and report the progress."""
     step, share = len(losses), budget.progress(len(losses), seconds)
     if budget.folder is not None and (share == 1 or step % budget.save_every == 0):
         fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
-        weights = {name: x for name, x in model.state_dict().items() if name not in fixed}
-        Path(budget.folder).mkdir(parents=True, exist_ok=True)
-        with atomic_file(Path(budget.folder) / CHECKPOINT) as file:
-            state = {"weights": weights, "optimizer": optimizer.state_dict(), "losses": losses, "seconds": seconds}
-            _save(state, file)
+        weights = {name: on_first(x) for name, x in model.state_dict().items() if name not in fixed}
+        state = {"weights": weights, "optimizer": tree_map(on_first, optimizer.state_dict())}
+        if process_rank() == 0:
+            Path(budget.folder).mkdir(parents=True, exist_ok=True)
+            with atomic_file(Path(budget.folder) / CHECKPOINT) as file:
+                _save({**state, "losses": losses, "seconds": seconds}, file)
     if budget.report is not None:
         budget.report(Progress(step, budget.steps, losses[-1], seconds * (1 - share) / share))
 
@@ -211,41 +241,13 @@ def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list
     """Load the checkpoint in the folder, if there is one, and return the losses and seconds of the steps before it."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
         return [], 0.0
-    checkpoint = torch.load(path, map_location=model.device, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    known = model.state_dict()
     # weights that do not train are not there
-    model.load_state_dict(checkpoint["weights"], strict=False)
+    weights = {name: distributed_as(x, known[name]) for name, x in checkpoint["weights"].items()}
+    model.load_state_dict(weights, strict=False)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, states in checkpoint["optimizer"]["state"].items():
+        states.update((name, distributed_as(x, trained[number])) for name, x in states.items())
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["losses"], checkpoint["seconds"]
-
-
-@contextmanager
-def trainable(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give gradients to these weights alone inside the block."""
-    before = {weight: weight.requires_grad for weight in model.parameters()}
-    try:
-        model.requires_grad_(False)
-        for weight in weights:
-            weight.requires_grad_(True)
-        yield
-    finally:
-        for weight in model.parameters():
-            weight.requires_grad_(before.get(weight, True))
-            weight.grad = None
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set every rate of dropout to zero inside the block, of layers and of modules that call torch's function."""
-    rates = [
-        (module, name, rate)
-        for module in model.modules()
-        for name, rate in vars(module).items()
-        if isinstance(rate, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
-    ]
-    try:
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
-        yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)

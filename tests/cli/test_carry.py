@@ -12,7 +12,7 @@ from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.states import describe_state
 from tests.cli.conftest import SHORT, TINY
-from tests.cli.test_sequence_parallel import assert_same_run, launch
+from tests.cli.test_sharing import assert_same_run, launch
 from tests.processes import needs_processes
 
 OPTIONS = (*TINY, *SHORT, "--cpu", "--carry", "0.8", "--accumulate", "2", "--save-every", "2", "--keep", "4")
@@ -73,7 +73,7 @@ def test_segments_are_whole_windows(text, alone, tmp_path):
 def test_processes_go_on_with_the_states_of_other_numbers_of_processes(alone, tmp_path):
     """One process until step 4, two until step 6, and one until step 8 train what one does."""
     two = broken_off(tmp_path / "two", alone, 6, 8)
-    launch(2, tmp_path, "train", "--resume", "--out", str(two), "--batch", "2")
+    launch(2, tmp_path, ["train", "--resume", "--out", str(two), "--batch", "2"])
     assert_same_run(two, alone)
     one = broken_off(tmp_path / "one", two, 8)
     assert len(list(open_run(one).checkpoint(6).glob("state-*"))) == 2

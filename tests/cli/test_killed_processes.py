@@ -1,8 +1,10 @@
-"""One of several processes is killed: the others end with one line, and the same command, started again as torchrun
-does it, goes on to the weights of a run that lost none."""
+"""One of several processes is killed: the others end with one line, and the same command, started again by torchrun or
+as torchrun does it, goes on to the weights of a run that lost none."""
 
 import contextlib
+import multiprocessing
 import os
+import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.data.windows import TrainingWindows
 from tests.cli.conftest import SHORT, TINY
-from tests.cli.test_sequence_parallel import ON_CPUS
-from tests.processes import needs_processes, run_in_another
+from tests.cli.test_sharing import ON_CPUS
+from tests.processes import IMPORTS, METHOD, needs_processes, run_in_another
 
 OPTIONS = (*TINY, *SHORT, "--cpu", "--steps", "4", "--save-every", "1", "--evaluate-every", "4")
 
@@ -40,6 +43,14 @@ def train_as(rank: int, attempt: str, command: list[str], killed: int | None) ->
     here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= ON_CPUS | here | {"TORCHELASTIC_RESTART_COUNT": str(int(killed is None))}
     dist.init_process_group("gloo", init_method=f"file://{attempt}-meeting", rank=rank, world_size=2)
+    die_in_third_step(rank, killed)
+    with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
+        status = main(command)
+        report.flush()
+        sys.exit(status)
+
+
+def die_in_third_step(rank: int, killed: int | None) -> None:
     read = TrainingWindows.__getitem__
 
     def read_or_die(self, index):
@@ -48,14 +59,10 @@ def train_as(rank: int, attempt: str, command: list[str], killed: int | None) ->
         return read(self, index)
 
     TrainingWindows.__getitem__ = read_or_die
-    with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
-        status = main(command)
-        report.flush()
-        sys.exit(status)
 
 
 @needs_processes
-@pytest.mark.parametrize(("killed", "options"), [(1, ()), (0, ("--batch", "2")), (1, ("--replace",))])
+@pytest.mark.parametrize(("killed", "options"), [(0, ("--batch", "2")), (1, ("--replace",))])
 def test_the_others_end_and_a_restart_goes_on(text, finished_of_four, tmp_path, killed, options):
     """With each sequence over both processes, or two sequences at a time on each."""
     run, shared = tmp_path / "run", () if "--batch" in options else ("--sequence-parallel", "2")
@@ -69,7 +76,46 @@ def test_the_others_end_and_a_restart_goes_on(text, finished_of_four, tmp_path, 
     assert "Traceback" not in "".join(reports)
     ends, reports = start(tmp_path, command, killed=None)
     assert ends == [0, 0] and f"from step {saved}" in reports[0], reports
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, finished_of_four))
+    assert_same_weights(run, finished_of_four)
+
+
+@needs_processes
+def test_torchrun_starts_all_again(text, finished_of_four, tmp_path):
+    """Its own agent notices that a process was killed, ends the other one, and starts both with the same command."""
+    run = tmp_path / "run"
+    command = ["train", str(text), "--out", str(run), *OPTIONS, "--batch", "2"]
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="law",
+        start_method=METHOD,
+    )
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    elastic_launch(agent, train_or_die)(tmp_path, command)
+    assert [(tmp_path / f"report-{count}-0").read_text().count("is complete") for count in range(2)] == [0, 1]
+    assert re.search("from step [12]", (tmp_path / "report-1-0").read_text())
+    assert_same_weights(run, finished_of_four)
+
+
+def train_or_die(folder: Path, command: list[str]) -> None:
+    """Train, and die in the third step if this is the second process of the first attempt."""
+    torch.set_num_threads(1)
+    os.environ |= ON_CPUS
+    rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    die_in_third_step(rank, killed=1 if count == 0 else None)
+    with open(folder / f"report-{count}-{rank}", "w") as report, contextlib.redirect_stderr(report):
+        status = main(command)
+        report.flush()
+        if status:
+            sys.exit(status)
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, other))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -1,15 +1,23 @@
 """`linattn linearize`: a folder that transformers loads, a report, refusals, and going on after an interruption."""
 
+import contextlib
 import json
 import math
+import os
 import shutil
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -33,9 +41,11 @@ from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import sentences
+from tests.cli.test_trackers import register
+from tests.processes import needs_processes, run_in_another
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1")
+SHORT = ("--steps", "4", "--context", "64", "--batch", "2", "--method", "elu", "--save-every", "1", "--lr", "1e-3")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +70,10 @@ def again(out: Path, *options: str) -> int:
 @pytest.fixture(scope="module")
 def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "linear"
-    assert linearize(model, text, out, "--keep", "1/2") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        events = register(patch)
+        assert linearize(model, text, out, "--keep", "1/2", "--track", "tensorboard", "--track", "recorder") == 0
+    (out.parent / "events.json").write_text(json.dumps(events))
     short = json.loads((out / "report.json").read_text("utf-8"))
     # a fifth of the time of four steps is too short for all of it
     assert short["scores"] and short["left_out"]
@@ -74,6 +87,19 @@ def test_the_folder_loads_and_generates_in_constant_memory(done):
     output = model.generate(torch.tensor([list(b"the cat ")]), max_new_tokens=5, do_sample=False)
     assert output.shape[1] <= 13
     assert not done.with_name("linear.unfinished").exists()
+
+
+def test_trackers_get_the_losses_of_both_stages(done):
+    """The steps of the second stage follow those of the first; TensorBoard's files come into the folder."""
+    _, (_, settings), *logged, end = json.loads((done.parent / "events.json").read_text())
+    losses = json.loads((done / "report.json").read_text())["losses"]
+    assert settings["method"] == "elu" and end[0] == "finish"
+    assert [step for step, _ in logged] == [1, 2, 3, 4]
+    assert [values["transfer_loss"] for _, values in logged[:1]] == losses["transfer"]
+    assert [values["fine-tune_loss"] for _, values in logged[1:]] == losses["fine-tune"]
+    assert all(values["tokens_per_second"] > 0 for _, values in logged)
+    (file,) = (done / "tensorboard").glob("events.*")
+    assert b"transfer_loss" in file.read_bytes()
 
 
 def test_the_report_has_everything_and_says_it(done):
@@ -149,33 +175,102 @@ def test_an_interrupted_conversion_goes_on_and_ends_the_same(model, text, done, 
     assert (out / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
 
 
-class Killed(BaseException):
-    """Ends the process without a word, as `kill -9` does."""
+def linearize_until(fatal: str, number: int, *arguments: Any) -> None:
+    """Linearize, and die as by `kill -9` before a file or folder of the fatal name appears for so many times."""
+    seen = 0
+
+    def killing(rename: Any) -> Any:
+        def rename_or_die(source: Any, target: Any) -> None:
+            nonlocal seen
+            seen += Path(target).name == fatal
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(source, target)
+
+        return rename_or_die
+
+    torch.set_num_threads(1)
+    os.rename, os.replace = killing(os.rename), killing(os.replace)
+    linearize(*arguments)
 
 
-def kill(*_: object, **__: object) -> None:
-    raise Killed
-
-
-@pytest.mark.parametrize("place", [(result, "report"), (result, "html"), (run, "write_report")])
-def test_a_conversion_killed_after_its_training_has_the_same_weights(model, text, done, tmp_path, monkeypatch, place):
-    """The model is there before the report; the same command, or --report, makes the report."""
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+def test_a_conversion_killed_again_and_again_has_the_same_weights(model, text, done, tmp_path):
+    """In the second step of fine-tuning, before OUT has its name, and before the report. The model is there before the
+    report; the same command, or --report, makes the report."""
     out, work = tmp_path / "linear", tmp_path / "linear.unfinished"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(*place, kill)
-        linearize(model, text, out, "--keep", "1/2")
+    given = model, text, out, "--keep", "1/2"
     weights = (done / "model.safetensors").read_bytes()
-    assert (out / "model.safetensors").read_bytes() == weights
-    assert not (out / "report.json").exists()
+    assert not json.loads((done / "conversion.json").read_text("utf-8"))["reset"]
+    for fatal, number in (("checkpoint.pt", 3), ("linear", 1), ("report.html", 1)):
+        assert not out.exists()
+        assert run_in_another(linearize_until, fatal, number, *given) == -signal.SIGKILL
+    assert (out / "model.safetensors").read_bytes() == weights and not (out / "report.json").exists()
     # as if it had been killed before this folder was deleted
     work.mkdir()
     assert linearize(model, text, out, "--keep", "1/4") == 2
-    assert (linearize(model, text, out, "--keep", "1/2") if place[1] != "html" else again(out)) == 0
-    assert work.exists() == (place[1] == "html") and (out / "model.safetensors").read_bytes() == weights
+    assert run_in_another(linearize_until, "report.json", 1, *given) == -signal.SIGKILL
+    assert not work.exists() and (out / "report.html").exists() and not (out / "report.json").exists()
+    assert again(out) == 0
+    assert (out / "model.safetensors").read_bytes() == weights
     found, expected = (json.loads((folder / "report.json").read_text("utf-8")) for folder in (out, done))
     assert found["scores"]["swapped in"] == expected["scores"]["swapped in"]
     assert found["losses"] == expected["losses"] and found["kept"] == expected["kept"]
     assert found["plan"] == expected["plan"]
+
+
+def linearize_as(rank: int, attempt: str, killed: int | None, *arguments: Any) -> None:
+    """Linearize as one of two processes that torchrun has started; the `killed` one dies in fine-tuning."""
+    torch.set_num_threads(1)
+    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} | here
+    dist.init_process_group("gloo", init_method=f"file://{attempt}-meeting", rank=rank, world_size=2)
+    read = TrainingBatches.__getitem__
+
+    def read_or_die(self: Any, index: int) -> Any:
+        if rank == killed and Path(f"{arguments[2]}.unfinished", "fine-tune", "checkpoint.pt").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, index)
+
+    TrainingBatches.__getitem__ = read_or_die
+    with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
+        status = linearize(*arguments)
+        report.flush()
+        sys.exit(status)
+
+
+def in_two(folder: Path, killed: int | None, *arguments: Any) -> tuple[list[int | None], list[str]]:
+    """Return how two processes end, and the lines that both write."""
+    attempt = f"{folder}/{killed}"
+
+    def process(rank: int) -> int | None:
+        return run_in_another(linearize_as, rank, attempt, killed, *arguments)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(process, range(2)))
+    return ends, [line for rank in range(2) for line in Path(f"{attempt}-report-{rank}").read_text().splitlines()]
+
+
+@needs_processes
+def test_two_processes_linearize_as_one_also_after_one_was_killed(model, text, tmp_path):
+    """They go on with shared weights. One of them writes the folder and the report."""
+    alone, out = tmp_path / "alone", tmp_path / "linear"
+    assert linearize(model, text, alone, "--batch", "4", "--keep", "1/2") == 0
+    given = model, text, out, "--keep", "1/2"
+    ends, lines = in_two(tmp_path, 1, *given)
+    assert ends == [1, -signal.SIGKILL] and not out.exists(), lines
+    assert lines[-1].endswith("has ended, and so does this one; the same command goes on"), lines
+    assert len([line for line in lines if "another process" in line]) == 1 and "Traceback" not in str(lines)
+    ends, lines = in_two(tmp_path, None, *given, "--fsdp")
+    assert ends == [0, 0], lines
+    assert [line for line in lines if "going on" in line] == [f"going on with {out}.unfinished"]
+    assert len([line for line in lines if "is complete" in line]) == 1
+    assert not json.loads((out / "conversion.json").read_text("utf-8"))["reset"]
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, alone))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    losses, expected = (json.loads((folder / "report.json").read_text("utf-8"))["losses"] for folder in (out, alone))
+    for stage in ("transfer", "fine-tune"):
+        assert losses[stage] == pytest.approx(expected[stage], rel=1e-4)
 
 
 def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model, text, done, tmp_path, capsys):
@@ -377,8 +472,8 @@ def test_everything_that_saves_memory_at_once(model, text, tmp_path):
     options = ("--dtype", "bfloat16", "--checkpointing", "--batch", "1", "--accumulate", "2")
     assert linearize(model, text, saving, *options) == 0
     first, second = (json.loads((out / "report.json").read_text("utf-8"))["losses"] for out in (plain, saving))
-    # the batches are others
-    assert second["fine-tune"] == pytest.approx(first["fine-tune"], rel=0.01)
+    for stage in ("transfer", "fine-tune"):
+        assert second[stage] == pytest.approx(first[stage], rel=0.01)
     weights = AutoModelForCausalLM.from_pretrained(saving, trust_remote_code=True, dtype="auto").parameters()
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
 

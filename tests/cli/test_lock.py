@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import pytest
 
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
+from linattn.console import lock
 from linattn.console.errors import CommandError
 from linattn.console.lock import lock_name, locked
 from tests.cli.conftest import SHORT, TINY
@@ -188,3 +190,23 @@ def test_where_nothing_can_be_written_beside_a_folder_the_lock_is_in_it(tmp_path
     (tmp_path / "folder").mkdir()
     assert lock_name(tmp_path / "folder") == tmp_path / "folder" / ".lock"
     assert lock_name(tmp_path / "new") == tmp_path / ".new.lock"
+
+
+def test_a_process_that_waits_says_for_whom(tmp_path, monkeypatch, capsys):
+    """As two conversions of the same data do, which are tokenized once."""
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)
+    events = []
+    with locked(tmp_path / "data"):
+        thread = threading.Thread(target=lambda: events.append(wait_for(tmp_path / "data")))
+        thread.start()
+        while not (line := capsys.readouterr().err):
+            time.sleep(0.01)
+        assert not events
+    thread.join()
+    assert events == ["held"]
+    assert line.startswith(f"waiting: {tmp_path / 'data'} is in use by process {os.getpid()}")
+
+
+def wait_for(folder: Path) -> str:
+    with locked(folder, wait=True):
+        return "held"

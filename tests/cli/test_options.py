@@ -75,8 +75,10 @@ ELSEWHERE = {
     "segment": "test_resume.py",
     "carry": "test_carry.py",
     "cpu": "test_a_gpu_is_left_alone",
-    "fsdp": "test_distributed.py",
-    "sequence_parallel": "test_sequence_parallel.py",
+    "fsdp": "test_sharing.py",
+    "sequence_parallel": "test_sharing.py",
+    "tensor_parallel": "test_sharing.py",
+    "track": "test_trackers.py",
     "evaluate_every": "test_reports_come_as_often_as_asked",
     "evaluate_tokens": "test_validation_takes_as_many_tokens_as_asked",
     "log_every": "test_reports_come_as_often_as_asked",
@@ -119,7 +121,7 @@ def test_the_same_options_make_the_same_weights(plain, text, tmp_path):
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_options_of_the_model_reach_it(text, tmp_path, monkeypatch, name):
     models = []
-    monkeypatch.setattr("linattn.cli.training._train", lambda run, model, options, args: models.append(model.model))
+    monkeypatch.setattr("linattn.cli.training._train", lambda run, model, *_: models.append(model.model))
     given, expected = CONFIGURED[name]
     value = [given] if isinstance(given, str) else given
     # a mixture's heads could not share one key head

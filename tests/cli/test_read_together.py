@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from linattn.cli.main import main
 from linattn.states import describe_state
-from tests.cli.test_sequence_parallel import launch
+from tests.cli.test_sharing import launch
 from tests.processes import needs_processes
 
 
@@ -16,7 +16,7 @@ def test_the_state_is_that_of_one_process(finished, text, tmp_path, capsys, size
     """Pieces may be shorter than the number of processes: the first one is a separator alone."""
     alone, together = tmp_path / "alone.state", tmp_path / "together.state"
     assert main(["read", str(finished), str(text), "--out", str(alone), "--cpu"]) == 0
-    report = launch(size, tmp_path, "read", str(finished), str(text), "--out", str(together), "--cpu")
+    (report,) = launch(size, tmp_path, ["read", str(finished), str(text), "--out", str(together), "--cpu"])
     ours, theirs = load_file(together), load_file(alone)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert describe_state(together).num_tokens == describe_state(alone).num_tokens
@@ -31,6 +31,24 @@ def test_the_state_is_that_of_one_process(finished, text, tmp_path, capsys, size
 
 
 @needs_processes
-def test_only_files_are_read_together(finished, tmp_path):
-    report = launch(2, tmp_path, "read", str(finished), "-", "--out", str(tmp_path / "x.state"), status=2)
-    assert "only the first process has stdin: name files instead of -" in report
+def test_a_prompt_is_read_together(finished, tmp_path, capsys):
+    """The text is that of one process, and one process prints it; the prompt has several pieces."""
+    prompt = "the cat sees a tree and the dog runs. " * 440
+    command = ["generate", str(finished), "--prompt", prompt, "--max-new-tokens", "20", "--seed", "1", "--cpu"]
+    assert main(command) == 0
+    alone = capsys.readouterr().out
+    (report,) = launch(2, tmp_path, command)
+    assert report.startswith(alone) and report.count("tokens/s") == 1
+
+
+@needs_processes
+def test_what_takes_one_process_is_refused_once(finished, tmp_path):
+    generate, state = ["generate", str(finished), "--prompt", "the"], str(tmp_path / "x.state")
+    cases = {
+        "only the first process has stdin: name files instead of -": ["read", str(finished), "-", "--out", state],
+        "--repetition-penalty counts tokens of the prompt": [*generate, "--repetition-penalty", "2"],
+        "--compile takes one process, but there are 2": [*generate, "--compile"],
+    }
+    reports = launch(2, tmp_path, *cases.values(), status=2)
+    for message, report in zip(cases, reports, strict=True):
+        assert report.count(message) == 1

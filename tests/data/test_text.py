@@ -1,6 +1,7 @@
 """Files become two rows of tokens: all of them, in order, the last bytes for validation."""
 
 import numpy as np
+import psutil
 import pytest
 
 from linattn.cli.run_folder import Run
@@ -8,11 +9,27 @@ from linattn.cli.vocabulary import Bytes, Tokenizer
 from linattn.console.errors import CommandError
 from linattn.console.files import find_files
 from linattn.data import text as text_module
+from linattn.data.part import Part
 from linattn.data.text import entire, open_texts, split, write_texts
 
 
 def text_of(extents) -> bytes:
     return b"".join(extent.path.read_bytes()[extent.start : extent.stop] for extent in extents)
+
+
+def test_what_was_read_does_not_stay_in_memory(tmp_path):
+    """Windows all over a file of 256 MB, of which a memory map would keep 64 MB or more."""
+    size, process = 2**27, psutil.Process()
+    for suffix, content in ((".tokens", 2 * size), (".edges", 16)):
+        with open(tmp_path / f"training{suffix}", "wb") as file:
+            file.truncate(content)
+    part = Part(documents=1, bytes=size, tokens=size, lost_bytes=0, sha256="")
+    row = open_texts(tmp_path / "training.tokens", part, "<u2")
+    before = process.memory_info().rss
+    for start in range(0, size - 512, 2**13):
+        assert len(row[start : start + 512]) == 512
+    assert process.memory_info().rss - before < 2**24
+    assert len(row[size - 5 : size + 5]) == 5 and len(row[size + 5 :]) == 0
 
 
 @pytest.mark.parametrize("part", [0.01, 0.05, 0.3, 0.5, 0.99])

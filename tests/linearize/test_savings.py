@@ -125,10 +125,11 @@ def test_a_shared_teacher_has_no_weights_before_training_and_after_transfer_thos
 
 @every_stage
 def test_accumulated_batches_are_one_batch(stage):
-    """Of equal lengths; a layer's error is a share of the variance in its batch, so here both batches are the same."""
-    ids = torch.randint(3, VOCABULARY, (4, N))
-    halves = [{"input_ids": ids[:2]}, {"input_ids": ids[2:] if stage is fine_tune else ids[:2]}]
-    both = {"input_ids": torch.cat([half["input_ids"] for half in halves])}
+    """Also where one of them has fewer tokens, and with the default rates."""
+    ids, mask = torch.randint(3, VOCABULARY, (4, N)), torch.ones(4, N, dtype=torch.int64)
+    mask[3, N // 2 :] = 0
+    both = {"input_ids": ids, "attention_mask": mask}
+    halves = [{name: x[rows] for name, x in both.items()} for rows in (slice(2), slice(2, 4))]
     losses, conversion = trained(DECODERS["llama"], stage, batches=[both])
     found, other = trained(DECODERS["llama"], stage, batches=halves, accumulate=2)
     assert_close(torch.tensor(found), torch.tensor(losses))

@@ -25,7 +25,7 @@ from linattn.linearize import (
     restore_layers,
     transfer,
 )
-from linattn.linearize.distance import LayerOutputs, compare_layers, layer_distance, relative_error
+from linattn.linearize.distance import LayerOutputs, compare_layers, relative_error
 from linattn.linearize.stages import RATES
 from linattn.models.loss import NO_LABEL
 from tests.integrations.transformers.stock_attention.families import (
@@ -117,11 +117,14 @@ def test_half_of_a_layers_distance_is_at_the_tokens_that_labels_ask_about():
     for outputs in layer_outputs(model, teacher, batch).values():
         plain, there = relative_error(*outputs), relative_error(outputs.y[asked], outputs.target[asked])
         assert abs(plain - there) > 1e-3
-        expected.append((plain + there) / 2)
-        for other in (batch, {**batch, "labels": torch.full_like(labels, NO_LABEL)}):
-            assert_close(layer_distance(model, other, outputs), plain, rtol=0, atol=0)
-    training = transfer(model, teacher, [{**batch, "labels": labels}], Budget(steps=1))
-    assert_close(torch.tensor(training.losses[0]), torch.stack(expected).mean())
+        expected.append(torch.stack([plain, (plain + there) / 2]))
+    without, half = torch.stack(expected).mean(0)
+    for asks, loss in ((None, without), (torch.full_like(labels, NO_LABEL), without), (labels, half)):
+        conversion, (batch, _) = start(DECODERS["llama"], window=0)
+        disturb(conversion.model)
+        batch = batch if asks is None else {**batch, "labels": asks}
+        training = transfer(conversion.model, conversion.teacher, [batch], Budget(steps=1))
+        assert_close(torch.tensor(training.losses[0]), loss)
 
 
 def layer_outputs(model: Any, teacher: Any, batch: Any) -> dict[int, LayerOutputs]:
@@ -148,11 +151,12 @@ def test_outputs_that_the_teacher_changes_later_are_compared_as_they_were():
 
 
 def test_labels_of_rows_ask_about_no_token():
-    conversion, (batch, _) = start(ENCODERS["bert"])
-    for outputs in layer_outputs(conversion.model, conversion.teacher, batch).values():
-        classes = torch.arange(len(outputs.y))
-        distance = layer_distance(conversion.model, {**batch, "labels": classes}, outputs)
-        assert_close(distance, relative_error(*outputs), rtol=0, atol=0)
+    conversion, (batch, _) = start(("BertForSequenceClassification", ENCODERS["bert"][1]))
+    outputs = layer_outputs(conversion.model, conversion.teacher, batch).values()
+    expected = torch.stack([relative_error(*each) for each in outputs]).mean()
+    labeled = {**batch, "labels": torch.zeros(len(batch["input_ids"]), dtype=torch.int64)}
+    training = transfer(conversion.model, conversion.teacher, [labeled], Budget(steps=1))
+    assert_close(torch.tensor(training.losses[0]), expected.detach())
 
 
 def test_a_restored_layer_is_the_teachers():
@@ -247,10 +251,12 @@ def test_fine_tuning_follows_the_teacher_and_the_text():
     assert fine_tune(model, teacher, batches[:1], Budget(steps=1)).losses == (pytest.approx(expected, rel=1e-4),)
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_several_processes_need_a_group(monkeypatch):
     conversion, batches = start(DECODERS["llama"])
+    with pytest.raises(ValueError, match="several processes, but there is one"):
+        Budget(steps=1, shard=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="trains in one process, but there are 2"):
+    with pytest.raises(ValueError, match="there are 2 processes, but no group of them"):
         transfer(conversion.model, conversion.teacher, batches, Budget(steps=1))
 
 
@@ -346,7 +352,7 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
 @pytest.mark.parametrize(("stage", "steps"), [(transfer, 20), (fine_tune, 80)])
 def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
     """In proportion to the steps, and inversely to the size; rates that are given stay."""
-    module = importlib.import_module("linattn.linearize.training")
+    module, stages = (importlib.import_module(f"linattn.linearize.{name}") for name in ("training", "stages"))
 
     def highest(number: int, width: int = 32, **options: Any) -> float:
         seen: list[float] = []
@@ -355,7 +361,8 @@ def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
         )
         family = ("LlamaForCausalLM", {**DECODERS["llama"][1], "hidden_size": width})
         conversion, batches = start(family, "elu", window=0)
-        monkeypatch.setattr(importlib.import_module("linattn.linearize.stages"), "divergence", lambda *_: 1.0)
+        # a distance of one
+        monkeypatch.setattr(stages, "sum_over_processes", lambda *_: [1, 1])
         with torch.no_grad():
             stage(conversion.model, conversion.teacher, batches, Budget(steps=number), **options)
         return max(seen)

@@ -16,6 +16,7 @@ from linattn.linearize.command.result import positions
 from linattn.linearize.command.text import Tokens, load_tokenizer, packs_documents, read_tokens
 from linattn.linearize.folder import FIELD
 from linattn.linearize.predictions import predicts_next
+from linattn.linearize.processes import process_count
 from linattn.models.storage import MODEL_TYPE
 
 
@@ -86,7 +87,8 @@ def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context:
     on_cpu = arguments.cpu or not torch.cuda.is_available()
     available = available_memory(cpu=on_cpu)
     # the weights are there already; what trains is float32, and then the teacher has weights of its own
-    needs = {f"its teacher, and what trains, of {count:,} parameters": TRAINED_BYTES * count}
+    trained = TRAINED_BYTES * count if not arguments.fsdp else (size + TRAINED_BYTES / process_count()) * count
+    needs = {f"its teacher, and what trains, of {count:,} parameters": trained}
     if on_cpu:
         tokens = torch.zeros(1, min(context, PROBE), dtype=torch.int64, device=model.device)
         per_token = activation_bytes(lambda: model(input_ids=tokens), model) / tokens.numel()

@@ -15,14 +15,21 @@ LINE_SECONDS = 10.0
 
 
 @contextmanager
-def progress_bar(stage: str) -> Iterator[Callable[[Progress], None]]:
-    """Yield the function that shows the progress after each step."""
-    started, last_line = time.monotonic(), 0.0
+def progress_bar(
+    stage: str, tokens: int, log: Callable[[dict[str, float], int], None]
+) -> Iterator[Callable[[Progress], None]]:
+    """Yield the function that shows the progress after each step, of so many `tokens`, and passes its figures on to
+    `log` with the number of the step."""
+    started, last_line, first = time.monotonic(), 0.0, 0
 
     def show(progress: Progress) -> None:
-        nonlocal last_line
+        nonlocal last_line, first
         left, elapsed = tqdm.format_interval(progress.seconds_left), time.monotonic() - started
-        text = f"step {progress.step:,}, loss {progress.loss:.4f}, {left} left"
+        # a stage that goes on begins with a later step
+        first = first or progress.step
+        speed = round((progress.step - first + 1) * tokens / elapsed)
+        text = f"step {progress.step:,}, loss {progress.loss:.4f}, {speed:,} tokens/s, {left} left"
+        log({f"{stage}_loss": progress.loss, "tokens_per_second": speed}, progress.step)
         bar.set_postfix_str(text, refresh=False)
         bar.update(elapsed / (elapsed + progress.seconds_left) - bar.n)
         if bar.disable and (time.monotonic() - last_line > LINE_SECONDS or progress.step == progress.steps):

@@ -24,7 +24,7 @@ TIMES = (1, 4, 16)
 """The lengths of the probes, as multiples of the context."""
 PROMPTS, NEW_TOKENS = 8, 64
 DATA = ("data", "validation_data")
-FREE = ("command", "out", "save_every", "report")
+FREE = ("command", "out", "save_every", "track", "report", "fsdp")
 """Options that may be others when a conversion resumes."""
 
 Record = dict[str, Any]

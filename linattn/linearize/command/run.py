@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,14 @@ from transformers import PreTrainedModel
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
+from linattn.console.processes import (
+    end_after_loss,
+    first_process_only,
+    has_lost_process,
+    joined_processes,
+    reported_by_first,
+)
+from linattn.console.trackers import Trackers, check_trackers
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
 from linattn.linearize.command.inputs import check_memory, load_model, read_text, trained_weights
@@ -35,18 +43,19 @@ from linattn.linearize.command.result import (
     write_report,
 )
 from linattn.linearize.command.text import TrainingBatches, held_out_batches, probe_text
+from linattn.linearize.command.work import open_work, say, work_folder
 from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
 from linattn.linearize.distance import Diverged
 from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
+from linattn.linearize.processes import from_first, process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
-from linattn.linearize.training import Budget, Training
+from linattn.linearize.training import Budget, Progress, Training
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
-SETTINGS = "settings.json"
 REPORT_SHARE = 0.2
 """The report's share of the training's time."""
 
@@ -54,24 +63,47 @@ REPORT_SHARE = 0.2
 def run(arguments: argparse.Namespace) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if arguments.report is not None:
-        return _report_again(arguments)
     if arguments.minutes is not None and arguments.steps is not None:
         raise CommandError("give --minutes or --steps, not both")
-    with locked(arguments.out):
-        if not arguments.out.exists():
-            return _linearize(arguments)
-        if not (arguments.out / RECORD).exists() or (arguments.out / REPORT).exists():
-            raise CommandError(f"{arguments.out} exists already: choose another --out")
-        record = read_record(arguments.out)
-        if record["settings"] != settings(arguments):
-            raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
-        print(f"{arguments.out} has its model: going on with the report", file=sys.stderr)
-        shutil.rmtree(_work(arguments.out), ignore_errors=True)
-        return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
+    check_trackers(arguments.track or ())
+    with joined_processes(cpu=arguments.cpu), ExitStack() as stack:
+        rank, out = process_rank(), arguments.report or arguments.out
+        try:
+            with reported_by_first(rank):
+                first_process_only(rank, out, partial(_hold, stack, out))
+                return _run(arguments)
+        except RuntimeError as error:
+            if process_count() == 1 or not has_lost_process(error):
+                raise
+            message = "another process of the conversion has ended, and so does this one; the same command goes on"
+            raise end_after_loss(rank, out, message) from error
+
+
+def _hold(stack: ExitStack, out: Path) -> None:
+    stack.enter_context(locked(out))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.report is None and not from_first(arguments.out.exists()):
+        return _linearize(arguments)
+    if process_rank() > 0:
+        # the first process alone measures
+        return 0
+    if arguments.report is not None:
+        return _report_again(arguments)
+    if not (arguments.out / RECORD).exists() or (arguments.out / REPORT).exists():
+        raise CommandError(f"{arguments.out} exists already: choose another --out")
+    record = read_record(arguments.out)
+    if record["settings"] != settings(arguments):
+        raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
+    say(f"{arguments.out} has its model: going on with the report")
+    shutil.rmtree(work_folder(arguments.out), ignore_errors=True)
+    return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
 
 
 def _linearize(arguments: argparse.Namespace) -> int:
+    if arguments.fsdp and process_count() == 1:
+        raise CommandError("--fsdp shares weights among processes, but there is one: start the command by torchrun")
     model, config = load_model(arguments)
     tokenizer, tokens, sizes = read_text(arguments, model, config)
     batches = TrainingBatches(tokens.training, seed=arguments.seed, **sizes)
@@ -84,21 +116,25 @@ def _linearize(arguments: argparse.Namespace) -> int:
         keep = () if isinstance(arguments.keep, Fraction) else arguments.keep
         options = {name: getattr(arguments, name) for name in ("method", "window", "convolution")}
         layers = plan(model, batches[0], keep=keep, **options)
-    print(layers, file=sys.stderr)
-    work = open_work(arguments)
+    say(layers)
+    rank, out = process_rank(), arguments.out
+    work = first_process_only(rank, out, partial(open_work, arguments))
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
-        record = _train(conversion, batches, held_out, arguments, work)
-        write_model(arguments.out, model, tokenizer, record)
+        with closing(open_trackers(arguments, work)) as trackers:
+            record = _train(conversion, batches, held_out, arguments, trackers)
+        first_process_only(rank, out, partial(write_model, out, model, tokenizer, record))
     except Diverged as error:
         raise CommandError(str(error), status=1) from error
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
-    shutil.rmtree(work)
-    given = arguments.out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
-    with report_fails_alone(arguments.out):
-        write_report(*given, seconds=REPORT_SHARE * record["seconds"])
+    if rank == 0:
+        _keep_tracks(arguments, work)
+        shutil.rmtree(work)
+        given = out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
+        with report_fails_alone(out):
+            write_report(*given, seconds=REPORT_SHARE * record["seconds"])
     return 0
 
 
@@ -107,9 +143,8 @@ def _report_again(arguments: argparse.Namespace) -> int:
     out: Path = arguments.report
     record = read_record(out)
     options = {name: getattr(arguments, name) for name in ("model", *DATA) if getattr(arguments, name)}
-    with locked(out):
-        restored = argparse.Namespace(**record["settings"] | options | {"cpu": arguments.cpu})
-        return _report(restored, out, record, None)
+    restored = argparse.Namespace(**record["settings"] | options | {"cpu": arguments.cpu})
+    return _report(restored, out, record, None)
 
 
 def _report(arguments: argparse.Namespace, out: Path, record: Record, seconds: float | None) -> int:
@@ -140,51 +175,32 @@ def report_fails_alone(out: Path) -> Iterator[None]:
         raise
 
 
-def _work(out: Path) -> Path:
-    return out.with_name(f"{out.name}.unfinished")
-
-
-def open_work(arguments: argparse.Namespace) -> Path:
-    """Return the working folder. An interrupted conversion resumes only with the same options."""
-    work = _work(arguments.out)
-    options, path = settings(arguments), work / SETTINGS
-    if not path.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(options, indent=2))
-        return work
-    with explained(f"{path} is corrupt", ValueError):
-        before = json.loads(path.read_bytes())
-        if not isinstance(before, dict):
-            raise ValueError("it holds no settings")
-    if other := [name for name in options if options[name] != before.get(name)]:
-        raise CommandError(f"{work} was begun with another {', '.join(other)}: give the same, or delete the folder")
-    print(f"going on with {work}", file=sys.stderr)
-    return work
-
-
 def _train(
     conversion: Conversion,
     batches: TrainingBatches,
     held_out: list[dict[str, Tensor]],
     arguments: argparse.Namespace,
-    work: Path,
+    trackers: Trackers,
 ) -> Record:
     """Run both stages of training, with the choice of layers between them; return the record of the conversion."""
-    model, teacher, keep = conversion.model, conversion.teacher, arguments.keep
+    model, teacher, keep, work = conversion.model, conversion.teacher, arguments.keep, work_folder(arguments.out)
+    tokens = process_count() * arguments.accumulate * held_out[0]["input_ids"].numel()
     record: Record = {"settings": settings(arguments), "plan": conversion.plan.to_dict(), "kept": keep}
     record["swapped_in"], seconds = _swapped_in(conversion, held_out, work)
     _announce(model, held_out[0], arguments, seconds)
-    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, work)
+    bar = progress_bar("transfer", tokens, trackers.log)
+    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, bar)
     if isinstance(keep, Fraction):
         count = max(1, round(keep * len(conversion.plan.replaced)))
-        choice = choose_layers(model, teacher, held_out[:CHOOSING], count)
+        choice = from_first(choose_layers(model, teacher, held_out[:CHOOSING], count))
         restore_layers(model, teacher, choice.kept)
         record |= {"kept": choice.kept, "divergence_with_one_restored": choice.restored}
-        print(f"layers that stay softmax: {', '.join(map(str, choice.kept))}", file=sys.stderr)
+        say(f"layers that stay softmax: {', '.join(map(str, choice.kept))}")
     rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
     with recomputing(model) if arguments.checkpointing else nullcontext():
-        second = _stage("fine-tune", tune, arguments, work)
+        bar = progress_bar("fine-tune", tokens, lambda values, step: trackers.log(values, first.steps + step))
+        second = _stage("fine-tune", tune, arguments, bar)
     record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
     record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
     return record | {"seconds": first.seconds + second.seconds}
@@ -196,9 +212,9 @@ def _reset_if_worse(conversion: Conversion, held_out: list[dict[str, Tensor]], b
     worse = after.cosine < before.cosine
     if None not in (before.kl, after.kl, before.loss, after.loss):
         worse = after.kl + after.loss > before.kl + before.loss  # pyright: ignore[reportOperatorIssue]
-    if worse:
+    if worse := from_first(worse):
         conversion.reset()
-        print("training did not help: OUT has the weights before it; give it more steps or data", file=sys.stderr)
+        say("training did not help: OUT has the weights before it; give it more steps or data")
     return worse
 
 
@@ -216,34 +232,66 @@ def _swapped_in(conversion: Conversion, held_out: list[dict[str, Tensor]], work:
     """Return the scores of the model before its training, and the seconds that a batch took. They are measured once,
     also if the training is interrupted."""
     path = work / "swapped_in.json"
-    if not path.exists():
-        started = time.monotonic()
-        found = scores(conversion.model, conversion.teacher, held_out)
-        seconds = (time.monotonic() - started) / len(held_out)
-        write_atomically(path, json.dumps({"scores": found._asdict(), "seconds": seconds}))
-    with explained(f"{path} is corrupt", ValueError, KeyError, TypeError):
-        record = json.loads(path.read_bytes())
-        return record["scores"], record["seconds"]
+
+    def measured() -> tuple[Record, float]:
+        if not path.exists():
+            started = time.monotonic()
+            found = scores(conversion.model, conversion.teacher, held_out)
+            seconds = (time.monotonic() - started) / len(held_out)
+            write_atomically(path, json.dumps({"scores": found._asdict(), "seconds": seconds}))
+        with explained(f"{path} is corrupt", ValueError, KeyError, TypeError):
+            record = json.loads(path.read_bytes())
+            return record["scores"], record["seconds"]
+
+    return first_process_only(process_rank(), path, measured)
 
 
 def _announce(model: PreTrainedModel, batch: dict[str, Tensor], arguments: argparse.Namespace, seconds: float) -> None:
     """Say if the budget is too small for the model. `seconds` is the time of its forward pass and the teacher's."""
     each = STEP * seconds * arguments.accumulate
-    tokens = arguments.accumulate * batch["input_ids"].numel()
+    tokens = process_count() * arguments.accumulate * batch["input_ids"].numel()
     note = budget_note(
         trained_weights(model, arguments.lora), tokens, arguments.steps, arguments.minutes or MINUTES, each
     )
     if note is not None:
-        print(note, file=sys.stderr)
+        say(note)
 
 
-def _stage(name: str, train: Callable[[Budget], Training], arguments: argparse.Namespace, work: Path) -> Training:
-    """Run a stage by `train`, which goes on from the stage's last checkpoint in `work`."""
+def _stage(
+    name: str,
+    train: Callable[[Budget], Training],
+    arguments: argparse.Namespace,
+    bar: AbstractContextManager[Callable[[Progress], None]],
+) -> Training:
+    """Run a stage by `train`, which goes on from the stage's last checkpoint, and shows its progress by `bar`."""
     share = FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
-    with progress_bar(name) as show:
-        return train(Budget(steps, minutes, work / name, arguments.save_every, arguments.accumulate, show))
+    with bar if process_rank() == 0 else nullcontext() as show:
+        return train(
+            Budget(
+                steps=steps,
+                minutes=minutes,
+                folder=work_folder(arguments.out) / name,
+                save_every=arguments.save_every,
+                accumulate=arguments.accumulate,
+                shard=arguments.fsdp,
+                report=show,
+            )
+        )
+
+
+def open_trackers(arguments: argparse.Namespace, work: Path) -> Trackers:
+    """Return the trackers of --track. Until OUT is there, their files are in the working folder, under OUT's name."""
+    names, facts = (arguments.track or ()) if process_rank() == 0 else (), settings(arguments)
+    folder = work / arguments.out.name
+    folder.mkdir(exist_ok=True)
+    return Trackers(names, folder, facts, identity=f"{arguments.out.resolve()} {json.dumps(facts)}")
+
+
+def _keep_tracks(arguments: argparse.Namespace, work: Path) -> None:
+    for files in (work / arguments.out.name).iterdir():
+        shutil.move(files, arguments.out / files.name)
 
 
 def _steps(stage: str, total: int) -> int:

@@ -1,0 +1,60 @@
+"""Copying: 24 of 64 symbols, between 16 to 48 others and a mark, must be written again. A window cannot know them."""
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.linearize.task import Batch, Task, chunks
+from linattn.models.loss import NO_LABEL
+
+SYMBOLS, COPIED, SHORTEST, LONGEST, BATCH, TEST = 64, 24, 16, 48, 32, 256
+BEGIN, AGAIN, PADDING = SYMBOLS, SYMBOLS + 1, SYMBOLS + 2
+LENGTH = LONGEST + 2 * COPIED + 2
+
+
+def generate(random: np.random.Generator, count: int) -> Batch:
+    """Return rows of other symbols, BEGIN, the symbols, AGAIN, and the same symbols, which are the labels."""
+    ids = np.full((count, LENGTH), PADDING)
+    labels = np.full((count, LENGTH), NO_LABEL)
+    for row, others in enumerate(random.integers(SHORTEST, LONGEST + 1, size=count)):
+        symbols = random.integers(SYMBOLS, size=COPIED)
+        tokens = np.concatenate([random.integers(SYMBOLS, size=others), [BEGIN], symbols, [AGAIN], symbols])
+        ids[row, : len(tokens)] = tokens
+        labels[row, len(tokens) - COPIED : len(tokens)] = symbols
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+
+class Copying:
+    """New rows in every batch, and 256 others that are held out."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng([seed, 5])
+        self.test = generate(np.random.default_rng([seed, 6]), TEST)
+
+    def batch(self) -> Batch:
+        return generate(self.random, BATCH)
+
+    def held_out(self) -> list[Batch]:
+        return chunks(self.test)
+
+
+def model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SYMBOLS + 3,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=16_384,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+
+
+TASK = Task(
+    name="copying", steps=1_400, lr=3e-3, weight_decay=0.0, window=16, metric="accuracy", model=model, data=Copying
+)
