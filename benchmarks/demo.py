@@ -1,5 +1,5 @@
-"""`make demo`'s training with other attentions and options, each for as long: bits per byte, and what the past beyond
-the last 128 to 191 bytes is worth.
+"""`make demo`'s training with other attentions and options, each for as long: bits per byte, and what it costs to read
+the last bytes alone: 32 to 47, or 2 to 3 windows of `--window`.
 
     python benchmarks/demo.py [--variants demo,softmax] [--seeds 0,1] [--context 512 --batch 4 --lr 3e-3 …]
 
@@ -26,7 +26,7 @@ VARIANTS = {
     "gated_delta": "--attention gated_delta",
     "kda": "--attention kda,kda,kda,local",
     "inputs": "--convolution-on inputs",
-    "window32": "--window 32",
+    "window64": "--window 64",
     "heads2": "--num-heads 2",
     "untied": "--no-tie-embeddings",
 }

@@ -15,12 +15,12 @@ from linattn.cli.main import main
 from linattn.cli.run_folder import Run, open_run
 from linattn.models import LanguageModel
 
-RUN = "runs/demo"
+RUN, TOKENS_PER_CALL = "runs/demo", 8_192
 # folders that hold no programs, or exist on some machines only
 EXCLUDED = "test tests idlelib lib2to3 encodings pydoc_data site-packages dist-packages config-*"
 # small, so that two cores have time for many updates
 MODEL = (
-    "--dim 128 --depth 4 --num-heads 4 --attention gated_delta,gated_delta,gated_delta,local --window 64 "
+    "--dim 128 --depth 4 --num-heads 4 --attention gated_delta,gated_delta,gated_delta,local --window 16 "
     "--convolution 4 --convolution-on projections --head-norm --rotary none"
 )
 TRAINING = "--minutes 2 --context 1024 --batch 2 --optimizer muon --lr 5e-3 --evaluate-tokens 65536"
@@ -47,10 +47,9 @@ def report(run: Run) -> str:
     past, block, whole, short = bits_without_states(run)
     return (
         f"validation: {bits[-1]:.3f} bits per byte\n"
-        f"all bytes but the first {past} of each window: {whole:.3f} bits with all of the window before them, "
-        f"{short:.3f} with the last {past} to {past + block - 1} bytes alone,\n"
-        f"more than attention in windows sees: older bytes, which only the states of linear layers hold, are worth "
-        f"{short - whole:.3f} bits"
+        f"from byte {past + 1} of each sequence on: {whole:.3f} with all bytes before in the sequence, "
+        f"{short:.3f} with the last {past} to {past + block - 1} alone\n"
+        f"the states of the linear layers, which alone hold older bytes, are worth {short - whole:.3f} bits per byte"
     )
 
 
@@ -79,7 +78,7 @@ def bits_after(model: LanguageModel, windows: Int[Tensor, "b n"], past: int) -> 
     """Return the bits of the tokens of each window after the first `past` ones."""
     bits = [
         F.cross_entropy(model(part[:, :-1])[:, past - 1 :].mT.float(), part[:, past:], reduction="none")
-        for part in windows.split(16)
+        for part in windows.split(max(1, TOKENS_PER_CALL // windows.shape[1]))
     ]
     return torch.cat(bits) / math.log(2)
 

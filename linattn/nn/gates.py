@@ -2,7 +2,8 @@
 
 The initial decays are in the range of Mamba-2's: a step between 0.001 and 0.1 times a rate between 1 and 16, so that
 heads forget within one to a thousand tokens (Dao and Gu, https://arxiv.org/abs/2405.21060). They are not drawn but
-spread evenly over the heads, as a few random heads may all forget at once."""
+spread evenly over the heads, the slowest of the range first: a few random heads may all forget at once, and a model
+whose only head forgets early learns recall late."""
 
 import math
 from collections.abc import Sequence
@@ -166,20 +167,20 @@ class WriteStrength(nn.Module):
 @torch.no_grad()
 def _reset_rate(A_log: Tensor) -> None:
     """Set the rates to evenly spaced ones between 1 and 16, ascending."""
-    A_log.copy_((1 + 15 * _quantiles(A_log, len(A_log))).log())
+    A_log.copy_((1 + 15 * _places(A_log, len(A_log))).log())
 
 
 @torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
     """Set softplus(bias) to steps from 0.001 to 0.1, their logarithms evenly spaced in each run of `count` numbers."""
-    step = torch.exp(math.log(0.001) + math.log(100) * _quantiles(bias, count))
+    step = torch.exp(math.log(0.001) + math.log(100) * _places(bias, count))
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def _quantiles(x: Tensor, count: int) -> Tensor:
-    """Return (i mod `count` + 1/2) / `count` for each index i of x, sharded as x is."""
+def _places(x: Tensor, count: int) -> Tensor:
+    """Return (i mod `count`) / (`count` − 1) for each index i of x, sharded as x is; zeros if `count` is 1."""
     place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
-    return (place % count + 0.5) / count
+    return place % count / max(1, count - 1)
 
 
 def _softplus(x: Tensor, bias: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def test_it_trains_reports_and_writes(tmp_path, monkeypatch, capsys):
     assert demo.run() == 0
     output = capsys.readouterr().out
     assert "validation: 7." in output and "bits per byte" in output
-    assert "the last 16 to 23 bytes alone" in output
+    assert "from byte 17 of each sequence on: 7." in output and "with the last 16 to 23 alone" in output
     assert demo.PROMPT in output
     data = open_run(tmp_path / "runs" / "demo").description["data"]
     # the library of any Python has some megabytes of sources, and no compiled files among them
