@@ -17,6 +17,8 @@ COLUMNS = {
     "byte_lm": {"loss": "bits per byte", "kl": "KL, bits", "agreement": "same most likely byte"},
     "recall": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same answer"},
     "encoder": {"accuracy": "accuracy", "cosine": "cosine of the outputs"},
+    "vision": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same class"},
+    "speech": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same word"},
 }
 MOMENTS = {"swapped": "swapped in", "transferred": "after stage 1", "scores": "after stage 2"}
 
