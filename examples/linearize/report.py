@@ -18,6 +18,8 @@ COLUMNS = {
     "recall": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same answer"},
     "copying": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same symbol"},
     "encoder": {"accuracy": "accuracy", "cosine": "cosine of the outputs"},
+    "vision": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same class"},
+    "speech": {"accuracy": "accuracy", "kl": "KL, bits", "agreement": "same word"},
 }
 MOMENTS = {"swapped": "swapped in", "transferred": "after stage 1", "scores": "after stage 2"}
 

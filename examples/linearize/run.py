@@ -5,7 +5,8 @@ python -m examples.linearize.run --task byte_lm --row linear_20 --seed 0 --folde
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from examples.learning.run import append, read
-from examples.linearize import byte_lm, copy_of_symbols, encoder, recall
+from examples.linearize import byte_lm, copy_of_symbols, encoder, recall, speech, vision
 from examples.linearize.task import Data, Task
 from examples.linearize.training import fit, teacher
 from linattn.linearize import (
@@ -31,7 +32,9 @@ from linattn.linearize.controls import CONTROLS, controlled
 from linattn.linearize.scores import scores
 from linattn.linearize.stages import FIRST_STAGE
 
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in (byte_lm, recall, encoder, copy_of_symbols)}
+TASKS: dict[str, Task] = {
+    module.TASK.name: module.TASK for module in (byte_lm, recall, encoder, copy_of_symbols, vision, speech)
+}
 Line = Callable[[str], None]
 
 
@@ -154,8 +157,14 @@ def _key(record: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    task = TASKS[options.task]
+    if (options.task == vision.TASK.name) != (options.images is not None):
+        parser.error("--images is for the task vision, which needs it")
+    if options.images is not None:
+        task = replace(task, data=partial(task.data, path=options.images))
     for seed in options.seed:
         for row in options.row:
             runs = read(options.out)
@@ -163,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             label = f"{options.task} {row} seed {seed}:"
             record = run(
-                TASKS[options.task],
+                task,
                 row,
                 seed,
                 options.folder,
@@ -181,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--folder", type=Path, required=True, help="for teachers, which are trained once")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--images", type=Path, help="for vision: a file of MNIST's images, beside that of their labels")
     return parser
 
 

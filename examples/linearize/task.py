@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linattn.linearize.predictions import predicts_next
 from linattn.models.loss import NO_LABEL
 
 # sequences that are evaluated at once
@@ -62,9 +63,8 @@ def measure(model: PreTrainedModel, batches: list[Batch]) -> dict[str, float]:
 
 def predictions(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the logits (places, classes) where something is predicted, and the labels there."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits, labels = model(**inputs).logits, batch["labels"]
-    if logits.dim() == 3:
+    logits, labels = model(**batch).logits, batch["labels"]
+    if predicts_next(model):
         logits, labels = logits[:, :-1], labels[:, 1:]
     asked = labels != NO_LABEL
     return logits[asked], labels[asked]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 SIZE = 14
@@ -25,12 +25,17 @@ DIGITS = ("012456", "25", "02346", "02356", "1235", "01356", "013456", "025", "0
 
 def mnist(path: Path) -> Float[Tensor, "digits 14 14"]:
     """From an idx file, zipped or not, such as t10k-images-idx3-ubyte.gz; each digit's brightest pixel is one."""
+    images = idx(path, (2 * SIZE, 2 * SIZE)).float()
+    return _bright(F.avg_pool2d(images.unsqueeze(1), 2).squeeze(1))
+
+
+def idx(path: Path, item: tuple[int, ...]) -> UInt8[Tensor, "..."]:
+    """Return the bytes of a file in MNIST's format, zipped or not, which holds items of this shape."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    magic, count, height, width = struct.unpack(">4i", raw[:16])
-    if magic != 2051 or (height, width) != (2 * SIZE, 2 * SIZE):
-        raise ValueError(f"{path} must hold images of 28 × 28 in MNIST's format, but begins with {raw[:16].hex()}")
-    images = torch.frombuffer(bytearray(raw[16:]), dtype=torch.uint8).view(count, 1, height, width).float()
-    return _bright(F.avg_pool2d(images, 2).squeeze(1))
+    header = struct.unpack_from(f">{2 + len(item)}i", raw.ljust(16, b"\0"))
+    if (header[0], *header[2:]) != (0x801 + len(item), *item):
+        raise ValueError(f"{path} must hold items of {item} in MNIST's format, but begins with {raw[:16].hex()}")
+    return torch.frombuffer(bytearray(raw[4 * len(header) :]), dtype=torch.uint8).view(header[1], *item)
 
 
 def drawn(count: int, generator: torch.Generator) -> Float[Tensor, "digits 14 14"]:

@@ -1,13 +1,14 @@
 """The examples of conversions: tasks obey their definitions, a run has its controls, tables say what the runs say."""
 
 import json
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from examples.linearize import byte_lm, encoder, recall, report, run
+from examples.linearize import byte_lm, encoder, recall, report, run, speech, vision
 from examples.linearize.task import measure
 
 TASKS = {name: replace(task, steps=4) for name, task in run.TASKS.items()}
@@ -39,6 +40,48 @@ def test_the_class_is_the_value_of_the_key_that_is_asked():
         found = [pair % encoder.CLASSES for pair in pairs if pair // encoder.CLASSES == key]
         assert found == [label] and encoder.SHORTEST <= len(pairs) <= encoder.LONGEST
         assert all(token == encoder.PADDING for token, present in zip(ids, mask, strict=True) if not present)
+
+
+def test_images_keep_their_labels(tmp_path):
+    # each image has one bright row of 5 pixels, whose place is its label
+    labels = np.arange(1_100) % 10
+    images = np.zeros((1_100, 28, 28), np.uint8)
+    images[np.arange(1_100), 5 + labels, 10:15] = 255
+    for name, magic, array in (("images-idx3", 0x803, images), ("labels-idx1", 0x801, labels.astype(np.uint8))):
+        header = struct.pack(f">{1 + array.ndim}i", magic, *array.shape)
+        (tmp_path / f"few-{name}-ubyte").write_bytes(header + array.tobytes())
+    data = vision.Digits(0, tmp_path / "few-images-idx3-ubyte")
+    held_out, batch = data.held_out(), data.batch()
+    assert sum(len(each["labels"]) for each in held_out) == vision.TEST
+    for each, moved in ((held_out[0], 0), (batch, 2)):
+        place = (each["pixel_values"] > 0).any(-1).int().argmax(-1).squeeze(1) - 5 - each["labels"]
+        assert place.abs().max() <= moved and len(place.unique()) == 1
+    with pytest.raises(SystemExit):
+        run.main(["--task", "vision", "--row", "linear_20", "--folder", "x", "--out", "y"])
+
+
+def test_a_vowel_is_the_sum_of_its_harmonics_and_loudest_at_its_resonances():
+    for low, high in speech.VOWELS:
+        sound = speech.vowel((low, high), 100, 1.0, 1_600)
+        phase = 2 * np.pi * 100 * np.arange(1_600) / speech.RATE
+        loud = [sum(np.exp(-(((100 * k - f) / 150) ** 2)) for f in (low, high)) for k in range(1, 40)]
+        wave = sum(a * np.sin(k * phase) for k, a in enumerate(loud, 1))
+        np.testing.assert_allclose(sound, np.hanning(1_600) * wave / 4, atol=1e-12)
+        peak = 10 * np.abs(np.fft.rfft(sound))[:400].argmax()
+        assert min(abs(peak - low), abs(peak - high)) <= 100
+
+
+def test_an_utterance_has_two_sounds_per_word():
+    random = np.random.default_rng(0)
+    batch = speech.generate(random, 20)
+    assert batch["input_features"].shape == (20, speech.MELS, 100 * speech.SECONDS)
+    for labels in batch["labels"].tolist():
+        words = [label for label in labels if label >= speech.FIRST]
+        assert labels[: len(words) + 1] == [*words, speech.END] and set(labels[len(words) + 1 :]) <= {-100}
+    for count in (1, 3):
+        wave = speech.spoken([(0, 2)] * count, random)
+        loud = np.abs(wave).reshape(-1)[: len(wave) // 100 * 100].reshape(-1, 100).max(1) > 0.12
+        assert np.diff(loud.astype(int)).clip(0).sum() == 2 * count
 
 
 def test_measure_is_of_all_labels():

@@ -144,7 +144,11 @@ CASES = {
     "timm's ViT": Case("timm", lambda: timm("vit_tiny_patch16_224", **SMALL), lambda: IMAGES),
     "timm's EVA": Case("timm", lambda: timm("eva02_tiny_patch14_224", **SMALL), lambda: IMAGES),
     "timm's Swin": Case(
-        "timm", lambda: timm("swin_tiny_patch4_window7_224", **SWIN), lambda: IMAGES, refusal="adds to the scores"
+        "timm",
+        lambda: timm("swin_tiny_patch4_window7_224", **SWIN),
+        lambda: IMAGES,
+        # by default it computes the scores itself, to add its relative positions
+        refusal="does not attend by F.scaled_dot_product_attention",
     ),
     "torchvision's ViT": Case(
         "torchvision",

@@ -3,95 +3,22 @@
 import inspect
 import tempfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from .inputs import LENGTH, Subject, inputs
+
 SOFTMAX, ELU = "linattn:softmax", "linattn:elu"
-LENGTH = 11
-WHISPERS = ("whisper", "qwen2_audio", "qwen2_audio_encoder")
-FEATURE_SIZES = ("num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", "feature_projection_input_dim")
+# changes of the weights, as shares of their size: small ones are lost in the rounding of norms in float32, and large
+# ones may move a token to another expert
+STEPS = (1e-3, 1e-4, 1e-5)
+SLOPE = 1e-2
+"""The relative error of such differences."""
 Pairs = list[tuple[Tensor, Tensor]]
 """Values of ours, and what they must equal."""
-
-
-class Subject(NamedTuple):
-    """A model, the kind of its class, and the name of its own attention, "sdpa" or "eager"."""
-
-    model: Any
-    kind: str
-    stock: str
-
-    @property
-    def generates(self) -> bool:
-        return self.kind != "other" and self.model.can_generate()
-
-
-def inputs(subject: Subject, seed: int = 0) -> dict[str, Tensor]:
-    """Return random inputs of three rows."""
-    model, config = subject.model, subject.model.config
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def tokens(n: int) -> Tensor:
-        return torch.randint(3, 40, (3, n), generator=generator)
-
-    names, main = inspect.signature(model.forward).parameters, model.main_input_name
-    made: dict[str, Tensor] = {}
-    if main == "pixel_values" or (subject.kind == "other" and "pixel_values" in names):
-        made["pixel_values"] = normal(3, *_image(config))
-    if main == "input_features":
-        made["input_features"] = normal(3, *_features(config))
-    elif main == "input_values":
-        made["input_values"] = normal(3, 2000)
-    elif main == "past_values":
-        made |= _series(config, normal)
-    if "input_ids" in names and main not in ("input_features", "input_values", "past_values"):
-        made["input_ids"] = tokens(LENGTH)
-    if config.is_encoder_decoder and "decoder_input_ids" in names:
-        made["decoder_input_ids"] = tokens(7)
-    return made
-
-
-def _image(config: Any) -> tuple[int, int, int]:
-    parts = (getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))
-    for each in (config, *parts):
-        size, channels = getattr(each, "image_size", None), getattr(each, "num_channels", 3)
-        if isinstance(size, (tuple, list)):
-            return channels, size[0], size[1]
-        if isinstance(size, int):
-            return channels, size, size
-    return 3, 32, 32
-
-
-def _features(config: Any) -> tuple[int, int]:
-    """Return the shape of audio features: their number and the frames in models like Whisper, else the reverse."""
-    for name in (None, "audio_config", "encoder_config", "speech_encoder"):
-        each = config if name is None else getattr(config, name, None)
-        if getattr(each, "model_type", "") in WHISPERS or "voxtral" in getattr(each, "model_type", ""):
-            return each.num_mel_bins, 2 * each.max_source_positions
-        for size in FEATURE_SIZES:
-            if isinstance(getattr(each, size, None), int):
-                return 40, getattr(each, size)
-    return 40, 8
-
-
-def _series(config: Any, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-    if not hasattr(config, "lags_sequence"):
-        return {"past_values": normal(3, config.context_length, getattr(config, "num_input_channels", 1))}
-    past, future = config.context_length + max(config.lags_sequence), config.prediction_length
-    features = config.num_time_features
-    return {
-        "past_values": normal(3, past),
-        "past_time_features": normal(3, past, features),
-        "past_observed_mask": torch.ones(3, past),
-        "future_values": normal(3, future),
-        "future_time_features": normal(3, future, features),
-    }
 
 
 def output(model: Any, **given: Any) -> Tensor:
@@ -159,8 +86,26 @@ def generate(subject: Subject, name: str, **options: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-COMPARISONS: dict[str, Callable[[Subject, str], Tensor]] = {
+def gradients(subject: Subject, name: str) -> list[Tensor]:
+    """Return the gradients of all weights, as shares of the largest."""
+    found = torch.autograd.grad(*loss(subject), materialize_grads=True)
+    if not all(x.isfinite().all() for x in found):
+        raise FloatingPointError("a gradient is not finite")
+    largest = max(x.abs().max() for x in found)
+    return [x / largest for x in found]
+
+
+@torch.enable_grad()
+def loss(subject: Subject) -> tuple[Tensor, list[Tensor]]:
+    """Return a random combination of the outputs, and the weights that it depends on."""
+    y = same(subject, "")
+    factors = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return (y * factors).mean(), [x for x in subject.model.parameters() if x.requires_grad and x.numel()]
+
+
+COMPARISONS: dict[str, Callable[[Subject, str], Tensor | list[Tensor]]] = {
     "softmax": same,
+    "gradients": gradients,
     "left": left,
     "right": right,
     "packed": packed,
@@ -221,6 +166,30 @@ def folder(subject: Subject) -> Pairs:
     return [(output(loaded.eval(), **made), output(subject.model, **made))]
 
 
+def slope(subject: Subject) -> Pairs:
+    """Compare the gradients with differences of the loss, along a random direction in which all weights change."""
+    value, weights = loss(subject)
+    generator = torch.Generator().manual_seed(2)
+    before = [weight.detach().clone() for weight in weights]
+    ways = [x.abs().mean() * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in before]
+    found = torch.autograd.grad(value, weights, materialize_grads=True)
+    along = sum((x * way).sum() for x, way in zip(found, ways, strict=True))
+
+    def moved(step: float) -> Tensor:
+        for weight, x, way in zip(weights, before, ways, strict=True):
+            weight.copy_(x + step * way)
+        return loss(subject)[0].detach()
+
+    difference = torch.tensor(torch.nan)
+    for step in STEPS:
+        difference = (moved(step) - moved(-step)) / (2 * step)
+        if (along - difference).abs() <= SLOPE * difference.abs():
+            break
+    for weight, x in zip(weights, before, strict=True):
+        weight.copy_(x)
+    return [(along, difference)]
+
+
 LAWS: dict[str, Callable[[Subject], Pairs]] = {
     "future": future,
     "pieces": pieces,
@@ -228,6 +197,7 @@ LAWS: dict[str, Callable[[Subject], Pairs]] = {
     "documents": documents,
     "cache": cache,
     "folder": folder,
+    "slope": slope,
 }
 """What holds for `linattn:elu` wherever it holds for the model's own attention."""
 

@@ -1,5 +1,6 @@
 """The outcome of each check for one class: equal, refused by name, silently wrong, or an internal error."""
 
+import copy
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from linattn.integrations.transformers.stock_attention.hooks import watched
 
-from .checks import COMPARISONS, ELU, LAWS, SOFTMAX, Subject, applies, inputs, output
+from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies, output
+from .inputs import VARIANTS, Subject, inputs
 from .small_models import make
 
 EQUAL = "equal"
 TOLERANCE = 1e-4
+BFLOAT16 = 0.05
+"""The relative error that bfloat16 may cause in every model."""
 
 
 def outcomes(name: str, kind: str) -> dict[str, str]:
@@ -23,15 +27,11 @@ def outcomes(name: str, kind: str) -> dict[str, str]:
         model = make(name, kind)
     except Exception as error:
         return {"build": f"not built: {_brief(error)}"}
-    subject = Subject(model, kind, "sdpa" if model._supports_sdpa else "eager")
-    try:
-        model.set_attn_implementation(subject.stock)
-        with torch.no_grad():
-            stock = output(model, **inputs(subject))
-            if not stock.isfinite().all():
-                return {"build": "not built: its own outputs are not finite"}
-    except Exception as error:
-        return {"build": f"not run: {_brief(error)}"}
+    subject, problem = _subject(model, kind)
+    if subject is None:
+        return {"build": f"not run: {problem}"}
+    with torch.no_grad():
+        stock = output(model, **inputs(subject))
     try:
         model.set_attn_implementation(SOFTMAX)
     except Exception as error:
@@ -41,10 +41,28 @@ def outcomes(name: str, kind: str) -> dict[str, str]:
         if found["calls"] == EQUAL:
             found |= {check: _comparison(subject, check) for check in COMPARISONS if applies(check, subject)}
             found |= {check: _law(subject, check) for check in LAWS if applies(check, subject)}
+            found["bfloat16"] = _bfloat16(subject)
         model.set_attn_implementation(subject.stock)
         with suppress(Exception):
             found["back"] = EQUAL if torch.equal(output(model, **inputs(subject)), stock) else "wrong: another output"
     return {check: each for check, each in found.items() if each}
+
+
+@torch.no_grad()
+def _subject(model: Any, kind: str) -> tuple[Subject | None, str]:
+    """Return the model with the first inputs that its own attention takes; None if there are none, and why."""
+    problem = ""
+    for variant in VARIANTS:
+        for stock in ("sdpa", "eager") if model._supports_sdpa else ("eager",):
+            subject = Subject(model, kind, stock, variant)
+            try:
+                model.set_attn_implementation(stock)
+                if (made := inputs(subject)) and output(model, **made).isfinite().all():
+                    return subject, ""
+                problem = problem or "its own outputs are not finite"
+            except Exception as error:
+                problem = problem or _brief(error)
+    return None, problem
 
 
 def verdict(found: dict[str, str]) -> str:
@@ -73,30 +91,59 @@ def _calls(subject: Subject) -> str:
 
 
 def _comparison(subject: Subject, check: str) -> str:
-    run = COMPARISONS[check]
-    subject.model.set_attn_implementation(subject.stock)
+    def run(name: str) -> list[Tensor]:
+        subject.model.set_attn_implementation(name)
+        found = COMPARISONS[check](subject, name)
+        return found if isinstance(found, list) else [found]
+
     try:
-        expected = run(subject, subject.stock)
+        expected = run(subject.stock)
     except Exception:
         return ""
-    subject.model.set_attn_implementation(SOFTMAX)
-    return _outcome(lambda: [(run(subject, SOFTMAX), expected)])
+    return _outcome(lambda: list(zip(run(SOFTMAX), expected, strict=True)))
 
 
 def _law(subject: Subject, check: str) -> str:
+    tolerance = SLOPE if check == "slope" else TOLERANCE
     subject.model.set_attn_implementation(subject.stock)
-    if _outcome(lambda: LAWS[check](subject)) != EQUAL:
+    if _outcome(lambda: LAWS[check](subject), tolerance) != EQUAL:
         return ""
     subject.model.set_attn_implementation(ELU)
-    return _outcome(lambda: LAWS[check](subject))
+    return _outcome(lambda: LAWS[check](subject), tolerance)
 
 
-def _outcome(run: Callable[[], list[tuple[Tensor, Tensor]]]) -> str:
+def _bfloat16(subject: Subject) -> str:
+    """Return "equal" if bfloat16 changes the outputs with our attention hardly more than with the model's own."""
+    model = copy.deepcopy(subject.model).to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        # as in a model that is loaded in bfloat16
+        if "inv_freq" in name:
+            buffer.data = subject.model.get_buffer(name).float()
+
+    def error(name: str) -> float:
+        outputs = []
+        for each in (model, subject.model):
+            each.set_attn_implementation(name)
+            outputs.append(output(each, **inputs(subject._replace(model=each))).double())
+        return float(((outputs[0] - outputs[1]).norm() / outputs[1].norm()).nan_to_num(torch.inf))
+
+    try:
+        limit = max(BFLOAT16, 3 * error(subject.stock))
+    except Exception:
+        return ""
+    try:
+        errors = [error(name) for name in (SOFTMAX, ELU)] if limit < 1 else []
+    except Exception as failure:
+        return _failure(failure)
+    return next((f"wrong: {each:.2g}, beside {limit:.2g}" for each in errors if each > limit), EQUAL if errors else "")
+
+
+def _outcome(run: Callable[[], list[tuple[Tensor, Tensor]]], tolerance: float = TOLERANCE) -> str:
     try:
         differences = [_difference(*pair) for pair in run()]
     except Exception as error:
         return _failure(error)
-    return EQUAL if max(differences) < TOLERANCE else f"wrong: {max(differences):.2g}"
+    return EQUAL if max(differences) < tolerance else f"wrong: {max(differences):.2g}"
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

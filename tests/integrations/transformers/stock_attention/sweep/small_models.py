@@ -53,14 +53,19 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
      r"_?(size|dim|dims|channels|s)(_.*)?|d_model|n_embd|dim|hidden|d_.*|.*_features|.*_channels|width", 32),
 )  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "DonutSwinModel": {"window_size": 2},
+    "Dots1ForCausalLM": {"num_experts_per_tok": 2},
     "EsmModel": {"pad_token_id": 0, "mask_token_id": 4},
     "EsmcModel": {"num_key_value_heads": 4},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "InformerModel": {"attention_type": "full"},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "NemotronForCausalLM": {"num_key_value_heads": 2},
     "NllbMoeForConditionalGeneration": {"router_ignore_padding_tokens": True},
     # its encoder pads to whole blocks
     "PegasusXForConditionalGeneration": {"block_size": 8},
+    "SwinModel": {"window_size": 2},
 }
 """Fields of single classes that do not follow from their names."""
 LISTS: tuple[tuple[str, int], ...] = (
@@ -122,11 +127,19 @@ def make(name: str, kind_of_class: str) -> PreTrainedModel:
     return model.double().eval()
 
 
+# models that rotate by three positions, whose sections have a default value for large heads
+_THREE_POSITIONS = re.compile(r"(glm(4v|46v|_image|_ocr)|qwen2(_5)?_(vl|omni)|paddleocr_vl|hunyuan_vl).*")
+
+
 def _smaller(fields: dict[str, Any]) -> dict[str, Any]:
     # these make one layer of each kind
     smaller = {k: _value(k, x) for k, x in fields.items() if isinstance(k, str) and not DERIVED.fullmatch(k)}
     if "linear_attention" in (fields.get("layer_types") or ()):
         smaller["num_hidden_layers"] = 4
+    if "rope_parameters" in smaller and _THREE_POSITIONS.fullmatch(fields.get("model_type", "")):
+        rope = smaller["rope_parameters"] or {"rope_type": "default", "rope_theta": 10_000.0}
+        sections = [1, 1, 0] if rope.get("partial_rotary_factor") == 0.5 else [2, 1, 1]
+        smaller["rope_parameters"] = {**rope, "mrope_section": sections}
     # keys of one latent have a head for each query head
     if "kv_lora_rank" in smaller and "num_key_value_heads" in smaller:
         smaller["num_key_value_heads"] = smaller["num_attention_heads"]
