@@ -17,16 +17,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("linattn", "linattn.integrations.transformers", "linattn.linearize", "linattn.states")
 NAMES = [f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__]
-# a build makes millions of objects, which the garbage collector would search again and again; and no test searches the
-# site, for which the words of all its pages would be cut to their stems
-PROGRAM = """
-import gc, sys
-from sphinx.builders.html import StandaloneHTMLBuilder
-from sphinx.cmd.build import main
-StandaloneHTMLBuilder.search = False
-gc.disable()
-sys.exit(main(sys.argv[1:]))
-"""
 # a subscript that is still written as in an editor
 RAW = re.compile(r"(?<![\w.])\w_\{|(?<![\w.])[A-Za-zΣφαβ]_[ijt](?!\w)|\\(?:frac|sum|top|begin)\b")
 
@@ -60,9 +50,11 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     for part in ("docs", "examples"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("names", "jupyter_execute", "*.pyc"))
+    # a build makes millions of objects, which the garbage collector would search again and again
+    program = "import gc, sys; from sphinx.cmd.build import main; gc.disable(); sys.exit(main(sys.argv[1:]))"
     # the list of all pages beside each, which sphinx has checked, takes a fifth of the time
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-D", "html_theme_options.navigation_depth=1"]
-    build = [sys.executable, "-c", PROGRAM, *options, "docs", "site"]
+    build = [sys.executable, "-c", program, *options, "docs", "site"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -119,8 +119,8 @@ def test_whole_operators_tell_their_shapes(n: int) -> None:
     opcheck(library.sum_keys_chunked.default, (*call, True))
     sums = library.sum_keys_chunked(*call, True)
     opcheck(library.sum_keys_chunked_gradient.default, (*sums, *call))
-    for normalize in ("output", "keys", None):
-        call = (q, *sums, normalize, "relu", torch.float64)
+    for normalized in (True, False):
+        call = (q, *sums, normalized, "relu", torch.float64)
         opcheck(library.read_chunked.default, (*call, True))
         y = library.read_chunked(*call, True)
         opcheck(library.read_chunked_gradient.default, (torch.randn_like(y), *call))

@@ -50,8 +50,8 @@ def test_opcheck(device: torch.device, n: int) -> None:
     call = (q, k, v, S, z, log_decay, mask, "output", "elu_plus_one", False)
     torch.library.opcheck(operators.causal_triton.default, (*call, True), test_utils=checks)
     torch.library.opcheck(operators.sum_keys_triton.default, (k, v, mask, "softplus", True), test_utils=checks)
-    for normalize in ("output", "keys"):
-        call = (q, S, z + 1, normalize, "softplus", torch.float32, True)
+    for normalized in (True, False):
+        call = (q, S, z + 1, normalized, "softplus", torch.float32, True)
         torch.library.opcheck(operators.read_triton.default, call, test_utils=checks)
 
 
@@ -64,7 +64,7 @@ def test_opcheck_of_gradients(device: torch.device) -> None:
     for operator, arguments in (
         (operators.causal_triton_gradient, (*grads, *call)),
         (operators.sum_keys_triton_gradient, (S, z, k, v, None, "relu")),
-        (operators.read_triton_gradient, (grads[0], q, S, z, "keys", "relu", torch.float32)),
+        (operators.read_triton_gradient, (grads[0], q, S, z, True, "relu", torch.float32)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
