@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from linattn.integrations.transformers.documents import MARK
 from linattn.integrations.transformers.hybrids.drafts import COMMON, OWN, rename_cache
@@ -165,7 +165,7 @@ def speed_up(model: nn.Module, /) -> SpeedUp:
         record._stateful = [each for each in layers.values() if _refuses_drafts(each)]
         for each in record._stateful:
             each._is_stateful = False
-            if isinstance(each, GenerationMixin) and OWN in signature(each.forward).parameters:
+            if each.can_generate() and OWN in signature(each.forward).parameters:
                 record._handles.append(rename_cache(each))
     print(record)
     return record
