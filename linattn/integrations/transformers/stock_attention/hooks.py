@@ -20,6 +20,7 @@ from linattn.integrations.transformers.stock_attention.attention import attentio
 from linattn.integrations.transformers.stock_attention.cache import ATTENTION_LAYER
 from linattn.integrations.transformers.stock_attention.masks import ALWAYS_MASKED, attention_mask
 from linattn.integrations.transformers.stock_attention.obstacles import check_model, keeps_own_attention
+from linattn.integrations.transformers.stock_attention.whisper import keep_states
 from linattn.names import did_you_mean
 
 PREFIX = "linattn:"
@@ -154,6 +155,7 @@ def _attends(model: nn.Module) -> bool:
 
 def _check_model(model: PreTrainedModel) -> None:
     check_model(model)
+    keep_states(type(model))
     if not model._supports_sdpa:
         ALWAYS_MASKED.add(type(model.config))
 
