@@ -48,8 +48,11 @@ def controlled(model: nn.Module, control: Control) -> Iterator[None]:
 
 
 def window_alone(call: LayerCall) -> Outputs:
-    """Attend by softmax to the window only in every head, or to the token itself if there is no window."""
+    """Attend by softmax to the window only in every head, or to the token itself if there is no window. In
+    cross-attention no key is near, so the output is zero."""
     spec = call.own.spec
+    if not spec.dim:
+        return torch.zeros_like(call.y)
     return LocalAttention(spec.window or 1, causal=spec.causal)(call.q, call.k, call.v, key_mask=call.key_mask)
 
 

@@ -24,9 +24,18 @@ from linattn.linearize import (
     report,
     scores,
 )
+from linattn.linearize.attention import own_attention
 from linattn.linearize.probes import NEEDLE, cache_bytes, costs, greedy_agreement, needles, recall
 from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW, Recall
-from tests.integrations.transformers.stock_attention.families import DECODERS, ENCODERS, TEXT, VOCABULARY, every, make
+from tests.integrations.transformers.stock_attention.families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    ENCODERS,
+    TEXT,
+    VOCABULARY,
+    every,
+    make,
+)
 
 SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"]}
 CLASSIFIER = ("BertForSequenceClassification", {**TEXT, "num_labels": 4})
@@ -127,6 +136,18 @@ def test_uniform_attention_is_the_mean_of_what_is_seen(family):
                 seen[:, i + 1 :] = False
             mean = (v * seen[:, None, :, None]).sum(2) / seen.sum(-1)[:, None, None]
             assert_close(y[:, :, i], mean.repeat_interleave(y.shape[1] // v.shape[1], 1))
+
+
+@pytest.mark.parametrize("n", [4, N])
+def test_a_window_holds_nothing_of_another_sequence(n):
+    made, batches = start(ENCODER_DECODERS["bart"])
+    text = {**batches[0], "decoder_input_ids": torch.randint(3, VOCABULARY, (3, n)), "use_cache": False}
+    crossing = [not own_attention(layer).spec.dim for layer in linearized_layers(made.model).values()]
+    seen = outputs(made.model, "window alone", text)
+    assert sorted(not y.count_nonzero() for *_, y in seen) == sorted(crossing) and any(crossing)
+    for name in CONTROLS:
+        with controlled(made.model, CONTROLS[name]), torch.no_grad():
+            assert made.model(**text).logits.isfinite().all()
 
 
 def test_without_its_linear_part_a_mixture_has_its_window():
