@@ -1,4 +1,4 @@
-"""What a command line names: a model with its vocabulary, and the state of a text that it has read."""
+"""Opens what is named on a command line: a model with its vocabulary, and the state of a text that it has read."""
 
 import argparse
 from pathlib import Path
