@@ -301,21 +301,23 @@ def test_after_an_error_of_the_model_the_texts_are_read_again(cached, monkeypatc
 
 @pytest.mark.parametrize("name", ["mixture", "softmax", "kda"])
 def test_states_stay_where_they_are_in_memory(name):
-    """A step writes them over those before it, unless they grow, and never over the states of a caller or a cache."""
+    """A step writes them over those before it, unless they grow, and never over the states of a caller or a cache, also
+    where a row is alone."""
     model = small_model(MODELS[name])
     _, state = model.extend(some_tokens(1, 5))
     cache, tensors = PrefixCache(model), list[torch.Tensor]()
     map_state(lambda x: tensors.append(x.clone()), (state, cache.read([1, 2, 3])))
-    batch = ContinuousBatch(model, cache=cache)
-    for each in (Request([1], max_new_tokens=4, state=state), Request([1, 2, 3, 4], max_new_tokens=4)):
-        batch.add(each)
-    places = [list[int](), list[int]()]
-    for each in places:
-        batch.step()
-        map_state(lambda x, each=each: each.append(x.data_ptr()), batch._groups[0].state.state.stack)
-    grows = any(isinstance(part, SoftmaxAttention) for part in model.modules())
-    assert places[0] == places[1] or grows
-    finish(batch)
+    batch, grows = ContinuousBatch(model, cache=cache), any(isinstance(x, SoftmaxAttention) for x in model.modules())
+    requests = Request([1], max_new_tokens=4, state=state), Request([1, 2, 3, 4], max_new_tokens=4)
+    for together in (requests[:1], requests[1:], requests):
+        for each in together:
+            batch.add(each)
+        places = [list[int](), list[int]()]
+        for each in places:
+            batch.step()
+            map_state(lambda x, each=each: each.append(x.data_ptr()), batch._groups[0].state.state.stack)
+        assert places[0] == places[1] or grows
+        finish(batch)
     map_state(lambda x: assert_close(x, tensors.pop(0), rtol=0, atol=0), (state, cache.read([1, 2, 3])))
 
 
