@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
-    add("--track", **repeatable("NAME"), help=TRACKERS)
+    add("--track", **repeatable("TRACKER"), help=TRACKERS)
     add("--cpu", **FLAG, help="do not use a GPU")
 
 

@@ -130,7 +130,7 @@ class TrainOptions(ModelOptions):
     log_every: int = reports(10, "updates from one line of the log to the next", free=True)
     save_every: int = reports(250, "updates from one checkpoint to the next", free=True)
     keep: int = reports(2, "checkpoints to keep", free=True)
-    track: tuple[str, ...] = reports((), TRACKERS, free=True)
+    track: tuple[str, ...] = reports((), TRACKERS, parse.repeatable("TRACKER"), free=True)
 
     def language_model(self, vocab_size: int) -> LanguageModelConfig:
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(ModelOptions)}

@@ -335,7 +335,8 @@ def test_what_does_not_fit_into_memory_is_told_before_it_is_allocated(here, caps
 def test_the_demo_fits_into_a_gigabyte(here, capsys, monkeypatch):
     monkeypatch.setattr("linattn.cli.memory.available_memory", lambda cpu: 1e9)
     monkeypatch.setattr("linattn.cli.training._train", lambda *_: None)
-    assert main(["train", "text", "--out", "run", *demo.MODEL.split(), *demo.TRAINING.split(), "--cpu"]) == 0
+    (here / "long.txt").write_text("a sentence. " * 4000)
+    assert main(["train", "long.txt", "--out", "run", *demo.MODEL.split(), *demo.TRAINING.split(), "--cpu"]) == 0
     assert capsys.readouterr().err == ""
 
 
