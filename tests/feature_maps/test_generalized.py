@@ -48,5 +48,5 @@ def test_redraw():
 
 
 def test_a_negative_epsilon_is_refused():
-    with pytest.raises(ValueError, match=r"negative.*-0\.1"):
+    with pytest.raises(ValueError, match=r"epsilon.*-0\.1"):
         GeneralizedFeatureMap(torch.relu, epsilon=-0.1)
