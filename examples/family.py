@@ -1,6 +1,6 @@
 """A picture of the family of linear attention: how each method updates its state.
 
-    python -m examples.family --out docs/family.svg"""
+python -m examples.family --out docs/family.svg"""
 
 from collections.abc import Sequence
 from pathlib import Path

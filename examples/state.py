@@ -1,6 +1,6 @@
 """A picture of a state: one book, read once, and what may go on from it.
 
-    python -m examples.state --out docs/state.svg"""
+python -m examples.state --out docs/state.svg"""
 
 from collections.abc import Sequence
 from pathlib import Path

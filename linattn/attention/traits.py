@@ -26,9 +26,10 @@ class Traits(NamedTuple):
 
 @check_types
 def traits(spec: str) -> Traits:
-    """Return the facts about the attention of a name, or about a mixture. `spec` is as in `named_attention`.
+    """Return what an attention or a mixture can do, and what it needs. `spec` names it, as in `named_attention`.
 
-    A mixture can only do what all its parts can, and needs what any of them needs. Random state does not change."""
+    A mixture can only do what all its parts can, and needs what any of them needs. Torch's random numbers stay as
+    they were."""
     parts = [_traits(name) for name in names_in(spec)]
     return Traits(
         causal=all(part.causal for part in parts),

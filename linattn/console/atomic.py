@@ -24,7 +24,7 @@ def removed_name(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left under the names for writing and deleting."""
+    """Delete the files and folders that a killed process was writing or deleting, under temporary names."""
     for leftover in [found for pattern in LEFTOVERS for found in folder.glob(pattern)]:
         if leftover.is_dir():
             shutil.rmtree(leftover)

@@ -147,7 +147,8 @@ class Plan:
                 yield from self._by_rules(child, f"{name}.{part}")
 
     def _last(self, layer: nn.Linear, axis: _Axis | None = None) -> Iterator[Share]:
-        """Yield the shares of a projection whose outputs are summed over the ranks."""
+        """Yield the shares of the parameters of a projection whose outputs are summed over the ranks. `axis` says which
+        heads or units of its input belong to a rank."""
         self.last.append(layer)
         yield from self._shares(layer, {"weight": 1}, axis)
         if layer.bias is not None:
@@ -176,7 +177,7 @@ class Plan:
                 yield Share(owner, name, partial(slices, dim=dim, ranges=_Axis((len(tensor),), 1).ranges(self.mesh)))
 
     def _replicate(self, module: nn.Module, name: str) -> None:
-        """Let every rank compute a module without heads."""
+        """Replicate the module `name`, which has no heads: every rank computes all of it."""
         if isinstance(module, InnerAttention):
             kind = type(module).__name__
             raise ValueError(f"{name} is a {kind} outside of a MultiheadAttention, for which there is no rule")

@@ -1,8 +1,8 @@
 """The scan: all ranks are at the same layer. Each computes the map of its tokens from state to state (`segments`),
 gathers those of all ranks, and applies the maps of the ranks before it, in order, to the state before the first one.
 
-It takes more products than the wave, but ranks may do something else together at each layer, as FSDP does over the same
-ranks. LASP-2, https://arxiv.org/abs/2502.07563."""
+It takes more products than the wave (`linattn.distributed.wave`), in which each rank is behind the one before it, but
+ranks may do something else together at each layer, as FSDP does over the same ranks. LASP-2, https://arxiv.org/abs/2502.07563."""
 
 from typing import Any
 

@@ -103,7 +103,7 @@ def compute_locally(module: nn.Module, shares: list[Share], mesh: DeviceMesh | N
 
 
 def compute_globally(module: nn.Module) -> None:
-    """Take back `compute_locally`."""
+    """Make the methods of a module compute with whole tensors again, as before `compute_locally`."""
     module.__class__ = cast(Any, type(module).__base__)
     del module.__dict__["_shares"], module.__dict__["_mesh"]
 

@@ -46,7 +46,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorSharding:
     rank.
 
     All ranks must draw the same random numbers, for example for dropout. Raises ValueError, before anything changes, if
-    the number of ranks does not divide the heads of a part or the hidden units, and for an attention without a rule."""
+    the number of ranks does not divide the heads of a part or the hidden units, and for an attention whose heads no
+    rule says how to share."""
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, such as mesh['tp'], but has {mesh.ndim}")
     if any(isinstance(tensor, DTensor) for tensor in model.parameters()):

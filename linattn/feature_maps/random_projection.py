@@ -83,7 +83,7 @@ def orthonormal_rows(num_rows: int, dim: int, generator: torch.Generator | None 
 
 
 def default_num_features(head_dim: int) -> int:
-    """Return d ln d, the number in the paper's theorem 4 up to a constant."""
+    """Return d ln d, the number of features in theorem 4 of the Performer's paper up to a constant."""
     return max(1, int(head_dim * math.log(head_dim)))
 
 

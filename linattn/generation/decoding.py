@@ -24,7 +24,7 @@ Prompts = Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
 
 
 class Sampler(NamedTuple):
-    """The arguments of `stream`, checked."""
+    """Draws the tokens of `stream`, whose checked arguments it holds."""
 
     model: TokenModel
     rows: list[list[int]]

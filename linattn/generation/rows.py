@@ -199,7 +199,8 @@ def _overwrite(old: Any, new: Any) -> Any:
 
 
 class _Draw(NamedTuple):
-    """The places in a group whose tokens are drawn alike, each with its own generator."""
+    """The rows of a group, by their numbers in it, whose tokens are drawn with the same `sampling`, in one call. Each
+    row has its own generator of random numbers."""
 
     sampling: Sampling
     places: Int[Tensor, " g"]

@@ -40,7 +40,7 @@ class Predictions(NamedTuple):
         return accurate(y if self.head is None else self.head(y))
 
     def piece_length(self) -> int:
-        """Return the largest number of places whose outputs may be in memory at once."""
+        """Return the largest number of predictions whose outputs, such as logits, may be in memory at once."""
         return max(1, PIECE // (self.vectors.shape[-1] if self.head is None else self.head.out_features))
 
 

@@ -43,7 +43,8 @@ class Generated(NamedTuple):
 
 @torch.no_grad()
 def greedy_agreement(model: PreTrainedModel, teacher: PreTrainedModel, prompts: Tensor, *, tokens: int) -> Generated:
-    """Continue the prompts (rows, n) greedily with both models, and compare the texts."""
+    """Continue the prompts (rows, n) greedily by so many `tokens` with both models. Return how far their texts agree,
+    and some of these texts."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     texts = []
     for each in (model, teacher):

@@ -118,7 +118,8 @@ class Report:
         )
 
     def verdict(self) -> str:
-        """Compare the model with its linear part switched off, batch by batch: the noise is two standard errors."""
+        """Say whether the linear part matters: the losses of the converted model are compared, batch by batch, with its
+        losses when the linear part is switched off. Two standard errors of the differences are noise."""
         change, noise = _change(self.scores[OFF], self.scores[AFTER])
         if change is None:
             moved = _signed(self.scores[OFF].cosine - self.scores[AFTER].cosine, 3)

@@ -52,7 +52,7 @@ def batch_scores(model: PreTrainedModel, teacher: PreTrainedModel, batch: Batch)
 
 
 def mean_scores(rows: Sequence[BatchScores]) -> Scores:
-    """Return the means over all predictions of all batches."""
+    """Return the mean of each score over all predictions; `rows` has the scores of each batch."""
     total = sum(count for count, _ in rows)
     means = {name: math.fsum(count * row[name] for count, row in rows) / total for name in rows[0][1]}
     losses = tuple(row["loss"] for _, row in rows if "loss" in row)

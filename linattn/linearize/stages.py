@@ -100,9 +100,9 @@ def fine_tune(
     are logits, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
-    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, but with
-    n / 80 for n steps, times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a model that
-    is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
+    `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, times
+    min(1, n / 80) for n steps and times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a
+    model that is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
 
     check_training(model, batches)
     scale = _output_scale(teacher, batches, budget.accumulate)

@@ -205,8 +205,9 @@ class _Gradient(_ReverseMode):
 def _second_derivative(
     form: DifferentiableBackend, options: tuple[Any, ...], tensors: Tensors, grads: Tensors
 ) -> list[Tensor | None]:
-    """Return the derivatives of the definition's gradient with respect to `tensors`: the call's tensors, then the
-    outputs' gradients. `grads` are the upstream gradients. Torch can differentiate the derivatives once more."""
+    """Return the derivatives of the gradient, as the operator's definition gives it, with respect to `tensors`: the
+    call's tensors, then the outputs' gradients. `grads` are the upstream gradients. Torch can differentiate the
+    derivatives once more."""
     mask = [differentiable(x) for x in tensors]
     inputs, input_mask = tensors[: form.tensors], mask[: form.tensors]
 

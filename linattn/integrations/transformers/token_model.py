@@ -143,7 +143,8 @@ def _(model: PretrainedTokenModel) -> dict[str, Any]:
 
 
 def _present(position: Int[Tensor, " b"], longest: int, n: int) -> Bool[Tensor, "b m"] | None:
-    """Return which of the columns of the past and of n more tokens are present: rows end in the last column."""
+    """Return which columns hold a token of a row, or None if all do. Row i has read `position[i]` tokens, at most
+    `longest`, and n more follow for each; shorter rows are padded on the left."""
     places = torch.arange(longest + n, device=position.device)
     return None if bool((position == longest).all()) else places >= (longest - position).unsqueeze(1)
 

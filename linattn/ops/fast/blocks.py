@@ -147,8 +147,9 @@ class Sizes(NamedTuple):
         return -(-(n // self.chunk * self.chunk) // self.length) - (-(n % self.chunk) // self.chunk)
 
     def places(self, lead: Sequence[int], n: int) -> list[Place]:
-        """Return the places of all blocks of a call with n tokens and states of the leading dimensions `lead`. Every
-        block comes after the earlier blocks of its sequences; a gradient takes them in reverse."""
+        """Return where each block of a call lies in its sequences and states. The call has n tokens and states of the
+        leading dimensions `lead`. Every block comes after the earlier blocks of its sequences; a gradient takes them in
+        reverse."""
         (rows, *others), C, end = lead or (1,), self.chunk, n // self.chunk * self.chunk
         states, rest = math.prod(others), n - end
         cuts = [(start, min(self.length, end - start) // C, C, C) for start in range(0, end, self.length)]

@@ -57,8 +57,9 @@ class Decays(ABC):
 
 
 def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Workspace) -> Decays:
-    """Return the decays of rows (B g C d) and keys (B C d): none without `log_decay`, per head if it is (B C 1), per
-    channel if it is (B C d), where C must be a power of two. `log_decay` is overwritten."""
+    """Return the decays between the `rows` (B g C d), such as queries, and the `keys` (B C d) of a chunk: a `NoDecay`
+    without `log_decay`, a `PerHead` for one (B C 1), a `PerChannel` for one (B C d), where C must be a power of two.
+    `log_decay` is overwritten; temporary tensors come from `work`."""
     if log_decay is None:
         return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:

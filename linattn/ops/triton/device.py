@@ -142,7 +142,8 @@ def store_numbers(x, chunk, numbers):
 
 @jit
 def load_present(key_mask, chunk, K: tl.constexpr):
-    """Return which tokens are keys, (C,)."""
+    """Return which tokens of the chunk are present as keys, (C,), for a `key_mask` or, without one, inside of the
+    sequence."""
     return load_numbers(key_mask, chunk) != 0 if K.MASKED else chunk[1]
 
 
@@ -183,7 +184,8 @@ def states_in(states, strides, row, split, K: tl.constexpr):
 
 @jit
 def _tile_of(state, features, values, K: tl.constexpr):
-    """Return pointers to the columns in S, (BF, BV), and z, (BF,), of a state (pointer to S, pointer to z)."""
+    """Return pointers to the tile of `features` and `values` in S, (BF, BV), and in z, (BF,), of a `state`: the pair of
+    pointers to its S and its z."""
     S, z = state
     return S + (features[0][:, None] * K.DV + values[0][None, :]), z + features[0]
 

@@ -67,7 +67,8 @@ class Place:
     name: str
 
     def read(self) -> Any:
-        """Return the current function of this name. Ours has transformers' as its attribute `stock`."""
+        """Return the current function of this name. If it is ours, its attribute `stock` is the
+        function of transformers."""
         return getattr(self._owner(), self._attribute())
 
     def install(self) -> None:
@@ -102,7 +103,7 @@ class Place:
 
 
 def places_in(layer: nn.Module) -> set[Place]:
-    """Return the places that a layer's forward uses, none if it has no scan."""
+    """Return the names, each as a `Place`, under which a layer's forward finds scans; none if it has no scan."""
     names = global_names(layer) & SCANS.keys()
     return set() if names <= {CONVOLUTION} else {Place(_forward(layer).__module__, name) for name in names}
 
