@@ -99,8 +99,8 @@ def read(
 
 
 def effective(record: type[Options], constructor: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `arguments` of a `constructor` that have an effect. Its options' `record` knows the reasons why
-    others, which models saved by the original packages may have, do not."""
+    """Return those of the `arguments` of a `constructor` that have an effect. Its options' `record` knows the reasons
+    why others, which models saved by the original packages may have, do not."""
     dropped = _reasons(record(**_defaults(inspect.signature(constructor)) | dict(arguments)))
     return {name: value for name, value in arguments.items() if name not in dropped}
 
