@@ -1,4 +1,4 @@
-"""`linattn info`: describe a run."""
+"""`linattn info`: describe a run, a model of transformers, or a state in a file."""
 
 import argparse
 import json
@@ -9,27 +9,40 @@ from typing import Any
 import torch
 
 from linattn.cli.run_folder import Description, Run, is_pretrained, open_run
+from linattn.console.errors import explained
 from linattn.models import LanguageModel
 from linattn.states.rows import num_bytes
 
 SMALLER = "a smaller model"
-SUMMARY = "describe a run, or a model of transformers"
+SUMMARY = "describe a run, a model of transformers, or a state in a file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder that linattn train or linearize wrote")
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="RUN",
+        help="the folder that linattn train or linearize wrote, or the file of a state",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if is_pretrained(arguments.folder):
+    path = arguments.path
+    if path.is_file():
+        from linattn.states import describe_state
+
+        with explained("the state cannot be described", ValueError):
+            facts = {"file": str(path), "file_bytes": path.stat().st_size, **describe_state(path)._asdict()}
+        lines = _state_lines(facts)
+    elif is_pretrained(path):
         # this takes seconds to import
         from linattn.cli.pretrained import describe
 
-        facts = describe(arguments.folder)
+        facts = describe(path)
         lines = _pretrained_lines(facts)
     else:
-        facts = gather(open_run(arguments.folder))
+        facts = gather(open_run(path))
         lines = _lines(facts)
     text = (f"{name:<12} {fact}" for name, fact in lines)
     print(json.dumps(facts, indent=2) if arguments.json else "\n".join(text))
@@ -99,6 +112,21 @@ def _pretrained_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for kind in sorted(set(facts["layers"])):
         yield "layers", f"{kind}: {' '.join(str(i) for i, each in enumerate(facts['layers']) if each == kind)}"
     yield "state", f"{facts['state_bytes']:,} bytes per sequence after {facts['state_tokens']} tokens{_growth(facts)}"
+
+
+def _state_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    read = "" if facts["num_tokens"] is None else f" after {facts['num_tokens']:,} tokens"
+    yield (
+        "state",
+        f"{facts['file']}, {facts['file_bytes']:,} bytes, {facts['rows']} row{'s' * (facts['rows'] > 1)}{read}",
+    )
+    yield "made with", f"linattn {facts['linattn_version']}"
+    if facts["model"]:
+        yield "of a", f"{facts['model']} with weights of SHA-256 {facts['weights']}"
+    if facts["config"]:
+        yield "model", _settings(facts["config"])
+    if facts["notes"]:
+        yield "notes", _settings(facts["notes"])
 
 
 def _growth(facts: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from linattn.cli.main import main
 from linattn.models import LanguageModel
+from linattn.states import describe_state
 from tests.cli.conftest import SHORT, TINY
 
 
@@ -74,3 +75,21 @@ def test_a_run_that_has_just_begun_has_no_model(finished, tmp_path, capsys):
     found = facts(capsys, run)
     assert (found["model"], found["progress"], found["checkpoints"]) == (None, {}, [])
     assert main(["info", str(run)]) == 0
+
+
+def test_a_state_in_a_file_is_described(finished, text, tmp_path, capsys):
+    out = tmp_path / "book.state"
+    assert main(["read", str(finished), str(text / "a.txt"), "--out", str(out)]) == 0
+    found = facts(capsys, out)
+    expected = {**describe_state(out)._asdict(), "file": str(out), "file_bytes": out.stat().st_size}
+    # JSON has lists
+    assert found == json.loads(json.dumps(expected))
+    assert main(["info", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for fact in (f"{found['num_tokens']:,} tokens", f"{found['file_bytes']:,} bytes", "1 row after", found["weights"]):
+        assert fact in shown
+
+
+def test_a_file_that_is_no_state_is_refused(text, capsys):
+    assert main(["info", str(text / "a.txt")]) == 2
+    assert "no state" in capsys.readouterr().err
