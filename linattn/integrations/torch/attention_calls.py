@@ -101,13 +101,20 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attend with the arguments of `F.scaled_dot_product_attention`. In training, dropout drops keys, each for all
-    queries of its head."""
-    present = None
+    queries of its head. `enable_gqa` only says what the shapes show."""
+    present, leading = None, query.shape[:-2]
     if attn_mask is not None:
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-        present, is_causal = read_masks(TorchMasks(None, hidden, is_causal))
+        # unlike in nn.MultiheadAttention, is_causal adds the causal order to the mask
+        present, ordered = read_masks(TorchMasks(None, hidden, False))
+        is_causal = is_causal or ordered
+    if len(leading) < 2:
+        # there is a batch, but no dimension of heads
+        query, key, value = (x.unsqueeze(-3) for x in (query, key, value))
+        present = present if present is None or present.ndim < 2 else present.unsqueeze(-2)
     if scale is not None:
         query = query * (scale * query.shape[-1] ** 0.5)
     if dropout_p:
         value = value * F.dropout(value.new_ones(*value.shape[:-1], 1), dropout_p)
-    return attend(query, key, value, method, is_causal=is_causal, key_mask=present, window=window)
+    y = attend(query, key, value, method, is_causal=is_causal, key_mask=present, window=window)
+    return y.reshape(*leading, *y.shape[-2:])

@@ -15,20 +15,24 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from linattn import replace_attention
+from linattn.attention import ATTENTIONS, traits
 
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 6}
 
 
 class Attention(nn.Module):
-    """Attention as many models write it, causal or with a mask."""
+    """Attention as many models write it, causal or with a mask. Without a dimension of `heads`, there is one head."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, heads: bool = True, **options: Any) -> None:
         super().__init__()
-        self.qkv, self.proj, self.options = nn.Linear(16, 48), nn.Linear(16, 16), options
+        self.qkv, self.proj, self.heads, self.options = nn.Linear(16, 48), nn.Linear(16, 16), heads, options
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v, mask, **self.options).transpose(1, 2).flatten(2))
+        if not self.heads:
+            q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+        return self.proj(y.transpose(1, 2).flatten(2) if self.heads else y)
 
 
 class Layers(nn.Module):
@@ -112,6 +116,11 @@ CASES = {
     "scaled": Case("torch", lambda: Layers(scale=0.5), tokens),
     "padded": Case("torch", Layers, lambda: tokens(mask=PRESENT[:, None, None])),
     "padded by floats": Case("torch", Layers, lambda: tokens(mask=-1e9 * ~PRESENT[:, None, None])),
+    "causal and padded": Case("torch", lambda: Layers(is_causal=True), lambda: tokens(mask=PRESENT[:, None, None])),
+    "the same keys for all": Case("torch", Layers, lambda: tokens(mask=PRESENT[1:])),
+    "one head": Case("torch", lambda: Layers(heads=False), tokens),
+    "one head, padded": Case("torch", lambda: Layers(heads=False), lambda: tokens(mask=PRESENT[:, None])),
+    "one head, the same keys for all": Case("torch", lambda: Layers(heads=False), lambda: tokens(mask=PRESENT[1:])),
     "causal by its mask": Case("torch", Layers, lambda: tokens(mask=torch.ones(9, 9).tril().bool())),
     "a bias": Case("torch", Layers, lambda: tokens(mask=torch.randn(9, 9)), refusal="adds to the scores"),
     "a window": Case(
@@ -225,6 +234,17 @@ def test_attention_that_elu_cannot_replace_is_refused_by_name(case):
     with pytest.raises(ValueError, match=case.refusal) as error:
         results(model, case, inputs)
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_rows_of_a_batch_do_not_meet(heads):
+    for method in ATTENTIONS:
+        facts = traits(method)
+        if facts.causal and not facts.learned and not facts.gated:
+            model = Layers(heads=heads, is_causal=True).double().eval()
+            replace_attention(model, method)
+            x = torch.randn(4, 9, 16).double()
+            assert_close(model(x), torch.cat([model(row) for row in x.split(1)]))
 
 
 def test_a_copy_of_the_model_has_attention_of_its_own():
