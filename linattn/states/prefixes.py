@@ -4,6 +4,7 @@ beginning."""
 
 import hashlib
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -114,7 +115,8 @@ class PrefixCache:
         """Add states that were made elsewhere. `new` maps a number of tokens to the state after so many of the
         `tokens`, (n) or (1, n); `state` is the past before all of them.
 
-        Raises ValueError for a number of tokens below 1 or above n."""
+        Raises ValueError for a number of tokens below 1 or above n. If a file cannot be written, such as to a full
+        disk, a warning says so, and the states are in memory alone."""
         row = self._row(tokens)
         if wrong := [length for length in new if not 0 < length <= len(row)]:
             raise ValueError(
@@ -125,7 +127,10 @@ class PrefixCache:
             each = new[key[0]] if self.dtype is None else compress(new[key[0]], self.dtype)
             self._put(key, each)
             if self._files is not None:
-                self._files.save(key, each)
+                try:
+                    self._files.save(key, each)
+                except OSError as error:
+                    warnings.warn(f"a state is kept in memory alone: {error}", stacklevel=2)
         if self._files is not None and unknown:
             self._files.trim()
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from linattn.generation import generate
+from linattn.generation import Request, generate, generate_each
 from linattn.states import PrefixCache, num_bytes
+from linattn.states import file as state_file
 from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 from tests.processes import run_in_another
 from tests.states.test_rows import assert_same
@@ -126,6 +127,22 @@ def test_a_folder_serves_after_a_restart(options, tmp_path):
     assert_same(again.read(text), first, rtol=0, atol=0)
     assert again.find(text[:, :7]).num_tokens == 5
     assert not lengths and len(again) == 2
+
+
+def test_a_full_disk_costs_the_files_alone(tmp_path, monkeypatch):
+    model, text = small_model(ELU), some_tokens(1, 12)
+    expected = generate(model, text, max_new_tokens=6)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state_file, "write_tensors", full)
+    cache = PrefixCache(model, every=5, folder=tmp_path)
+    with pytest.warns(UserWarning, match="in memory alone.*No space left"):
+        found = list(generate_each(model, [Request(text[0], max_new_tokens=6)], cache=cache))
+    assert found == [(0, expected[0])]
+    assert cache.find(text).num_tokens == 11
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_states_in_a_folder_are_of_their_model_only(tmp_path):

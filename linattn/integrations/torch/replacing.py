@@ -47,8 +47,9 @@ def replace_attention(
     `TorchMultiheadAttention`. `attention` is a name, with `window` and `max_length` as in `named_attention`, or without
     them a function that makes the inner attention for a module; if it returns the same object each time, the layers
     share it. The new modules hold the very same Parameters, so optimizers keep theirs. The old modules are returned:
-    `model.set_submodule(name, old)` undoes it. Parameters of the inner attention are new. See `TorchMultiheadAttention`
-    for `return_weights`. Modules of other classes that derive from torch's are left alone, except ours.
+    `model.set_submodule(name, old)` undoes it; then call `model.train()` or `model.eval()`, as the old modules are in
+    the mode that they had. Parameters of the inner attention are new. See `TorchMultiheadAttention` for
+    `return_weights`. Modules of other classes that derive from torch's are left alone, except ours.
 
     In a model without `nn.MultiheadAttention`, such as those of timm and diffusers, the innermost modules whose class
     has Attention in its name are replaced in the same way by copies that share everything. Each call of
