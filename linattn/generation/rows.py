@@ -122,7 +122,10 @@ class RowGroup:
             del group.state
         stacks = [deque(state.state.stack) for state in states]
         states = [state._replace(state=state.state._replace(stack=())) for state in states]
-        stack = tuple(concatenate([each.popleft() for each in stacks]) for _ in range(len(stacks[0])))
+        # beside the tokens, as a layer may have no state
+        tokens = [state.tokens for state in states]
+        layers = ([each.popleft() for each in stacks] for _ in range(len(stacks[0])))
+        stack = tuple(concatenate(list(zip(tokens, layer, strict=True)))[1] for layer in layers)
         joined = concatenate(states)
         return cls(groups[0].model, rows, joined._replace(state=joined.state._replace(stack=stack)))
 
