@@ -147,7 +147,7 @@ def test_rows_make_the_batch(monkeypatch: pytest.MonkeyPatch, decay: str | None,
 
 @every_backend
 @every_decay
-@pytest.mark.parametrize("cuts", [(1, 2, 3), (64,), (63, 64, 65), (10, 100)])
+@pytest.mark.parametrize("cuts", [(1, 2, 3), (63, 64, 65)])
 def test_pieces_make_the_whole(backend: str, decay: str | None, cuts: tuple[int, ...]) -> None:
     n = 130
     given = inputs(n, decay) | {"key_mask": laws.masks(n)["holes"]}
@@ -197,7 +197,7 @@ def test_a_strong_decay_of_one_head(at: int) -> None:
 
 @every_backend
 @every_decay
-@pytest.mark.parametrize("kind", ["left", "right", "holes", "all"])
+@pytest.mark.parametrize("kind", ["left", "holes", "all"])
 def test_a_masked_token_neither_writes_nor_decays(backend: str, decay: str | None, kind: str) -> None:
     for n in (1, 65, 100):
         q, k, v = (inputs(n)[name] for name in "qkv")
@@ -240,7 +240,7 @@ def test_packed_sequences_do_not_see_each_other(backend: str, decay: str | None)
 
 @every_backend
 @every_decay
-@pytest.mark.parametrize("fewer", ["k", "v", "beta", "q", "k v beta", "k v beta log_decay state", "k beta state"])
+@pytest.mark.parametrize("fewer", ["q", "v", "k v beta log_decay state", "k beta state"])
 def test_fewer_heads_are_shared(backend: str, decay: str | None, fewer: str) -> None:
     given = inputs(70, decay)
     for name in fewer.split():
@@ -274,7 +274,7 @@ def test_permuted_and_strided_inputs(backend: str, decay: str | None, batch: int
 
 @every_backend
 @pytest.mark.parametrize("decay", ["head", "channel"])
-@pytest.mark.parametrize("strength", [-1e-3, -1.0, -5.0, -20.0, -1000.0])
+@pytest.mark.parametrize("strength", [-1e-3, -5.0, -1000.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype: torch.dtype) -> None:
     """Compared in float64. The gradients of decays count by themselves: those of strong ones are small."""

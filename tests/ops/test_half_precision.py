@@ -66,7 +66,7 @@ def causal_gradients(
 @pytest.mark.parametrize("mean", [0.0, 1.0, 10.0])
 @pytest.mark.parametrize(
     ("backend", "n"),
-    [*(("chunked", n) for n in (256, 2048, 16384)), ("reference", 256), ("reference", 2048), ("recurrent", 64)],
+    [("chunked", 256), ("chunked", 16384), ("reference", 256), ("recurrent", 64)],
 )
 def test_causal_gradients_are_those_of_float64(
     backend: str, n: int, mean: float, normalize: str | None, dtype: torch.dtype
@@ -96,13 +96,10 @@ def test_gradients_of_decays_are_those_of_float64(
 @every_half
 @every_normalization
 @pytest.mark.parametrize("mean", [0.0, 1.0, 10.0])
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
-@pytest.mark.parametrize("n", [256, 2048, 16384])
+@pytest.mark.parametrize(("backend", "n"), [("chunked", 256), ("chunked", 16384), ("reference", 2048)])
 def test_gradients_of_attention_to_all_keys_are_those_of_float64(
-    n: int, backend: str, mean: float, normalize: str | None, dtype: torch.dtype
+    backend: str, n: int, mean: float, normalize: str | None, dtype: torch.dtype
 ) -> None:
-    if backend == "reference":
-        n = min(n, 2048)
     exact = [rounded(2, n, 8), rounded(2, n, 8), rounded(2, n, 8, mean=mean)]
     leaves = [x.to(dtype).requires_grad_() for x in exact]
     exact, upstream = [x.requires_grad_() for x in exact], (1.0 if normalize else 2.0**-10) * rounded(2, n, 8)
