@@ -2,6 +2,7 @@
 and what they do when one of them fails."""
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,14 @@ def world_size() -> int:
 def is_restart() -> bool:
     """Tell whether torchrun has started the processes again, because one of them had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch_name() -> str | None:
+    """Return the name of the torchrun command that has started this process, also after restarts; None without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    # without --rdzv-id, all commands have this name; on one machine, torchrun is the parent of its processes
+    alone = name == "none" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return f"{socket.gethostname()} {os.getppid()}" if alone else name
 
 
 def join_processes(*, cpu: bool) -> None:
@@ -121,9 +130,22 @@ def reported_by_first(rank: int) -> Iterator[None]:
         raise SystemExit(error.status) from None
 
 
+@contextmanager
+def ending_together(rank: int, out: Path, message: str) -> Iterator[None]:
+    """Let one process alone report what ends all of them inside the block: an error that all raise, or, by the
+    `message`, that another process has ended. The first process holds the lock of `out`."""
+    try:
+        with reported_by_first(rank):
+            yield
+    except RuntimeError as error:
+        if not has_lost_process(error):
+            raise
+        raise end_after_loss(rank, out, message) from error
+
+
 def has_lost_process(error: BaseException | None) -> bool:
     """Tell whether an error comes from another process that has ended."""
-    while error is not None:
+    while error is not None and dist.is_available() and dist.is_initialized():
         if isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO):
             return True
         error = error.__cause__ or error.__context__

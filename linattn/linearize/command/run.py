@@ -19,13 +19,7 @@ from transformers import PreTrainedModel
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
-from linattn.console.processes import (
-    end_after_loss,
-    first_process_only,
-    has_lost_process,
-    joined_processes,
-    reported_by_first,
-)
+from linattn.console.processes import ending_together, first_process_only, joined_processes
 from linattn.console.trackers import Trackers, check_trackers
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
@@ -51,11 +45,12 @@ from linattn.linearize.plan import plan
 from linattn.linearize.processes import from_first, process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
-from linattn.linearize.training import Budget, Progress, Training
+from linattn.linearize.training import Budget, Progress, Training, saved_steps
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
+TRACKS = "tracks"
 REPORT_SHARE = 0.2
 """The report's share of the training's time."""
 
@@ -68,15 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_trackers(arguments.track or ())
     with joined_processes(cpu=arguments.cpu), ExitStack() as stack:
         rank, out = process_rank(), arguments.report or arguments.out
-        try:
-            with reported_by_first(rank):
-                first_process_only(rank, out, partial(_hold, stack, out))
-                return _run(arguments)
-        except RuntimeError as error:
-            if process_count() == 1 or not has_lost_process(error):
-                raise
-            message = "another process of the conversion has ended, and so does this one; the same command goes on"
-            raise end_after_loss(rank, out, message) from error
+        message = "another process of the conversion has ended, and so does this one; the same command goes on"
+        with ending_together(rank, out, message):
+            first_process_only(rank, out, partial(_hold, stack, out))
+            return _run(arguments)
 
 
 def _hold(stack: ExitStack, out: Path) -> None:
@@ -97,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if record["settings"] != settings(arguments):
         raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
     say(f"{arguments.out} has its model: going on with the report")
-    shutil.rmtree(work_folder(arguments.out), ignore_errors=True)
+    _end_work(arguments.out)
     return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
 
 
@@ -121,6 +111,8 @@ def _linearize(arguments: argparse.Namespace) -> int:
     work = first_process_only(rank, out, partial(open_work, arguments))
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
+        # gates are random, and must be the same when the conversion resumes
+        transformers.set_seed(arguments.seed)
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
         with closing(open_trackers(arguments, work)) as trackers:
             record = _train(conversion, batches, held_out, arguments, trackers)
@@ -130,8 +122,7 @@ def _linearize(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     if rank == 0:
-        _keep_tracks(arguments, work)
-        shutil.rmtree(work)
+        _end_work(out)
         given = out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
         with report_fails_alone(out):
             write_report(*given, seconds=REPORT_SHARE * record["seconds"])
@@ -284,14 +275,19 @@ def _stage(
 def open_trackers(arguments: argparse.Namespace, work: Path) -> Trackers:
     """Return the trackers of --track. Until OUT is there, their files are in the working folder, under OUT's name."""
     names, facts = (arguments.track or ()) if process_rank() == 0 else (), settings(arguments)
-    folder = work / arguments.out.name
-    folder.mkdir(exist_ok=True)
-    return Trackers(names, folder, facts, identity=f"{arguments.out.resolve()} {json.dumps(facts)}")
+    folder = work / TRACKS / arguments.out.name
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = f"{arguments.out.resolve()} {json.dumps(facts)}"
+    step = sum(saved_steps(work / name) for name in ("transfer", "fine-tune"))
+    return Trackers(names, folder, facts, identity=identity, step=step)
 
 
-def _keep_tracks(arguments: argparse.Namespace, work: Path) -> None:
-    for files in (work / arguments.out.name).iterdir():
-        shutil.move(files, arguments.out / files.name)
+def _end_work(out: Path) -> None:
+    """Move the trackers' files to OUT, unless this was done before an interruption, and delete the working folder."""
+    work = work_folder(out)
+    for files in (work / TRACKS / out.name).glob("*"):
+        shutil.move(files, out / files.name)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _steps(stage: str, total: int) -> int:
