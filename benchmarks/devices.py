@@ -4,9 +4,10 @@
     python benchmarks/devices.py --parts summary [--tokens 16384]
 
 sequence: each rank holds its part of the tokens of a model with random weights, of 6 layers of 256 channels. Times are
-medians of turns in which one process reads, or trains on, all tokens, and then all ranks their parts, after a turn
-with few tokens that does not count. With `--clock
-process` they are the processor seconds of the slowest rank, which do not count the time that it waits for others.
+medians of turns in which one process reads, or trains on, all tokens, then all ranks their parts, and then all ranks as
+many tokens each without any exchange, which is the most that this machine lets several processes gain. A turn with few
+tokens before them does not count. With `--clock process` they are the processor seconds of the slowest rank, which do
+not count the time that it waits for others.
 
 summary: the maps of segments, which the scan needs, beside the attentions themselves, in seconds of the process."""
 
@@ -88,7 +89,8 @@ def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def compare(attention: str, length: int, group: Any, options: argparse.Namespace) -> None:
-    """Print the seconds of one process and of all, and the bytes that the first rank sends per layer."""
+    """Print the seconds of one process, of all, and of all without an exchange, and the bytes that the first rank sends
+    per layer."""
     whole, sharded = model(attention), model(attention)
     sharding = shard_sequence(sharded, group, engine=options.engine)
     counts = [min(length, WARM_UP), *[length] * options.repeats]
@@ -99,14 +101,16 @@ def compare(attention: str, length: int, group: Any, options: argparse.Namespace
             alone = reading_and_training(whole, tokens)[name]
             together = reading_and_training(sharded, split_sequence(tokens, group=group), group)[name]
             # while one process has all tokens, the others wait
+            apart = reading_and_training(whole, tokens[:, : -(-n // options.ranks)])[name]
             one = seconds_of_all(alone if dist.get_rank() == 0 else lambda: None, options.clock)
             before = sharding.line.bytes_sent
-            times.append((one, seconds_of_all(together, options.clock)))
+            times.append((one, seconds_of_all(together, options.clock), seconds_of_all(apart, options.clock)))
             sent = sharding.line.bytes_sent - before
         if dist.get_rank() == 0:
-            one, several = (statistics.median(x) for x in zip(*times[1:], strict=True))
-            ratio, layer = statistics.median(x / y for x, y in times[1:]), sent / SIZES["depth"] / 1000
-            figures = f"{one:7.2f} s alone, {several:7.2f} s on {options.ranks} ranks: {ratio:5.2f} ×"
+            one, several, _ = (statistics.median(x) for x in zip(*times[1:], strict=True))
+            gains = [statistics.median(turn[0] / turn[i] for turn in times[1:]) for i in (1, 2)]
+            figures = f"{one:7.2f} s alone, {several:7.2f} s on {options.ranks} ranks: {gains[0]:5.2f} ×"
+            figures, layer = f"{figures}, of {gains[1]:.2f} × without an exchange", sent / SIZES["depth"] / 1000
             print(f"{attention:12} {name:9} {length:>7,} tokens {figures}, {layer:,.0f} kB/layer", flush=True)
     sharding.undo()
 
