@@ -95,8 +95,6 @@ def _run_together(arguments: argparse.Namespace) -> int:
                 raise CommandError(f"--{name} takes one process, but there are {world_size()}")
         if arguments.repetition_penalty != 1:
             raise CommandError("--repetition-penalty counts tokens of the prompt, so it takes one process")
-        if is_pretrained(arguments.folder):
-            raise CommandError(f"{arguments.folder} is no run, so it takes one process, but there are {world_size()}")
         model, vocabulary = open_model(arguments.folder, arguments)
         past = load_past(model, arguments)
         # the first process alone has stdin
@@ -108,8 +106,9 @@ def _run_together(arguments: argparse.Namespace) -> int:
         assert group is not None
         with explained("these processes cannot share a prompt", ValueError):
             sharding = shard_sequence(model, group)
-        for part in torch.tensor(tokens[:count], dtype=torch.long).split(PREFILL * world_size()) if count else ():
-            state = state_after(model, part, state, group)
+        with explained("this cannot be generated", ValueError):
+            for part in torch.tensor(tokens[:count], dtype=torch.long).split(PREFILL * world_size()) if count else ():
+                state = state_after(model, part, state, group)
         sharding.undo()
     if rank() == 0:
         _generate(model, vocabulary, tokens, past, arguments, read=(count, state))

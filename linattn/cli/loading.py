@@ -8,6 +8,7 @@ import torch
 
 from linattn.cli.run_folder import is_pretrained, open_run
 from linattn.console.errors import CommandError, explained
+from linattn.console.processes import world_size
 from linattn.models.token_model import TokenModel
 from linattn.states import load_state
 
@@ -16,6 +17,8 @@ def open_model(folder: Path, arguments: argparse.Namespace) -> tuple[TokenModel,
     """Return the model of a run, or of a folder that transformers loads, and its vocabulary. The model is on the GPU
     unless --cpu forbids it."""
     if is_pretrained(folder):
+        if world_size() > 1:
+            raise CommandError(f"{folder} is no run, so it takes one process, but there are {world_size()}")
         # this takes seconds to import
         from linattn.cli.pretrained import load_for_requests
 

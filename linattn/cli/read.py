@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +21,7 @@ from linattn.console.atomic import remove_partial_files
 from linattn.console.errors import CommandError, explained
 from linattn.console.files import find_files
 from linattn.console.lock import locked
-from linattn.console.processes import (
-    end_after_loss,
-    first_process_only,
-    has_lost_process,
-    joined_processes,
-    reported_by_first,
-)
+from linattn.console.processes import ending_together, first_process_only, has_lost_process, joined_processes
 from linattn.distributed import last_state, shard_sequence
 from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
@@ -37,6 +32,7 @@ SUMMARY = "read texts, once, and keep what was read in a file"
 # tokens per call and process, bytes per read of a file, and seconds between two saves of what was read so far
 PIECE, BLOCK, SAVED = 8192, 2**20, 20.0
 BAR = "{percentage:3.0f}% |{bar}| {postfix} [{elapsed}<{remaining}]"
+GOES_ON = "the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,25 +51,25 @@ def run(arguments: argparse.Namespace) -> int:
     files = [] if arguments.texts == ["-"] else find_files(arguments.texts)
     with joined_processes(cpu=arguments.cpu) as group, ExitStack() as stack:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        if not files and group is not None:
-            with reported_by_first(rank):
+        with ending_together(rank, arguments.out, f"another process has ended: {GOES_ON}"):
+            if not files and group is not None:
                 raise CommandError("only the first process has stdin: name files instead of -")
-        model, vocabulary = open_model(arguments.folder, arguments)
-
-        def begin() -> None:
-            stack.enter_context(locked(arguments.out))
-            for path in (arguments.out, unfinished(arguments.out)):
-                remove_partial_files(path)
-            if arguments.replace:
-                unfinished(arguments.out).unlink(missing_ok=True)
-
-        first_process_only(rank, arguments.out, begin)
-        if group is not None:
-            with explained("these processes cannot share a text", ValueError):
-                shard_sequence(model, group)
-        reading = Reading(model, arguments, group)
-        reading.read(pieces(vocabulary, files, PIECE * ranks), sum(file.stat().st_size for file in files))
+            model, vocabulary = open_model(arguments.folder, arguments)
+            first_process_only(rank, arguments.out, partial(_begin, arguments, stack))
+            if group is not None:
+                with explained("these processes cannot share a text", ValueError):
+                    shard_sequence(model, group)
+            reading = Reading(model, arguments, group)
+            reading.read(pieces(vocabulary, files, PIECE * ranks), sum(file.stat().st_size for file in files))
     return 0
+
+
+def _begin(arguments: argparse.Namespace, stack: ExitStack) -> None:
+    stack.enter_context(locked(arguments.out))
+    for path in (arguments.out, unfinished(arguments.out)):
+        remove_partial_files(path)
+    if arguments.replace:
+        unfinished(arguments.out).unlink(missing_ok=True)
 
 
 def unfinished(out: Path) -> Path:
@@ -141,22 +137,20 @@ class Reading:
                     self._extend(part[known:])
                 bar.set_postfix_str(self._speed(started), refresh=False)
                 bar.update(bytes_read)
-                if time.monotonic() - saved > SAVED:
+                # while tokens are skipped, the state is that after later ones
+                if self.place.num_tokens > self.done and time.monotonic() - saved > SAVED:
                     self._save(self.unfinished)
                     saved = time.monotonic()
         except KeyboardInterrupt:
             if self.place.num_tokens <= self.done:
                 raise
             self._save(self.unfinished)
-            with reported_by_first(self.rank):
-                raise CommandError(f"interrupted after {self._goes_on()}", status=130) from None
+            message = f"interrupted after {self.place.num_tokens:,} tokens: {GOES_ON}"
+            raise CommandError(message, status=130) from None
         except RuntimeError as error:
-            if self.group is None or not has_lost_process(error):
-                raise
-            if self.place.num_tokens > self.done:
+            if has_lost_process(error) and self.place.num_tokens > self.done:
                 self._save(self.unfinished)
-            message = f"another process has ended after {self._goes_on()}"
-            raise end_after_loss(self.rank, self.out, message) from error
+            raise
         finally:
             bar.close()
         if self.place.num_tokens < self.done:
@@ -171,9 +165,6 @@ class Reading:
         print(f"{self.out}: {count:,} tokens, {size:,} bytes", flush=True)
         print(f"[{self._speed(started)}]", file=sys.stderr)
 
-    def _goes_on(self) -> str:
-        return f"{self.place.num_tokens:,} tokens: the same command goes on"
-
     def _skip(self, part: torch.Tensor) -> None:
         """Pass over tokens that were read before the command was interrupted. They must be the same."""
         self.place.digest.update(part.numpy().tobytes())
@@ -182,7 +173,8 @@ class Reading:
             raise CommandError(f"{self.unfinished} is left of a reading of other texts: --replace starts over")
 
     def _extend(self, part: torch.Tensor) -> None:
-        state = state_after(self.model, part, self.place.state, self.group)
+        with explained("this cannot be read", ValueError):
+            state = state_after(self.model, part, self.place.state, self.group)
         digest = self.place.digest.copy()
         digest.update(part.numpy().tobytes())
         self.place = Place(state, self.place.num_tokens + len(part), digest)
@@ -203,7 +195,11 @@ class Reading:
 @torch.inference_mode()
 def state_after(model: TokenModel, tokens: torch.Tensor, state: Any, group: dist.ProcessGroup | None) -> Any:
     """Return the state after the tokens (n), which come after `state`. The processes of a `group` read a part each of
-    them, with a model that `shard_sequence` has changed, and all get the state after all tokens."""
+    them, with a model that `shard_sequence` has changed, and all get the state after all tokens. All raise ValueError
+    if the model has no positions for them."""
+    past = 0 if state is None or state.position is None else int(state.position)
+    if model.max_length is not None and (length := past + len(tokens)) > model.max_length:
+        raise ValueError(f"the model's positions end at {model.max_length}, but there are {length} tokens")
     own = tokens
     if group is not None:
         own = tokens.tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
@@ -214,8 +210,7 @@ def state_after(model: TokenModel, tokens: torch.Tensor, state: Any, group: dist
 
 def pieces(vocabulary: Any, files: Sequence[Path], length: int) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the tokens of the files (of stdin, if there are no files) in pieces of at most `length` tokens, each with
-    the number of bytes of its text. Every text begins with the tokens
-    `begin` of the vocabulary."""
+    the number of bytes of its text. Every text begins with the tokens `begin` of the vocabulary."""
     for path in files or (None,):
         yield list(vocabulary.begin), 0
         with sys.stdin.buffer if path is None else path.open("rb") as file:

@@ -106,7 +106,7 @@ def _train(
             trainer.train(resume_from_checkpoint=str(run.checkpoint(step)) if step else None)
         trainer.accelerator.wait_for_everyone()
     except RuntimeError as error:
-        if args.world_size == 1 or not has_lost_process(error):
+        if not has_lost_process(error):
             raise
         saved = (run.saved_steps() or [0])[-1]
         message = f"another process of the run has ended, and so does this one; {resume} goes on from step {saved:,}"

@@ -121,9 +121,22 @@ def reported_by_first(rank: int) -> Iterator[None]:
         raise SystemExit(error.status) from None
 
 
+@contextmanager
+def ending_together(rank: int, out: Path, message: str) -> Iterator[None]:
+    """Let one process alone report what ends all of them inside the block: an error that all raise, or, by the
+    `message`, that another process has ended. The first process holds the lock of `out`."""
+    try:
+        with reported_by_first(rank):
+            yield
+    except RuntimeError as error:
+        if not has_lost_process(error):
+            raise
+        raise end_after_loss(rank, out, message) from error
+
+
 def has_lost_process(error: BaseException | None) -> bool:
     """Tell whether an error comes from another process that has ended."""
-    while error is not None:
+    while error is not None and dist.is_available() and dist.is_initialized():
         if isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO):
             return True
         error = error.__cause__ or error.__context__

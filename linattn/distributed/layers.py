@@ -96,6 +96,8 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 def _check(name: str, module: nn.Module) -> None:
     where = f"{name or 'the model'}, a {type(module).__name__},"
+    if isinstance(module, TokenModel) and not hasattr(module, "embedding"):
+        raise ValueError(f"{where} holds a model of another library, whose cache no rank hands on: shard that model")
     inner: Any = module.inner if isinstance(module, MultiheadAttention) else module
     if isinstance(inner, InnerAttention) and not inner.causal and not is_cross_attention(module):
         raise ValueError(f"{where} is not causal: its tokens see those of later ranks")

@@ -78,6 +78,9 @@ def test_a_text_that_was_read_goes_on(linear, finished, tmp_path, capsys):
     assert first["text"] == answer.removeprefix(" and") and second["tokens"] == 8
     assert main(["generate", str(finished), *after, "a"]) == 2
     assert "holds a state of a PretrainedTokenModel" in capsys.readouterr().err
+    text.write_text("the cat sees a tree and " * 11)
+    assert main(["read", str(linear), str(text), "--out", str(tmp_path / "long.state")]) == 2
+    assert "this cannot be read: the model's positions end at 256, but there are 265" in capsys.readouterr().err
 
 
 def test_info_describes_layers_and_cache(linear, capsys):

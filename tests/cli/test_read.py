@@ -68,7 +68,8 @@ def test_stdin_and_an_older_state(finished, text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_interrupted_reading_goes_on_where_it_was(finished, text, tmp_path, monkeypatch, capsys, begun):
-    """Once at Ctrl-C and once at a kill, after which the last state that was saved serves."""
+    """Once at Ctrl-C, once while it passes over what was read before, and once at a kill, after which the last state
+    that was saved serves."""
     out, older = tmp_path / "b.state", tmp_path / "a.state"
     reads(finished, text / "a.txt", "--out", older)
     arguments = (text / "b.txt", "--out", out, *(("--state", older) if begun else ()))
@@ -80,11 +81,20 @@ def test_an_interrupted_reading_goes_on_where_it_was(finished, text, tmp_path, m
         counts.append(len(part))
         extend(self, part)
 
+    def interrupted_later(self, part):
+        if self.place.num_tokens > 50:
+            raise KeyboardInterrupt
+        skip(self, part)
+
+    skip = read.Reading._skip
     monkeypatch.setattr(read.Reading, "_extend", interrupted)
     monkeypatch.setattr(read, "SAVED", 0.0)
     stop, error = 3, KeyboardInterrupt
     assert reads(finished, *arguments) == 130
     assert "the same command goes on" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(read.Reading, "_skip", interrupted_later)
+        assert reads(finished, *arguments) == 130
     stop, error = 6, ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         reads(finished, *arguments)

@@ -1,9 +1,13 @@
 """Processes that read a text together leave the state that one process leaves."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from linattn import LanguageModel, LanguageModelConfig
 from linattn.cli.main import main
 from linattn.states import describe_state
 from tests.cli.test_sharing import launch
@@ -42,10 +46,18 @@ def test_a_prompt_is_read_together(finished, tmp_path, capsys):
 
 
 @needs_processes
-def test_what_takes_one_process_is_refused_once(finished, tmp_path):
-    generate, state = ["generate", str(finished), "--prompt", "the"], str(tmp_path / "x.state")
+def test_what_takes_one_process_or_other_positions_is_refused_once(finished, text, tmp_path):
+    generate, out = ["generate", str(finished), "--prompt", "the"], ["--out", str(tmp_path / "x.state"), "--cpu"]
+    short, stock = shutil.copytree(finished, tmp_path / "short"), tmp_path / "stock"
+    sizes = {"vocab_size": 257, "dim": 16, "depth": 1, "num_heads": 2}
+    LanguageModel(LanguageModelConfig(**sizes, attention="elu", positions="learned", max_length=64)).save(short)
+    LlamaConfig().save_pretrained(stock)
+    beyond = "the model's positions end at 64, but there are"
     cases = {
-        "only the first process has stdin: name files instead of -": ["read", str(finished), "-", "--out", state],
+        "only the first process has stdin: name files instead of -": ["read", str(finished), "-", *out],
+        f"{stock} is no run, so it takes one process, but there are 2": ["read", str(stock), str(text), *out],
+        f"this cannot be read: {beyond}": ["read", str(short), str(text), *out],
+        f"this cannot be generated: {beyond}": ["generate", str(short), "--prompt", "the " * 40, "--cpu"],
         "--repetition-penalty counts tokens of the prompt": [*generate, "--repetition-penalty", "2"],
         "--compile takes one process, but there are 2": [*generate, "--compile"],
     }

@@ -19,13 +19,7 @@ from transformers import PreTrainedModel
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
-from linattn.console.processes import (
-    end_after_loss,
-    first_process_only,
-    has_lost_process,
-    joined_processes,
-    reported_by_first,
-)
+from linattn.console.processes import ending_together, first_process_only, joined_processes
 from linattn.console.trackers import Trackers, check_trackers
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
@@ -68,15 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_trackers(arguments.track or ())
     with joined_processes(cpu=arguments.cpu), ExitStack() as stack:
         rank, out = process_rank(), arguments.report or arguments.out
-        try:
-            with reported_by_first(rank):
-                first_process_only(rank, out, partial(_hold, stack, out))
-                return _run(arguments)
-        except RuntimeError as error:
-            if process_count() == 1 or not has_lost_process(error):
-                raise
-            message = "another process of the conversion has ended, and so does this one; the same command goes on"
-            raise end_after_loss(rank, out, message) from error
+        message = "another process of the conversion has ended, and so does this one; the same command goes on"
+        with ending_together(rank, out, message):
+            first_process_only(rank, out, partial(_hold, stack, out))
+            return _run(arguments)
 
 
 def _hold(stack: ExitStack, out: Path) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from linattn.distributed import SequenceSharding, sequence_loss, shard_sequence, split_sequence
 from linattn.integrations.transformers import speed_up
+from linattn.integrations.transformers.token_model import PretrainedTokenModel
 from tests.integrations.transformers.hybrids.families import FAMILIES, SELECTIVE, VOCABULARY
 from tests.integrations.transformers.hybrids.families import make as hybrid
 from tests.integrations.transformers.stock_attention.families import DECODERS, WINDOWED
@@ -126,6 +127,8 @@ def decoders(rank: int) -> None:
     with pytest.raises(ValueError, match=r"layers.0.self_attn, a LlamaAttention, attends by 'sdpa'.*linattn:softmax"):
         share(model)
     model.set_attn_implementation("linattn:elu")
+    with pytest.raises(ValueError, match="the model, a PretrainedTokenModel, holds a model of another library"):
+        share(PretrainedTokenModel(model))
     sharding, tokens = share(model), torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="is sharded already"):
         share(model)
