@@ -53,7 +53,12 @@ def _acquire(path: Path, folder: Path, wait: bool) -> int:
     it is locked, create and lock a new one."""
     began, announced = time.monotonic(), False
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # a process that fails removes the parents that it has made
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue
         try:
             _lock(descriptor)
             if os.path.samestat(os.fstat(descriptor), path.stat()):

@@ -193,18 +193,19 @@ def test_where_nothing_can_be_written_beside_a_folder_the_lock_is_in_it(tmp_path
 
 
 def test_a_process_that_waits_says_for_whom(tmp_path, monkeypatch, capsys):
-    """As two conversions of the same data do, which are tokenized once."""
+    """As two conversions of the same data do, which are tokenized once. Here the first one fails, and removes the
+    folders that it has made."""
     monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)
-    events = []
-    with locked(tmp_path / "data"):
-        thread = threading.Thread(target=lambda: events.append(wait_for(tmp_path / "data")))
+    events, data = [], tmp_path / "deep" / "data"
+    with locked(data):
+        thread = threading.Thread(target=lambda: events.append(wait_for(data)))
         thread.start()
         while not (line := capsys.readouterr().err):
             time.sleep(0.01)
         assert not events
     thread.join()
     assert events == ["held"]
-    assert line.startswith(f"waiting: {tmp_path / 'data'} is in use by process {os.getpid()}")
+    assert line.startswith(f"waiting: {data} is in use by process {os.getpid()}")
 
 
 def wait_for(folder: Path) -> str:
