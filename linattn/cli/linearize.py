@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--fsdp", **FLAG, help="with several processes, which torchrun starts, each holds a part of what trains (FSDP2)"
     )
-    add("--seed", default=0, **SEED, help="seed of the order of the data (default: 0)")
+    add("--seed", default=0, **SEED, help="seed of the order of the data and of new weights (default: 0)")
     add("--save-every", default=100, **COUNT, help="updates from one checkpoint to the next (default: 100)")
     add("--track", **repeatable("TRACKER"), help=TRACKERS)
     add("--cpu", **FLAG, help="do not use a GPU")

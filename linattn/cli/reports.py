@@ -46,7 +46,8 @@ class Reports(TrainerCallback):
         self.last_step = state.global_step
         if state.is_world_process_zero:
             self.first_progress = begin = self.schedule.progress(state.global_step) if state.global_step else 0.0
-            settings, identity = self.run.description["options"], f"{self.run.folder} {self.run.description['created']}"
+            settings, created = self.run.description["options"], self.run.description["created"]
+            identity = f"{self.run.folder.resolve()} {created}"
             self.trackers = Trackers(self.track, self.run.folder, settings, identity=identity, step=state.global_step)
             self.bar = tqdm(total=1.0, initial=begin, bar_format=BAR, dynamic_ncols=True, disable=None, leave=False)
 

@@ -37,7 +37,8 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Sends the numbers of a run to the trackers of these `names`, which `check_trackers` has passed; only the process
     that reports makes one. `settings` describe the run, whose files are in the `folder`. A run that goes on after
-    `step` steps has the same `identity` as before, so that its curves go on, without those of later steps."""
+    `step` steps has the same `identity` as before, so that its curves go on. TensorBoard then leaves out the values of
+    later steps from before the interruption; Weights & Biases keeps them, and ignores the new ones."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], *, identity: str, step: int = 0

@@ -237,6 +237,12 @@ def _save(checkpoint: dict[str, Any], path: Path) -> None:
         raise OSError(f"a checkpoint could not be written to {path.parent}, which has {free:,} bytes free") from error
 
 
+def saved_steps(folder: Path) -> int:
+    """Return the number of steps before the last checkpoint in the folder, 0 if there is none."""
+    path = folder / CHECKPOINT
+    return len(torch.load(path, map_location="cpu", mmap=True)["losses"]) if path.exists() else 0
+
+
 def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float]:
     """Load the checkpoint in the folder, if there is one, and return the losses and seconds of the steps before it."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():

@@ -41,7 +41,7 @@ from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
 from linattn.models import LanguageModel, LanguageModelConfig
 from tests.cli.conftest import sentences
-from tests.cli.test_trackers import register
+from tests.cli.test_trackers import options_of_trackers, register
 from tests.processes import needs_processes, run_in_another
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -196,20 +196,20 @@ def linearize_until(fatal: str, number: int, *arguments: Any) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
 def test_a_conversion_killed_again_and_again_has_the_same_weights(model, text, done, tmp_path):
-    """In the second step of fine-tuning, before OUT has its name, and before the report. The model is there before the
-    report; the same command, or --report, makes the report."""
+    """In the second step of fine-tuning, before OUT has its name, and before the trackers' files come there. The model
+    is there before them and the report; the same command, or --report, makes the report."""
     out, work = tmp_path / "linear", tmp_path / "linear.unfinished"
-    given = model, text, out, "--keep", "1/2"
+    given = model, text, out, "--keep", "1/2", "--track", "tensorboard"
     weights = (done / "model.safetensors").read_bytes()
     assert not json.loads((done / "conversion.json").read_text("utf-8"))["reset"]
-    for fatal, number in (("checkpoint.pt", 3), ("linear", 1), ("report.html", 1)):
+    for fatal, number in (("checkpoint.pt", 3), ("linear", 1), ("tensorboard", 1)):
         assert not out.exists()
         assert run_in_another(linearize_until, fatal, number, *given) == -signal.SIGKILL
     assert (out / "model.safetensors").read_bytes() == weights and not (out / "report.json").exists()
-    # as if it had been killed before this folder was deleted
-    work.mkdir()
     assert linearize(model, text, out, "--keep", "1/4") == 2
     assert run_in_another(linearize_until, "report.json", 1, *given) == -signal.SIGKILL
+    # the first and the second attempt have trained
+    assert len([*(out / "tensorboard").glob("events.*")]) >= 2
     assert not work.exists() and (out / "report.html").exists() and not (out / "report.json").exists()
     assert again(out) == 0
     assert (out / "model.safetensors").read_bytes() == weights
@@ -313,25 +313,43 @@ def test_what_is_missing_is_named(capsys):
 
 
 def test_a_conversion_on_rows_goes_on_with_the_same_batches(model, tmp_path, monkeypatch):
-    """Documents in rows, packed into windows of several; broken off in the middle of fine-tuning."""
+    """Documents in rows, packed into windows of several; broken off in the middle of fine-tuning. Its tracker goes on,
+    too."""
     rows, outs = tmp_path / "rows.jsonl", [tmp_path / "whole", tmp_path / "broken"]
+    events, steps = register(monkeypatch), options_of_trackers(monkeypatch, run, "step")
     rows.write_text("".join(json.dumps({"text": line}) + "\n" for line in sentences(200).splitlines()))
     assert linearize(model, rows, outs[0]) == 0
     read, batches = TrainingBatches.__getitem__, []
 
     def read_or_stop(self, index):
-        if len(batches) == 8:
+        if len(batches) == 10:
             raise KeyboardInterrupt
         batches.append(read(self, index))
         return batches[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingBatches, "__getitem__", read_or_stop)
-        assert linearize(model, rows, outs[1]) == 130
+        assert linearize(model, rows, outs[1], "--track", "recorder") == 130
     assert any("position_ids" in batch for batch in batches)
-    assert linearize(model, rows, outs[1]) == 0
+    assert linearize(model, rows, outs[1], "--track", "recorder") == 0
+    assert [step for step, _ in events if step != "finish"] == ["start", "settings", 1, 2, "start", 3, 4]
+    assert steps == [0, 0, 2]
     weights = [(out / "model.safetensors").read_bytes() for out in outs]
     assert weights[0] == weights[1]
+
+
+def test_a_seed_makes_the_new_weights(model, text, tmp_path, monkeypatch):
+    """Also when a conversion resumes, which may return to the weights before its training."""
+    initial = []
+
+    def interrupt(conversion, *_):
+        initial.append({name: x.tolist() for name, x in conversion.initial.items()})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_train", interrupt)
+    for out, seed in (("first", "1"), ("first", "1"), ("second", "2")):
+        assert linearize(model, text, tmp_path / out, "--method", "gla", "--seed", seed) == 130
+    assert initial[0] == initial[1] != initial[2]
 
 
 @pytest.mark.parametrize(

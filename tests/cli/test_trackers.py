@@ -2,10 +2,12 @@
 
 import math
 import re
+from types import ModuleType
 
 import accelerate.tracking
 import pytest
 
+from linattn.cli import reports
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.console.trackers import Trackers, check_trackers
@@ -45,14 +47,27 @@ def register(patch: pytest.MonkeyPatch) -> list:
     return found
 
 
+def options_of_trackers(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list:
+    """Return what the `module` will give to its trackers for the option of this name."""
+    options = []
+
+    class Trackers(module.Trackers):
+        def __init__(self, *arguments, **named):
+            options.append(named[name])
+            super().__init__(*arguments, **named)
+
+    patch.setattr(module, "Trackers", Trackers)
+    return options
+
+
 @pytest.fixture
 def events(monkeypatch) -> list:
     return register(monkeypatch)
 
 
 def test_a_tracker_gets_what_the_log_gets(text, tmp_path, monkeypatch, events):
-    """Also of a run that goes on, whose options it gets once."""
-    run = tmp_path / "run"
+    """Also of a run that goes on, by another path, whose options it gets once."""
+    run, identities = tmp_path / "run", options_of_trackers(monkeypatch, reports, "identity")
     with monkeypatch.context() as patch:
         at_step(patch, 4, crash)
         with pytest.raises(ZeroDivisionError):
@@ -61,7 +76,9 @@ def test_a_tracker_gets_what_the_log_gets(text, tmp_path, monkeypatch, events):
     assert settings["context"] == 32 and settings["attention"] == "['local+elu']"
     assert begun.pop() == ("finish", None)
     events.clear()
-    assert main(["train", "--resume", "--out", str(run)]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "--out", "run"]) == 0
+    assert identities[0] == identities[1]
     assert events[0] == ("start", "linattn") and events[-1] == ("finish", None)
     saved = [event for event in begun if event[0] <= 4] + events[1:-1]
     records = [{name: x for name, x in record.items() if x is not None} for record in open_run(run).records()]

@@ -45,11 +45,12 @@ from linattn.linearize.plan import plan
 from linattn.linearize.processes import from_first, process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
-from linattn.linearize.training import Budget, Progress, Training
+from linattn.linearize.training import Budget, Progress, Training, saved_steps
 
 MINUTES = 10.0
 CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
 """Batches for the closed form, for the report, and for the choice of layers."""
+TRACKS = "tracks"
 REPORT_SHARE = 0.2
 """The report's share of the training's time."""
 
@@ -86,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if record["settings"] != settings(arguments):
         raise CommandError(f"{arguments.out} exists already, made with other options: choose another --out")
     say(f"{arguments.out} has its model: going on with the report")
-    shutil.rmtree(work_folder(arguments.out), ignore_errors=True)
+    _end_work(arguments.out)
     return _report(arguments, arguments.out, record, REPORT_SHARE * record["seconds"])
 
 
@@ -110,6 +111,8 @@ def _linearize(arguments: argparse.Namespace) -> int:
     work = first_process_only(rank, out, partial(open_work, arguments))
     held_out = held_out_batches(tokens.held_out, count=HELD_OUT, **sizes)
     try:
+        # gates are random, and must be the same when the conversion resumes
+        transformers.set_seed(arguments.seed)
         conversion = convert(model, layers, [batches[i] for i in range(CALIBRATION)], shared=True)
         with closing(open_trackers(arguments, work)) as trackers:
             record = _train(conversion, batches, held_out, arguments, trackers)
@@ -119,8 +122,7 @@ def _linearize(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise CommandError(f"interrupted; the same command goes on with {work}", status=130) from None
     if rank == 0:
-        _keep_tracks(arguments, work)
-        shutil.rmtree(work)
+        _end_work(out)
         given = out, record, model, conversion.teacher, tokenizer, probe_text(tokens.held_out), held_out
         with report_fails_alone(out):
             write_report(*given, seconds=REPORT_SHARE * record["seconds"])
@@ -273,14 +275,19 @@ def _stage(
 def open_trackers(arguments: argparse.Namespace, work: Path) -> Trackers:
     """Return the trackers of --track. Until OUT is there, their files are in the working folder, under OUT's name."""
     names, facts = (arguments.track or ()) if process_rank() == 0 else (), settings(arguments)
-    folder = work / arguments.out.name
-    folder.mkdir(exist_ok=True)
-    return Trackers(names, folder, facts, identity=f"{arguments.out.resolve()} {json.dumps(facts)}")
+    folder = work / TRACKS / arguments.out.name
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = f"{arguments.out.resolve()} {json.dumps(facts)}"
+    step = sum(saved_steps(work / name) for name in ("transfer", "fine-tune"))
+    return Trackers(names, folder, facts, identity=identity, step=step)
 
 
-def _keep_tracks(arguments: argparse.Namespace, work: Path) -> None:
-    for files in (work / arguments.out.name).iterdir():
-        shutil.move(files, arguments.out / files.name)
+def _end_work(out: Path) -> None:
+    """Move the trackers' files to OUT, unless this was done before an interruption, and delete the working folder."""
+    work = work_folder(out)
+    for files in (work / TRACKS / out.name).glob("*"):
+        shutil.move(files, out / files.name)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _steps(stage: str, total: int) -> int:
