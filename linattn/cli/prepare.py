@@ -12,6 +12,7 @@ from linattn.cli.run_folder import FORMAT, Run, is_run
 from linattn.cli.vocabulary import Vocabulary
 from linattn.console.atomic import atomic_folder, remove_atomically
 from linattn.console.machine import timestamp
+from linattn.console.processes import launch_name
 from linattn.data.corpus import Choice, write_data
 from linattn.data.part import Parts
 from linattn.integrations.transformers import byte_tokenizer, file_tokenizer, save_for_transformers
@@ -45,6 +46,7 @@ def create_run(
             versions={"linattn": __version__, "python": platform.python_version()}
             | {name: version(name) for name in PACKAGES},
             processes=processes,
+            launch=launch_name(),
         )
         if is_run(folder):
             remove_atomically(folder)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -40,6 +40,7 @@ class Description(TypedDict):
     data: Parts
     processes: int
     versions: dict[str, str]
+    launch: NotRequired[str | None]
 
 
 class Logged(TypedDict, extra_items=float | None):

@@ -8,7 +8,7 @@ from linattn.cli.options import add_options, given_options, new_options, resumed
 from linattn.cli.run_folder import is_run, open_run, require_free
 from linattn.cli.vocabulary import load_vocabulary
 from linattn.console.errors import CommandError
-from linattn.console.processes import is_restart
+from linattn.console.processes import is_restart, launch_name
 from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch, --context, --dim or --depth"
@@ -26,10 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _resume_begun(arguments: argparse.Namespace) -> None:
-    """After a restart by torchrun, resume the run that this command has begun. A complete run that --replace is to
-    replace is older than the command: do not resume it."""
+    """After a restart by torchrun, resume the run that this command has begun, but no older one."""
     begun = open_run(arguments.out).description
-    if begun["paths"] == arguments.data and not (arguments.replace and begun["finished"]):
+    if begun["paths"] == arguments.data and begun.get("launch") == launch_name():
         arguments.resume, arguments.replace, arguments.data = True, False, []
 
 

@@ -2,6 +2,7 @@
 and what they do when one of them fails."""
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,14 @@ def world_size() -> int:
 def is_restart() -> bool:
     """Tell whether torchrun has started the processes again, because one of them had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch_name() -> str | None:
+    """Return the name of the torchrun command that has started this process, also after restarts; None without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    # without --rdzv-id, all commands have this name; on one machine, torchrun is the parent of its processes
+    alone = name == "none" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return f"{socket.gethostname()} {os.getppid()}" if alone else name
 
 
 def join_processes(*, cpu: bool) -> None:

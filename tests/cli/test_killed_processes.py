@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ def start(folder: Path, command: list[str], *, killed: int | None) -> tuple[list
 def train_as(rank: int, attempt: str, command: list[str], killed: int | None) -> None:
     torch.set_num_threads(1)
     here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    here |= {"TORCHELASTIC_RUN_ID": "law"}
     os.environ |= ON_CPUS | here | {"TORCHELASTIC_RESTART_COUNT": str(int(killed is None))}
     dist.init_process_group("gloo", init_method=f"file://{attempt}-meeting", rank=rank, world_size=2)
     die_in_third_step(rank, killed)
@@ -127,7 +129,13 @@ def finished_of_four(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_a_restart_takes_no_other_run(text, finished, tmp_path, monkeypatch, capsys):
-    """Without the same data, a run that exists is refused as ever."""
+    """Without the same data, or of another command, a run that exists is refused as ever."""
+    run, command = shutil.copytree(finished, tmp_path / "run"), ["train", str(text), "--out", str(tmp_path / "run")]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert main(["train", str(text / "a.txt"), "--out", str(finished)]) == 2
-    assert "there is a run in" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "new")
+    for launch in (None, "old", "new"):
+        open_run(run).describe(launch=launch)
+        assert main(["train", str(text / "a.txt"), *command[2:]]) == 2
+        assert "there is a run in" in capsys.readouterr().err
+        assert main(command) == (0 if launch == "new" else 2)
+        assert ("is complete" if launch == "new" else "there is a run in") in capsys.readouterr().err
