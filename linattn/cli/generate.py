@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from linattn.cli.argument_types import COUNT, FLAG, NATURAL, NOT_NEGATIVE, POSITIVE, SEED, SHARE
 from linattn.cli.loading import load_past, open_model
 from linattn.cli.read import state_after
 from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import CommandError, explained
-from linattn.console.processes import broadcast_device, joined_processes, rank, reported_by_first, world_size
+from linattn.console.processes import from_first, joined_processes, rank, reported_by_first, world_size
 from linattn.distributed import shard_sequence
 from linattn.generation import Sampling, stream
 from linattn.generation.decoding import PREFILL
@@ -98,9 +97,8 @@ def _run_together(arguments: argparse.Namespace) -> int:
         model, vocabulary = open_model(arguments.folder, arguments)
         past = load_past(model, arguments)
         # the first process alone has stdin
-        text: list[Any] = [_prompt(arguments) if rank() == 0 else None]
-        dist.broadcast_object_list(text, group=group, group_src=0, device=broadcast_device())
-        tokens = _prompt_tokens(vocabulary, text[0], past)
+        text = from_first(_prompt(arguments) if rank() == 0 else b"")
+        tokens = _prompt_tokens(vocabulary, text, past)
         # the last one is read by the first process, which needs its logits
         count, state = len(tokens) - 1, past
         assert group is not None

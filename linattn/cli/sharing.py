@@ -1,7 +1,6 @@
 """The processes of a run: how they share its sequences, its layers and its weights."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from transformers import TrainingArguments
 
 from linattn.cli.options import TrainOptions, flag
 from linattn.console.errors import CommandError
-from linattn.console.processes import broadcast_device
+from linattn.console.processes import from_first, message_device
 from linattn.distributed import SequenceSharding, shard_sequence, tensor_parallel
 from linattn.integrations.transformers import LinattnForCausalLM
 
@@ -121,10 +120,8 @@ def share(model: LinattnForCausalLM, options: TrainOptions, args: TrainingArgume
 
 def align_random_numbers(group: dist.ProcessGroup) -> None:
     """Let all processes of the group draw the random numbers of its first one."""
-    device = broadcast_device()
-    states: list[Any] = [(torch.get_rng_state(), torch.cuda.get_rng_state() if device is not None else None)]
-    dist.broadcast_object_list(states, group=group, group_src=0, device=device)
-    own, on_gpu = states[0]
+    on_gpu = torch.cuda.get_rng_state() if message_device() is not None else None
+    own, on_gpu = from_first((torch.get_rng_state(), on_gpu), group)
     torch.set_rng_state(own)
     if on_gpu is not None:
         torch.cuda.set_rng_state(on_gpu)

@@ -1,12 +1,14 @@
 """The processes of a command, which torchrun or Accelerate has started: how they meet, average gradients and report,
 and what they do when one of them fails."""
 
+import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from torch.distributed.tensor import DTensor
 
 from linattn.console.errors import CommandError, one_line, writing
-from linattn.console.lock import locked
+from linattn.console.lock import POLL_SECONDS, locked
 
 # messages of gloo, whose errors have no class of their own, about a process that has ended
 GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -74,15 +76,29 @@ def joined_processes(*, cpu: bool) -> Iterator[dist.ProcessGroup | None]:
     if joins := must_join():
         join_processes(cpu=cpu)
     try:
-        yield dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        yield dist.group.WORLD if have_joined() else None
     finally:
         if joins:
             dist.destroy_process_group()
 
 
-def broadcast_device() -> torch.device | None:
-    """Return the device by which objects are broadcast, None for the CPU."""
+def have_joined() -> bool:
+    """Tell whether this process is one of a group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def message_device() -> torch.device | None:
+    """Return the device of small messages, None for the CPU."""
     return torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None
+
+
+def from_first(x: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return the x of the first process of the group (None: of all)."""
+    if not have_joined():
+        return x
+    objects = [x]
+    dist.broadcast_object_list(objects, group=group, group_src=0, device=message_device())
+    return objects[0]
 
 
 def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -104,27 +120,49 @@ def average_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | N
 def first_process_only(rank: int, out: Path, action: Callable[[], T]) -> T:
     """Run the action, which writes `out`, in the first process while the others wait; all return its result. If it
     fails, all end."""
-    found: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            with writing(out):
-                found[1] = action()
-        except (CommandError, OSError) as error:
-            found[0] = one_line(error)
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(found, device=broadcast_device())
-    failure, result = found
+    failure, result = None, None
+    with _waiting_for_first(rank):
+        if rank == 0:
+            try:
+                with writing(out):
+                    result = action()
+            except (CommandError, OSError) as error:
+                failure = one_line(error)
+    failure, result = from_first((failure, result))
     if failure is not None:
         raise CommandError(failure) if rank == 0 else SystemExit(2)
-    return result
+    return cast(T, result)
+
+
+@contextmanager
+def _waiting_for_first(rank: int) -> Iterator[None]:
+    """Let the other processes wait at the end of the block for the first one, however long it takes. In a collective
+    they would wait for minutes only."""
+    group = dist.group.WORLD if have_joined() else None
+    if group is None:
+        yield
+        return
+    store = group.get_group_store()
+    end = f"end of block {store.add(f'blocks of rank {rank}', 1)}"
+    try:
+        yield
+    finally:
+        if rank == 0:
+            store.set(end, "")
+    while rank > 0 and not store.check([end]):
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager
 def reported_by_first(rank: int) -> Iterator[None]:
-    """Let only the first process report an error that all of them raise."""
+    """Let only the first process report an error that all of them raise. torchrun's own report has those of all."""
     try:
         yield
     except CommandError as error:
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # as torch's ErrorHandler writes it, but without a traceback
+            message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": message}))
         if rank == 0:
             raise
         raise SystemExit(error.status) from None
@@ -145,7 +183,7 @@ def ending_together(rank: int, out: Path, message: str) -> Iterator[None]:
 
 def has_lost_process(error: BaseException | None) -> bool:
     """Tell whether an error comes from another process that has ended."""
-    while error is not None and dist.is_available() and dist.is_initialized():
+    while error is not None and have_joined():
         if isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO):
             return True
         error = error.__cause__ or error.__context__

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from linattn.console.processes import average_gradients, have_joined, message_device
 from linattn.linearize.calls import Batch
 
 
 def process_count() -> int:
     """Return the number of processes in torch's default group, 1 without such a group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if have_joined() else 1
 
 
 def process_rank() -> int:
@@ -53,20 +54,11 @@ def gather(x: Any) -> list[Any]:
     return found
 
 
-def from_first(x: Any) -> Any:
-    """Return the x of the first process."""
-    if process_count() == 1:
-        return x
-    found = [x]
-    dist.broadcast_object_list(found, device=_device())
-    return found[0]
-
-
 def sum_over_processes(*numbers: float) -> list[float]:
     """Return each of the numbers summed over processes."""
     if process_count() == 1:
         return list(numbers)
-    totals = torch.tensor(numbers, dtype=torch.float64, device=_device())
+    totals = torch.tensor(numbers, dtype=torch.float64, device=message_device())
     dist.all_reduce(totals)
     return totals.tolist()
 
@@ -83,16 +75,12 @@ def sum_gradients(weights: Sequence[nn.Parameter]) -> None:
     zero there; one that no process used keeps no gradient. Those that processes share are averages already."""
     if (ranks := process_count()) == 1:
         return
-    used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32, device=_device())
+    used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32, device=message_device())
     dist.all_reduce(used)
     for weight, count in zip(weights, used.tolist(), strict=True):
-        if isinstance(weight.grad, DTensor):
+        if count and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    average_gradients(weight for weight in weights if not isinstance(weight, DTensor))
+    for weight in weights:
+        if weight.grad is not None:
             weight.grad *= ranks
-        elif count:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad)
-
-
-def _device() -> torch.device | None:
-    """Return the device of small messages, None for the CPU."""
-    return torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else None

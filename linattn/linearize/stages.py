@@ -59,9 +59,7 @@ def transfer(
     The loss is the mean of the layers' squared errors, each as a share of the variance of the teacher's output over the
     first update's tokens. If only some tokens have labels, half of it is the error at these tokens. Weights outside of
     these layers do not change. The `batches` repeat within the `budget`; the `rates` fall to zero. By default they are
-    4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and,
-    for n steps, min(1, n / 20)."""
-
+    4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and, for n steps, min(1, n / 20)."""
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
     check_training(model, batches)
@@ -103,7 +101,6 @@ def fine_tune(
     `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, times
     min(1, n / 80) for n steps and times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a
     model that is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
-
     check_training(model, batches)
     scale = _output_scale(teacher, batches, budget.accumulate)
 

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from linattn.checks import check_fields, check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
+from linattn.console.processes import from_first
 from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
 from linattn.linearize.processes import (
     broadcast,
-    from_first,
     own_batches,
     process_count,
     process_rank,
@@ -66,7 +66,8 @@ class Budget:
 
     In a group of processes, each reads `accumulate` batches of its own per step, and the loss is the mean over all of
     them. With `shard`, each process holds only a part of the weights that train, of their gradients and of AdamW's
-    states. The first process writes the checkpoints, which all read."""
+    states; after an error the model has no weights, and a new one resumes from the checkpoint. The first process writes
+    the checkpoints, which all read."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -84,7 +85,6 @@ class Budget:
         check_numbers(**given(minutes=self.minutes))
         if self.minutes == 0:
             raise ValueError("minutes must be above 0, but are 0")
-
         if self.shard and process_count() == 1:
             raise ValueError("shard distributes weights over several processes, but there is one")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from linattn.console.atomic import write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.console.lock import locked
-from linattn.console.processes import ending_together, first_process_only, joined_processes
+from linattn.console.processes import ending_together, first_process_only, from_first, joined_processes
 from linattn.console.trackers import Trackers, check_trackers
 from linattn.linearize.choice import choose_layers
 from linattn.linearize.command.budget import STEP, budget_note
@@ -42,7 +42,7 @@ from linattn.linearize.conversion import Conversion, convert, make_teacher, rest
 from linattn.linearize.distance import Diverged
 from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
-from linattn.linearize.processes import from_first, process_count, process_rank
+from linattn.linearize.processes import process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
 from linattn.linearize.training import Budget, Progress, Training, saved_steps
