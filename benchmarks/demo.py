@@ -1,5 +1,5 @@
 """`make demo`'s training with other attentions and options, each for as long: bits per byte, and what it costs to read
-the last bytes alone: 16 to 23, or 2 to 3 windows of `--window`.
+the last bytes alone: 24 to 31, or 3 to 4 windows of `--window`.
 
     python benchmarks/demo.py [--variants demo,softmax] [--seeds 0,1] [--context 512 --batch 4 --lr 3e-3 …]
 

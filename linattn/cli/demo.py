@@ -55,12 +55,12 @@ def report(run: Run) -> str:
 
 def bits_without_states(run: Run) -> tuple[int, int, float, float]:
     """Return the number of bytes in a short past, the number of bytes that share one, and the bits per byte of the
-    validation's windows with the whole window as past and with a short one. The short past has twice the bytes of the
-    model's attention windows, so that nothing but the states of its linear layers can hold older ones."""
+    validation's windows with the whole window as past and with a short one. The short past has three times the bytes of
+    the model's attention windows, so that nothing but the states of its linear layers can hold older ones."""
     from linattn.data.windows import validation_windows
 
     model, options = run.model(), run.description["options"]
-    block, past = model.config.window, 2 * model.config.window
+    block, past = model.config.window, 3 * model.config.window
     most = options["evaluate_tokens"] // options["context"]
     chosen = validation_windows(run.tokens("validation"), options["context"], most=most)
     windows = torch.stack([window["input_ids"] for window in chosen])
