@@ -39,7 +39,7 @@ MODELS = {
 }
 SEGMENT = 2048
 PARTS = ("reading", "training", "batches", "conversations", "serve")
-ROWS, CONVERSATIONS, CLIENTS = 16, 1000, (1, 16, 32, 48, 64)
+ROWS, CONVERSATIONS, CLIENTS = 16, 1000, (1, 64, 128, 192, 256)
 SHORTEST, LONGEST = 20, 400
 """The new tokens of a text: any number between these is as likely, or short texts are more likely than long ones."""
 
@@ -189,7 +189,7 @@ def server(name: str, pipe: Connection) -> None:
 async def read_streams(address: str, count: int, process: int, prompt: int = 100) -> tuple[float, float]:
     """Return the tokens per second of so many clients at once, each with a stream, and the median of the bytes that the
     server has in memory while it generates."""
-    tokens, sizes = 200, list[float]()
+    tokens, sizes = 100, list[float]()
     body = {"model": "model", "prompt": prompt * [1], "max_tokens": tokens, "stream": True, "temperature": 0}
 
     async def read() -> None:
@@ -206,8 +206,9 @@ async def read_streams(address: str, count: int, process: int, prompt: int = 100
 
 
 def serve(name: str, repeats: int) -> None:
-    """Compare the tokens per second of many clients of a server with those of one. The memory for a further client is
-    the slope of the line through the memory with several numbers of clients."""
+    """Compare the tokens per second of 64 clients of a server with those of one. The memory for a further client is the
+    slope of the line through the memory with 64 and more clients: what a call of the model needs is that of 64 rows,
+    however many there are."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=server, args=(name, theirs), daemon=True)
@@ -220,13 +221,13 @@ def serve(name: str, repeats: int) -> None:
     turns = [[asyncio.run(read_streams(address, count, number)) for count in CLIENTS] for _ in range(repeats)]
     most = (peak(number) - before) / (CLIENTS[-1] - 1) / 1024
     process.kill()
-    one, many = (statistics.median(turn[i][0] for turn in turns) for i in (0, -1))
-    ratio = statistics.median(turn[-1][0] / turn[0][0] for turn in turns)
-    sizes = [size / 1024 for turn in turns for _, size in turn]
-    slope, _ = statistics.linear_regression(CLIENTS * repeats, sizes)
+    one, many = (statistics.median(turn[i][0] for turn in turns) for i in (0, 1))
+    ratio = statistics.median(turn[1][0] / turn[0][0] for turn in turns)
+    sizes = [size / 1024 for turn in turns for _, size in turn[1:]]
+    slope, _ = statistics.linear_regression(CLIENTS[1:] * repeats, sizes)
     with torch.inference_mode():
         state = states.num_bytes(model(name).eval().extend_hidden(torch.ones(1, 100, dtype=torch.long))[1]) / 1024
-    print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS[-1]} clients {many:,.0f}: {ratio:.1f} ×")
+    print(f"{name:24} one client {one:,.0f} tokens/s, {CLIENTS[1]} clients {many:,.0f}: {ratio:.1f} ×")
     further = f"{slope:,.0f} KiB for each further client, state + {slope - state:,.0f} KiB (peak {most:,.0f})"
     print(f"{name:24} {further}", flush=True)
 
