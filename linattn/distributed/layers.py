@@ -76,6 +76,9 @@ def layers_with_states(model: nn.Module) -> Layers:
         _check(name, module)
         if isinstance(module, _CELLS):
             found.own[name] = module
+            # that of an attention works before it, with a state of its own
+            parts_of_cell = module.named_modules(prefix=name)
+            found.own.update({each: part for each, part in parts_of_cell if isinstance(part, ShortConvolution)})
         elif not is_cross_attention(module):
             stack.extend((f"{name}.{child}".lstrip("."), part) for child, part in [*module.named_children()][::-1])
     if not found.names:

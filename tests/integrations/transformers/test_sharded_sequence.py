@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from linattn.distributed import SequenceSharding, sequence_loss, shard_sequence, split_sequence
 from linattn.integrations.transformers import speed_up
 from linattn.integrations.transformers.token_model import PretrainedTokenModel
+from linattn.linearize import convert, plan
+from linattn.linearize.attention import linearized_layers, own_attention
 from tests.integrations.transformers.hybrids.families import FAMILIES, SELECTIVE, VOCABULARY
 from tests.integrations.transformers.hybrids.families import make as hybrid
 from tests.integrations.transformers.stock_attention.families import DECODERS, WINDOWED
@@ -144,6 +146,13 @@ def decoders(rank: int) -> None:
     for method in ("elu", "favor", "retention", "local+elu", "softmax"):
         for name, family in itertools.islice(rest, share_of_each):
             is_one_process(rank, f"{name} by {method}", decoder(family, attn_implementation=f"linattn:{method}"))
+    for method in ("elu", "hedgehog", "gla", "gated_delta"):
+        model = decoder(DECODERS["llama"])
+        convert(model, plan(model, method=method, window=3))
+        for layer in linearized_layers(model).values():
+            # at first it is the identity, which needs no past
+            nn.init.normal_(own_attention(layer).convolution.weight)
+        is_one_process(rank, f"linearized by {method}", model.double())
     for name, family in WINDOWED.items():
         is_one_process(rank, name, decoder(family, attn_implementation="linattn:softmax"))
 
