@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from linattn.distributed.transport import Line, tensors_in
+from linattn.distributed.transport import Line
 from linattn.models.loss import NO_LABEL
-from linattn.ops.nested import map_state
+from linattn.ops.nested import map_state, tensors_in
 from linattn.ops.tokens.compaction import compact, pack, packed_mask, unpack
 from linattn.types import TokenIds, TokenMask
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn.distributed.transport import Line, is_learned, tensors_in, with_tensors
+from linattn.distributed.transport import Line, is_learned
+from linattn.ops.nested import tensors_in, with_tensors
 
 
 def gathered(line: Line, own: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:

@@ -18,14 +18,14 @@ from linattn.distributed.layers import Layers, layers_with_states, without_segme
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
 from linattn.distributed.segments import position_segment, segment
-from linattn.distributed.transport import Line, tensors_in
+from linattn.distributed.transport import Line
 from linattn.distributed.wave import carried
 from linattn.models.token_model import TokenModel
 from linattn.names import unknown_name
 from linattn.nn import MultiheadAttention
 from linattn.nn.attention import AttentionState
 from linattn.nn.residual import ReversibleSequence, Stack
-from linattn.ops.nested import map_state
+from linattn.ops.nested import map_state, tensors_in
 
 ENGINES = ("wave", "scan")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from linattn.ops.nested import map_state
+from linattn.ops.nested import map_state, tensors_in, with_tensors
 
 # more messages than a model sends in a pass; each keeps its buffer alive until it has been received
 _LARGEST_BACKLOG = 8192
@@ -122,19 +122,6 @@ def _decoded(header: Tensor, numbers: Tensor) -> Any:
 def is_learned(x: Tensor) -> bool:
     """Tell whether a tensor of a state has a gradient."""
     return x.is_floating_point()
-
-
-def tensors_in(state: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples."""
-    found: list[Tensor] = []
-    map_state(found.append, state)
-    return found
-
-
-def with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the `state` with its tensors replaced, in order."""
-    following = iter(tensors)
-    return map_state(lambda _: next(following), state)
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn.distributed.transport import Line, is_learned, num_bytes, packed, tensors_in, unpacked, with_tensors
+from linattn.distributed.transport import Line, is_learned, num_bytes, packed, unpacked
+from linattn.ops.nested import tensors_in, with_tensors
 
 
 def carried(

@@ -1,6 +1,6 @@
 """States of any layer: nested tuples of tensors, each tensor with the batch in front."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,19 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
         parts = [map_state(function, part, leaf=leaf) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    """Return the tensors of a state, in order."""
+    found: list[Tensor] = []
+    map_state(found.append, state)
+    return found
+
+
+def with_tensors(state: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return the `state` with its tensors replaced, in order."""
+    following = iter(tensors)
+    return map_state(lambda _: next(following), state)
 
 
 def first_tensor(state: Any) -> Tensor | None:

@@ -21,7 +21,7 @@ from linattn.checks import check_sizes
 from linattn.models.loss import NO_LABEL, count_following
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
-from linattn.ops.nested import map_state
+from linattn.ops.nested import map_state, tensors_in, with_tensors
 from linattn.ops.tokens.compaction import compact, pack, packed_mask
 from linattn.states.requirements import require_causal
 from linattn.types import TokenIds, TokenMask
@@ -78,12 +78,12 @@ def segmented_loss(
             state = map_state(Tensor.detach, model.extend_hidden(tokens[:, :0])[1])
         # one token shows which parts of a state have gradients
         example = model.extend_hidden(tokens[:, :1], state, key_mask=None if key_mask is None else key_mask[:, :1])[1]
-        learned = [x.requires_grad for x in _tensors(example)]
+        learned = [x.requires_grad for x in tensors_in(example)]
     steps = max(1, -(-tokens.shape[1] // segment))
     parameters = [x for x in model.parameters() if x.requires_grad]
     run = _Run(step, steps, state, learned)
-    loss, *after = _Segments.apply(run, *_tensors(state), *parameters)
-    return loss, _with_tensors(run.states.pop(), after)
+    loss, *after = _Segments.apply(run, *tensors_in(state), *parameters)
+    return loss, with_tensors(run.states.pop(), after)
 
 
 class _Run:
@@ -93,8 +93,8 @@ class _Run:
 
     def __init__(self, step: Step, steps: int, first: Any, learned: list[bool]):
         self.step, self.steps, self.states = step, steps, [map_state(Tensor.detach, first)]
-        self.learned = [[x.requires_grad for x in _tensors(first)], *[learned] * (steps - 1)]
-        self.device = _tensors(first)[0].device
+        self.learned = [[x.requires_grad for x in tensors_in(first)], *[learned] * (steps - 1)]
+        self.device = tensors_in(first)[0].device
         kind = self.device.type
         self.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         self.generators = list[tuple[Tensor, Any]]()
@@ -103,7 +103,7 @@ class _Run:
         """Read all segments; return the sum of their losses."""
         total = None
         for number in range(self.steps):
-            self.generators.append((torch.get_rng_state(), get_device_states(*_tensors(self.states[-1]))))
+            self.generators.append((torch.get_rng_state(), get_device_states(*tensors_in(self.states[-1]))))
             loss, state = self.step(number, self.states[-1])
             self.states.append(map_state(Tensor.detach, state))
             total = loss if total is None else total + loss
@@ -130,7 +130,7 @@ class _Segments(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         loss = run.forward()
         # copies: an input that comes out again would be taken for a view of itself
-        after = [x.clone() for x in _tensors(run.states[-1])]
+        after = [x.clone() for x in tensors_in(run.states[-1])]
         ctx.mark_non_differentiable(*(x for x in after if not x.is_floating_point()))
         return loss, *after
 
@@ -139,35 +139,23 @@ class _Segments(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # type: ignore[override]
         run: _Run = ctx.run
         dloss, *dafter = grads
-        count = len(_tensors(run.states[0]))
+        count = len(tensors_in(run.states[0]))
         parameters, totals = ctx.saved_tensors[count:], [None] * (len(ctx.saved_tensors) - count)
         dstate: Any = list(dafter)
         for number in reversed(range(run.steps)):
             learned = run.learned[number]
-            parts = zip(_tensors(run.states[number]), learned, strict=True)
-            before = _with_tensors(run.states[number], [x.detach().requires_grad_(y) for x, y in parts])
-            leaves = [x for x in _tensors(before) if x.requires_grad]
+            parts = zip(tensors_in(run.states[number]), learned, strict=True)
+            before = with_tensors(run.states[number], [x.detach().requires_grad_(y) for x, y in parts])
+            leaves = [x for x in tensors_in(before) if x.requires_grad]
             with run.as_before(number):
                 loss, after = run.step(number, before)
-            ends = [(x, d) for x, d in zip(_tensors(after), dstate, strict=True) if x.requires_grad and d is not None]
+            ends = [(x, d) for x, d in zip(tensors_in(after), dstate, strict=True) if x.requires_grad and d is not None]
             outputs, upstream = [loss, *(x for x, _ in ends)], [dloss, *(d for _, d in ends)]
             grads = torch.autograd.grad(outputs, [*leaves, *parameters], upstream, allow_unused=True)
             of_leaves = iter(grads[: len(leaves)])
-            dstate = [next(of_leaves) if x.requires_grad else None for x in _tensors(before)]
+            dstate = [next(of_leaves) if x.requires_grad else None for x in tensors_in(before)]
             totals = [_sum(total, grad) for total, grad in zip(totals, grads[len(leaves) :], strict=True)]
         return None, *dstate, *totals
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_state(found.append, state)
-    return found
-
-
-def _with_tensors(state: Any, tensors: list[Tensor]) -> Any:
-    """Return the state with these tensors, in order, in the place of its own."""
-    following = iter(tensors)
-    return map_state(lambda _: next(following), state)
 
 
 def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -78,9 +78,7 @@ def test_causal_gradients_are_those_of_float64(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @every_normalization
-@pytest.mark.parametrize(
-    ("backend", "n"), [("chunked", 200), ("chunked", 4096), ("reference", 200), ("recurrent", 64)]
-)
+@pytest.mark.parametrize(("backend", "n"), [("chunked", 200), ("chunked", 4096), ("reference", 200), ("recurrent", 64)])
 def test_gradients_of_decays_are_those_of_float64(
     backend: str, n: int, normalize: str | None, dtype: torch.dtype
 ) -> None:
