@@ -3,7 +3,8 @@
 import copy
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, DynamicCache
 
+from linattn.integrations.transformers.stock_attention.cache import tensor_of
 from linattn.integrations.transformers.stock_attention.hooks import is_ours, watched
 
 from .inputs import LENGTH, Subject, inputs
 
-MANY = 100
+MANY = 70
 """The number of tokens with which rounding to bfloat16 is compared."""
 SOFTMAX, ELU = "linattn:softmax", "linattn:elu"
 # changes of the weights, as shares of their size: larger ones may move a token to another expert
@@ -244,13 +246,35 @@ def bfloat16_calls(subject: Subject) -> Pairs:
         return []
     function = AttentionInterface._global_mapping[name]
 
-    def compare(module: Any, *tensors: Tensor | None, **options: Any) -> None:
-        exact = [x.double() if x is not None and x.dtype == torch.bfloat16 else x for x in tensors]
-        pairs.append(tuple(function(module, *each, **options)[0].double() for each in (tensors, exact)))
+    def compare(module: Any, *tensors: Any, **options: Any) -> None:
+        # the cache is left as it is
+        tensors = tuple(map(tensor_of, tensors))
+        pairs.append((function(module, *tensors, **options)[0].double(), _exact(function, module, tensors, options)))
 
     with watched(name, compare):
         output(subject.model, **inputs(subject, MANY))
     return pairs
+
+
+def _exact(function: Callable[..., Any], module: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    plain = map(tensor_of, tensors)
+    exact = [x.double() if x is not None and x.dtype == torch.bfloat16 else x for x in plain]
+    return function(module, *exact, **options)[0]
+
+
+@contextmanager
+def exact_attention(name: str) -> Iterator[None]:
+    """Compute our attention in float64 inside the block, also in models in bfloat16."""
+    function = AttentionInterface._global_mapping[name]
+
+    def exact(module: Any, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
+        return _exact(function, module, tensors, options).to(tensor_of(tensors[0]).dtype), None
+
+    AttentionInterface.register(name, exact)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(name, function)
 
 
 def bfloat16_change(subject: Subject) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from linattn.integrations.transformers.stock_attention.hooks import watched
 
-from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies, bfloat16_change, output
+from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies, bfloat16_change, exact_attention, output
 from .inputs import VARIANTS, Subject, inputs
 from .small_models import make
 
@@ -18,11 +18,6 @@ CHECKS = (*COMPARISONS, *LAWS, "bfloat16")
 """The checks that are made where the model's own attention passes them."""
 TOLERANCE = 1e-4
 TOLERANCES = {"slope": SLOPE, "attention slope": SLOPE, "bfloat16 calls": 0.01}
-BFLOAT16: dict[str, Callable[[float], float]] = {
-    SOFTMAX: lambda own: 1.5 * own + 0.003,
-    ELU: lambda own: max(0.02, 1.5 * own),
-}
-"""By how much bfloat16 may change the outputs if it changes those of the model's own attention by `own`."""
 LARGEST_CHANGE = 0.1
 """The change by bfloat16 beyond which it says nothing, as where rounding moves tokens to other experts."""
 
@@ -114,15 +109,18 @@ def outcome(subject: Subject, check: str, reference: Any) -> str:
 
 
 def _rounding(subject: Subject, own: float) -> str:
-    for name, limit in BFLOAT16.items():
-        subject.model.set_attn_implementation(name)
-        try:
-            change = bfloat16_change(subject)
-        except Exception as error:
-            return _failure(error)
-        if change > limit(own):
-            return f"wrong: {change:.2g} with {name}, beside {own:.2g}"
-    return EQUAL
+    """Compare the changes by bfloat16 with those of the model's own attention, or of ours in float64."""
+    try:
+        subject.model.set_attn_implementation(SOFTMAX)
+        changes = [(bfloat16_change(subject), own)]
+        subject.model.set_attn_implementation(ELU)
+        with exact_attention(ELU):
+            exact = bfloat16_change(subject)
+        changes.append((bfloat16_change(subject), exact))
+    except Exception as error:
+        return _failure(error)
+    wrong = [f"{change:.2g}, beside {usual:.2g}" for change, usual in changes if change > 1.5 * usual + 0.003]
+    return f"wrong: {'; '.join(wrong)}" if wrong else EQUAL
 
 
 def _tensors(subject: Subject, check: str) -> list[Tensor]:

@@ -66,6 +66,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     # its encoder pads to whole blocks
     "PegasusXForConditionalGeneration": {"block_size": 8},
     "Qwen3_5ForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    # it reads the number, but has no such field
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 50},
     "SwinModel": {"window_size": 2},
 }
 """Fields of single classes that do not follow from their names."""
