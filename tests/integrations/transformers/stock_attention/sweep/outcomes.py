@@ -9,8 +9,9 @@ from torch import Tensor
 
 from linattn.integrations.transformers.stock_attention.hooks import watched
 
-from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies, bfloat16_change, exact_attention, output
+from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies
 from .inputs import VARIANTS, Subject, inputs
+from .outputs import bfloat16_change, exact_attention, output
 from .small_models import make
 
 EQUAL = "equal"
