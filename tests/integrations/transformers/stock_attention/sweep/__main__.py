@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import transformers
@@ -41,12 +42,12 @@ def main() -> None:
     for name, kind in classes().items():
         if name in past or not re.search(options.only, name):
             continue
-        found = _in_a_process(name, kind)
-        line = {"name": name, "kind": kind, "verdict": verdict(found), "outcomes": found}
+        results = results_of_process(name, kind)
+        line = {"name": name, "kind": kind, "verdict": verdict(results), "outcomes": results}
         past[name] = line
         with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        shown = {check: each for check, each in found.items() if each != "equal"}
+        shown = {check: each for check, each in results.items() if each != "equal"}
         print(line["verdict"], name, shown, file=sys.stderr, flush=True)
     lines = sorted(past.values(), key=lambda line: line["name"])
     print(Counter(line["verdict"] for line in lines))
@@ -56,19 +57,39 @@ def main() -> None:
         sys.exit(1)
 
 
-def _in_a_process(name: str, kind: str) -> dict[str, str]:
-    """Return the outcomes of a class, found in a process that is killed when its time is over."""
+def results_of_process(name: str, kind: str) -> dict[str, str]:
+    """Return the outcomes of a class from a process of its own. It is killed if the checks of the model's own attention
+    take too long, or those of ours; only what happens with ours is an error."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(SECONDS)
-        os.write(write, json.dumps(outcomes(name, kind)).encode())
-        os._exit(0)
+        os.close(read)
+        _send_outcomes(name, kind, write)
     os.close(write)
     with open(read) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else {"build": f"not run: not done in {SECONDS} seconds"}
+        results: dict[str, str] = dict(map(json.loads, file))
+    status = os.waitpid(child, 0)[1]
+    if status:
+        end = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+        reason = f"not done in {SECONDS} seconds" if status == signal.SIGALRM else f"the process ended with {end}"
+        results["process"] = f"{'error' if results else 'not run'}: {reason}"
+    return results
+
+
+def _send_outcomes(name: str, kind: str, write: int) -> NoReturn:
+    signal.alarm(SECONDS)
+    with open(write, "w", buffering=1) as file:
+        try:
+            for check, result in outcomes(name, kind):
+                file.write(json.dumps((check, result)) + "\n")
+                if check == "build":
+                    signal.alarm(SECONDS)
+        # nothing may go on in this copy of the process
+        except BaseException as error:
+            file.write(json.dumps(("process", f"error: {type(error).__name__}: {error}")) + "\n")
+        finally:
+            file.close()
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,31 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from .inputs import LENGTH, Subject, inputs
+from .outputs import Pairs, bfloat16_calls, output
 
 SOFTMAX, ELU = "linattn:softmax", "linattn:elu"
-# changes of the weights, as shares of their size: small ones are lost in the rounding of norms in float32, and large
-# ones may move a token to another expert
-STEPS = (1e-3, 1e-4, 1e-5)
-SLOPE = 1e-2
-"""The relative error of such differences."""
-Pairs = list[tuple[Tensor, Tensor]]
-"""Values of ours, and what they must equal."""
-
-
-def output(model: Any, **given: Any) -> Tensor:
-    """Return the first tensor of numbers that the model returns, without a cache."""
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        given["use_cache"] = False
-    # masks of masked autoencoders are random
-    torch.manual_seed(0)
-    result = model(**given)
-    names = ("logits", "last_hidden_state", "logits_per_image", "image_embeds", "text_embeds")
-    found = [getattr(result, name, None) for name in names]
-    found += list(result.values()) if hasattr(result, "values") else list(result)
-    return next(x for x in found if isinstance(x, Tensor) and x.is_floating_point())
+# changes of the weights, as shares of their size: larger ones may move a token to another expert
+STEPS = (1e-6, 1e-7, 1e-5)
+SLOPE = 1e-5
+"""The relative error of differences of the loss."""
 
 
 def padded(subject: Subject, side: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -48,15 +34,15 @@ def padded(subject: Subject, side: str) -> tuple[dict[str, Tensor], Tensor]:
     return made, mask
 
 
-def same(subject: Subject, name: str) -> Tensor:
+def same(subject: Subject) -> Tensor:
     return output(subject.model, **inputs(subject))
 
 
-def left(subject: Subject, name: str) -> Tensor:
+def left(subject: Subject) -> Tensor:
     return _padded_output(subject, "left")
 
 
-def right(subject: Subject, name: str) -> Tensor:
+def right(subject: Subject) -> Tensor:
     return _padded_output(subject, "right")
 
 
@@ -66,17 +52,17 @@ def _padded_output(subject: Subject, side: str) -> Tensor:
     return y if subject.model.config.is_encoder_decoder or y.shape[:2] != mask.shape else y[mask]
 
 
-def packed(subject: Subject, name: str) -> Tensor:
+def packed(subject: Subject) -> Tensor:
     places = torch.cat([torch.arange(4), torch.arange(LENGTH - 4)]).expand(3, -1)
     return output(subject.model, **inputs(subject), position_ids=places)
 
 
-def cut(subject: Subject, name: str) -> Tensor:
+def cut(subject: Subject) -> Tensor:
     ids, cache = inputs(subject)["input_ids"], DynamicCache(config=subject.model.config)
     return torch.cat([subject.model(input_ids=x, past_key_values=cache).logits for x in ids.split((5, 1, 5), 1)], 1)
 
 
-def generate(subject: Subject, name: str, **options: Any) -> Tensor:
+def generate(subject: Subject, **options: Any) -> Tensor:
     made = inputs(subject)
     made.pop("decoder_input_ids", None)
     if "input_ids" in made:
@@ -86,7 +72,7 @@ def generate(subject: Subject, name: str, **options: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-def gradients(subject: Subject, name: str) -> list[Tensor]:
+def gradients(subject: Subject) -> list[Tensor]:
     """Return the gradients of all weights, as shares of the largest."""
     found = torch.autograd.grad(*loss(subject), materialize_grads=True)
     if not all(x.isfinite().all() for x in found):
@@ -98,12 +84,12 @@ def gradients(subject: Subject, name: str) -> list[Tensor]:
 @torch.enable_grad()
 def loss(subject: Subject) -> tuple[Tensor, list[Tensor]]:
     """Return a random combination of the outputs, and the weights that it depends on."""
-    y = same(subject, "")
+    y = same(subject)
     factors = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     return (y * factors).mean(), [x for x in subject.model.parameters() if x.requires_grad and x.numel()]
 
 
-COMPARISONS: dict[str, Callable[[Subject, str], Tensor | list[Tensor]]] = {
+COMPARISONS: dict[str, Callable[[Subject], Tensor | list[Tensor]]] = {
     "softmax": same,
     "gradients": gradients,
     "left": left,
@@ -128,7 +114,7 @@ def future(subject: Subject) -> Pairs:
 
 
 def pieces(subject: Subject) -> Pairs:
-    return [(cut(subject, ELU), same(subject, ELU))]
+    return [(cut(subject), same(subject))]
 
 
 def padding(subject: Subject) -> Pairs:
@@ -148,13 +134,13 @@ def padding(subject: Subject) -> Pairs:
 def documents(subject: Subject) -> Pairs:
     ids = inputs(subject)["input_ids"]
     separate = [output(subject.model, input_ids=part) for part in ids.split((4, LENGTH - 4), 1)]
-    return [(packed(subject, ELU), torch.cat(separate, 1))]
+    return [(packed(subject), torch.cat(separate, 1))]
 
 
 def cache(subject: Subject) -> Pairs:
-    pairs = [(generate(subject, ELU), generate(subject, ELU, use_cache=False))]
+    pairs = [(generate(subject), generate(subject, use_cache=False))]
     beams = {"num_beams": 2}
-    return [*pairs, (generate(subject, ELU, **beams), generate(subject, ELU, **beams, use_cache=False))]
+    return [*pairs, (generate(subject, **beams), generate(subject, **beams, use_cache=False))]
 
 
 def folder(subject: Subject) -> Pairs:
@@ -162,32 +148,63 @@ def folder(subject: Subject) -> Pairs:
         subject.model.save_pretrained(path)
         name = subject.model.config._attn_implementation
         loaded = type(subject.model).from_pretrained(path, attn_implementation=name, dtype=torch.float64)
+    loaded.config._experts_implementation = subject.model.config._experts_implementation
     made = inputs(subject)
     return [(output(loaded.eval(), **made), output(subject.model, **made))]
 
 
 def slope(subject: Subject) -> Pairs:
     """Compare the gradients with differences of the loss, along a random direction in which all weights change."""
-    value, weights = loss(subject)
-    generator = torch.Generator().manual_seed(2)
+    with Float64():
+        return [_slope(subject, set(subject.model.parameters()))]
+
+
+def attention_slope(subject: Subject) -> Pairs:
+    """Compare the gradients with differences of the loss, along a random direction in which only the weights of
+    attention modules change."""
+    modules = [module for module in subject.model.modules() if hasattr(module, "is_causal")]
+    with Float64():
+        return [_slope(subject, {weight for module in modules for weight in module.parameters()})]
+
+
+class Float64(TorchFunctionMode):
+    """Compute in float64 what a model computes in float32, such as norms: rounding there would hide small slopes."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        options = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return func(*args, **options)
+
+
+def _slope(subject: Subject, changing: set[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the slope of the loss by the gradients, and by the first differences that agree, else by the closest."""
+    value, all_weights = loss(subject)
+    weights = [weight for weight in all_weights if weight in changing]
+    if not weights:
+        raise ValueError("no weights belong to attention modules")
+    gradients = torch.autograd.grad(value, weights, materialize_grads=True)
     before = [weight.detach().clone() for weight in weights]
+    generator = torch.Generator().manual_seed(2)
     ways = [x.abs().mean() * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in before]
-    found = torch.autograd.grad(value, weights, materialize_grads=True)
-    along = sum((x * way).sum() for x, way in zip(found, ways, strict=True))
+    along = torch.stack([(x * way).sum() for x, way in zip(gradients, ways, strict=True)]).sum()
 
     def moved(step: float) -> Tensor:
         for weight, x, way in zip(weights, before, ways, strict=True):
             weight.copy_(x + step * way)
         return loss(subject)[0].detach()
 
-    difference = torch.tensor(torch.nan)
-    for step in STEPS:
-        difference = (moved(step) - moved(-step)) / (2 * step)
-        if (along - difference).abs() <= SLOPE * difference.abs():
-            break
-    for weight, x in zip(weights, before, strict=True):
-        weight.copy_(x)
-    return [(along, difference)]
+    slopes: list[Tensor] = []
+    try:
+        for step in STEPS:
+            slopes.append((moved(step) - moved(-step)) / (2 * step))
+            if (along - slopes[-1]).abs() < SLOPE * slopes[-1].abs():
+                break
+    finally:
+        for weight, x in zip(weights, before, strict=True):
+            weight.copy_(x)
+    return along, min(slopes, key=lambda slope: (along - slope).abs().nan_to_num(torch.inf))
 
 
 LAWS: dict[str, Callable[[Subject], Pairs]] = {
@@ -198,6 +215,8 @@ LAWS: dict[str, Callable[[Subject], Pairs]] = {
     "cache": cache,
     "folder": folder,
     "slope": slope,
+    "attention slope": attention_slope,
+    "bfloat16 calls": bfloat16_calls,
 }
 """What holds for `linattn:elu` wherever it holds for the model's own attention."""
 

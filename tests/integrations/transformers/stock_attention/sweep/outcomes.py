@@ -1,9 +1,7 @@
-"""The outcome of each check for one class: equal, refused by name, silently wrong, or an internal error."""
+"""The outcome of each check for one class: equal, refused by name, not checked, silently wrong or an internal error."""
 
-import copy
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,45 +9,61 @@ from torch import Tensor
 
 from linattn.integrations.transformers.stock_attention.hooks import watched
 
-from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies, output
+from .checks import COMPARISONS, ELU, LAWS, SLOPE, SOFTMAX, applies
 from .inputs import VARIANTS, Subject, inputs
+from .outputs import bfloat16_change, exact_attention, output
 from .small_models import make
 
 EQUAL = "equal"
+CHECKS = (*COMPARISONS, *LAWS, "bfloat16")
+"""The checks that are made where the model's own attention passes them."""
 TOLERANCE = 1e-4
-BFLOAT16 = 0.05
-"""The relative error that bfloat16 may cause in every model."""
+TOLERANCES = {"slope": SLOPE, "attention slope": SLOPE, "bfloat16 calls": 0.01}
+LARGEST_CHANGE = 0.1
+"""The change by bfloat16 beyond which it says nothing, as where rounding moves tokens to other experts."""
 
 
-def outcomes(name: str, kind: str) -> dict[str, str]:
-    """Return the outcome of each check that applies to this class and that its own attention passes."""
+def outcomes(name: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the outcome of each check. The first, "build", is equal once the model has passed or failed
+    every check with its own attention: whatever happens after it is due to ours."""
     try:
         model = make(name, kind)
     except Exception as error:
-        return {"build": f"not built: {_brief(error)}"}
-    subject, problem = _subject(model, kind)
+        yield "build", f"not built: {_brief(error)}"
+        return
+    subject, problem = small_subject(model, kind)
     if subject is None:
-        return {"build": f"not run: {problem}"}
+        yield "build", f"not run: {problem}"
+        return
     with torch.no_grad():
-        stock = output(model, **inputs(subject))
-    try:
-        model.set_attn_implementation(SOFTMAX)
-    except Exception as error:
-        return {"set-up": _failure(error)}
-    with torch.no_grad():
-        found = {"calls": _calls(subject)}
-        if found["calls"] == EQUAL:
-            found |= {check: _comparison(subject, check) for check in COMPARISONS if applies(check, subject)}
-            found |= {check: _law(subject, check) for check in LAWS if applies(check, subject)}
-            found["bfloat16"] = _bfloat16(subject)
-        model.set_attn_implementation(subject.stock)
-        with suppress(Exception):
-            found["back"] = EQUAL if torch.equal(output(model, **inputs(subject)), stock) else "wrong: another output"
-    return {check: each for check, each in found.items() if each}
+        before = output(model, **inputs(subject))
+    references = {check: reference(subject, check) for check in CHECKS if applies(check, subject)}
+    yield "build", EQUAL
+    result = _set_up(subject)
+    yield "set-up", result
+    if result == EQUAL:
+        result = _calls(subject)
+        yield "calls", result
+    if result == EQUAL:
+        for check, each in references.items():
+            yield check, outcome(subject, check, each)
+    yield "back", _back(subject, before)
+
+
+def verdict(results: dict[str, str]) -> str:
+    """Return the outcome of the class: the worst of its checks."""
+    kinds = {check: each.partition(":")[0] for check, each in results.items()}
+    for worst in ("not built", "not run", "wrong", "error"):
+        if worst in kinds.values():
+            return worst
+    of_checks = {kinds[check] for check in CHECKS if check != "folder" and check in kinds} - {"not checked"}
+    if EQUAL not in of_checks:
+        return "refused"
+    return EQUAL if set(kinds.values()) <= {EQUAL, "not checked"} else "in part"
 
 
 @torch.no_grad()
-def _subject(model: Any, kind: str) -> tuple[Subject | None, str]:
+def small_subject(model: Any, kind: str) -> tuple[Subject | None, str]:
     """Return the model with the first inputs that its own attention takes; None if there are none, and why."""
     problem = ""
     for variant in VARIANTS:
@@ -65,20 +79,65 @@ def _subject(model: Any, kind: str) -> tuple[Subject | None, str]:
     return None, problem
 
 
-def verdict(found: dict[str, str]) -> str:
-    """Return the outcome of the class: the worst of its checks."""
-    kinds = {each.partition(":")[0] for check, each in found.items() if check not in ("calls", "back", "folder")}
-    kinds = kinds or {each.partition(":")[0] for each in found.values()}
-    for worst in ("not built", "not run", "wrong", "error"):
-        if worst in {each.partition(":")[0] for each in found.values()}:
-            return worst
-    if found.get("calls", "").startswith("refused"):
-        return "refused"
-    if kinds == {EQUAL}:
-        return EQUAL
-    return "in part" if EQUAL in kinds else "refused"
+@torch.no_grad()
+def reference(subject: Subject, check: str) -> Any:
+    """Return what the check compares with: a result of the model's own attention, or the reason, as a string, why the
+    check says nothing about this class."""
+    subject.model.set_attn_implementation(subject.stock)
+    try:
+        if check in COMPARISONS:
+            return _tensors(subject, check)
+        if check == "bfloat16":
+            change = bfloat16_change(subject)
+            return change if change <= LARGEST_CHANGE else f"not checked: its own outputs change by {change:.2g}"
+    except Exception as error:
+        return f"not checked: {_brief(error)}"
+    own = _agreement(lambda: LAWS[check](subject), check)
+    return own if own == EQUAL else f"not checked: with its own attention {own}"
 
 
+@torch.no_grad()
+def outcome(subject: Subject, check: str, reference: Any) -> str:
+    """Return the outcome of a check with our attention, beside what `reference` returned."""
+    if isinstance(reference, str) and reference != EQUAL:
+        return reference
+    if check == "bfloat16":
+        return _rounding(subject, reference)
+    subject.model.set_attn_implementation(ELU if check in LAWS else SOFTMAX)
+    if check in LAWS:
+        return _agreement(lambda: LAWS[check](subject), check)
+    return _agreement(lambda: list(zip(_tensors(subject, check), reference, strict=True)), check)
+
+
+def _rounding(subject: Subject, own: float) -> str:
+    """Compare the changes by bfloat16 with those of the model's own attention, or of ours in float64."""
+    try:
+        subject.model.set_attn_implementation(SOFTMAX)
+        changes = [(bfloat16_change(subject), own)]
+        subject.model.set_attn_implementation(ELU)
+        with exact_attention(ELU):
+            exact = bfloat16_change(subject)
+        changes.append((bfloat16_change(subject), exact))
+    except Exception as error:
+        return _failure(error)
+    wrong = [f"{change:.2g}, beside {usual:.2g}" for change, usual in changes if change > 1.5 * usual + 0.003]
+    return f"wrong: {'; '.join(wrong)}" if wrong else EQUAL
+
+
+def _tensors(subject: Subject, check: str) -> list[Tensor]:
+    result = COMPARISONS[check](subject)
+    return result if isinstance(result, list) else [result]
+
+
+def _set_up(subject: Subject) -> str:
+    try:
+        subject.model.set_attn_implementation(SOFTMAX)
+    except Exception as error:
+        return _failure(error)
+    return EQUAL
+
+
+@torch.no_grad()
 def _calls(subject: Subject) -> str:
     """Return "equal" if the model calls our function at all."""
     calls: list[Any] = []
@@ -90,70 +149,33 @@ def _calls(subject: Subject) -> str:
     return EQUAL if calls else "error: the name is accepted, but no attention is replaced"
 
 
-def _comparison(subject: Subject, check: str) -> str:
-    def run(name: str) -> list[Tensor]:
-        subject.model.set_attn_implementation(name)
-        found = COMPARISONS[check](subject, name)
-        return found if isinstance(found, list) else [found]
-
+@torch.no_grad()
+def _back(subject: Subject, before: Tensor) -> str:
+    """Return "equal" if the model gives its outputs again, to the bit, once its own attention is set back."""
     try:
-        expected = run(subject.stock)
-    except Exception:
-        return ""
-    return _outcome(lambda: list(zip(run(SOFTMAX), expected, strict=True)))
+        subject.model.set_attn_implementation(subject.stock)
+        after = output(subject.model, **inputs(subject))
+    except Exception as error:
+        # even a refusal of ours has no place here
+        return f"error: {_brief(error)}"
+    return EQUAL if torch.equal(after, before) else "wrong: another output"
 
 
-def _law(subject: Subject, check: str) -> str:
-    tolerance = SLOPE if check == "slope" else TOLERANCE
-    subject.model.set_attn_implementation(subject.stock)
-    if _outcome(lambda: LAWS[check](subject), tolerance) != EQUAL:
-        return ""
-    subject.model.set_attn_implementation(ELU)
-    return _outcome(lambda: LAWS[check](subject), tolerance)
-
-
-def _bfloat16(subject: Subject) -> str:
-    """Return "equal" if bfloat16 changes the outputs with our attention hardly more than with the model's own."""
-    model = copy.deepcopy(subject.model).to(torch.bfloat16)
-    for name, buffer in model.named_buffers():
-        # as in a model that is loaded in bfloat16
-        if "inv_freq" in name:
-            buffer.data = subject.model.get_buffer(name).float()
-
-    def error(name: str) -> float:
-        outputs = []
-        for each in (model, subject.model):
-            each.set_attn_implementation(name)
-            outputs.append(output(each, **inputs(subject._replace(model=each))).double())
-        return float(((outputs[0] - outputs[1]).norm() / outputs[1].norm()).nan_to_num(torch.inf))
-
+def _agreement(run: Callable[[], list[tuple[Tensor, Tensor]]], check: str) -> str:
     try:
-        limit = max(BFLOAT16, 3 * error(subject.stock))
-    except Exception:
-        return ""
-    try:
-        errors = [error(name) for name in (SOFTMAX, ELU)] if limit < 1 else []
-    except Exception as failure:
-        return _failure(failure)
-    return next((f"wrong: {each:.2g}, beside {limit:.2g}" for each in errors if each > limit), EQUAL if errors else "")
-
-
-def _outcome(run: Callable[[], list[tuple[Tensor, Tensor]]], tolerance: float = TOLERANCE) -> str:
-    try:
-        differences = [_difference(*pair) for pair in run()]
+        difference = max((_difference(*pair) for pair in run()), default=0.0)
     except Exception as error:
         return _failure(error)
-    return EQUAL if max(differences) < tolerance else f"wrong: {max(differences):.2g}"
+    return EQUAL if difference < TOLERANCES.get(check, TOLERANCE) else f"wrong: {difference:.2g}"
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
+def _difference(x: Tensor, expected: Tensor) -> float:
+    if x.shape != expected.shape:
         return torch.inf
     if not expected.is_floating_point():
-        return float((found != expected).double().mean())
+        return float((x != expected).double().mean())
     scale = expected.abs().max().clamp(min=1e-6)
-    difference = float(((found - expected).abs().max() / scale).nan_to_num(torch.inf))
-    return difference
+    return float(((x - expected).abs().max() / scale).nan_to_num(torch.inf))
 
 
 def _failure(error: Exception) -> str:

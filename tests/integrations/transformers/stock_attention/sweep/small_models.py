@@ -38,7 +38,7 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     (r".*_layer_offset|freeze_at", 0),
     (r".*layers|.*n_layers?|.*_depth|depth|.*num_blocks", 2),
     (r".*(intermediate|ffn|mlp|inner|feedforward|feed_forward|ff)_?(hidden_)?(size|dim)(_.*)?|d_ff|n_inner", 48),
-    (r".*sliding_window(_size)?|.*attention_chunk_size|local_attention|attention_window", 64),
+    (r".*sliding_window(_size)?|.*attention_chunk_size|local_attention|attention_window", 128),
     (r".*spatial_merge_size|.*merge_size|.*scale_factor|.*_shuffle_factor", 2),
     (r"temporal_patch_size|patch_temporal", 1),
     (r".*patch_size", 4),
@@ -65,6 +65,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "NllbMoeForConditionalGeneration": {"router_ignore_padding_tokens": True},
     # its encoder pads to whole blocks
     "PegasusXForConditionalGeneration": {"block_size": 8},
+    "Qwen3_5ForCausalLM": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    # it reads the number, but has no such field
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 50},
     "SwinModel": {"window_size": 2},
 }
 """Fields of single classes that do not follow from their names."""
