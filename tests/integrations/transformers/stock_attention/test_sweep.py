@@ -26,8 +26,7 @@ PART = {
     "InformerModel": "a model of time series",
     "JetMoeForCausalLM": "keys repeated after the cache",
     "MoonshineForConditionalGeneration": "a module that computes is_causal in each call",
-    "NllbMoeForConditionalGeneration": "experts that read the mask",
-    "PegasusXForConditionalGeneration": "causal by its mask alone, in a decoder",
+    "NllbMoeForConditionalGeneration": "experts that read the mask, and a decoder that is causal by its mask alone",
     "Qwen2MoeForCausalLM": "a mask for a window that no layer has",
     "Qwen3_5ForCausalLM": "attention between other layers with a state",
 }
@@ -41,7 +40,6 @@ NOT_APPLICABLE = {
     "InformerModel": OF_DECODERS | OF_TOKENS | {"generate", "cache", "future"},
     "MoonshineForConditionalGeneration": OF_DECODERS | OF_TOKENS,
     "NllbMoeForConditionalGeneration": OF_DECODERS,
-    "PegasusXForConditionalGeneration": OF_DECODERS,
 }
 
 
