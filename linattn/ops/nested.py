@@ -60,9 +60,9 @@ def map_state(function: Callable[[Any], Any], state: Any, *, leaf: type = Tensor
 
 def tensors_in(state: Any) -> list[Tensor]:
     """Return the tensors of a state, in order."""
-    found: list[Tensor] = []
-    map_state(found.append, state)
-    return found
+    tensors: list[Tensor] = []
+    map_state(tensors.append, state)
+    return tensors
 
 
 def with_tensors(state: Any, tensors: Iterable[Tensor]) -> Any:
