@@ -2,8 +2,10 @@
 the time of generating many texts in one batch.
 
     python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,training,batches,conversations,serve]
+    python benchmarks/states.py --parts reading,batches --tokens 16384 --models "4 × 128, softmax"
 
-The models have random weights, which take the same time as trained ones. Times are medians of turns."""
+Models with softmax attention, which keep all keys and values, run if they are named. The models have random weights,
+which take the same time as trained ones. Times are medians of turns."""
 
 import argparse
 import asyncio
@@ -36,7 +38,10 @@ MODELS = {
     "4 × 128, local:2+elu:2": {"dim": 128, "depth": 4, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
     "8 × 256, gated_delta": {"dim": 256, "depth": 8, "num_heads": 4, "attention": "gated_delta", "rotary": None},
     "8 × 256, local:2+elu:2": {"dim": 256, "depth": 8, "num_heads": 4, "attention": "local:2+elu:2", "window": 64},
+    "4 × 128, softmax": {"dim": 128, "depth": 4, "num_heads": 4, "attention": "softmax"},
+    "8 × 256, softmax": {"dim": 256, "depth": 8, "num_heads": 4, "attention": "softmax"},
 }
+LINEAR = tuple(name for name in MODELS if not name.endswith("softmax"))
 SEGMENT = 2048
 PARTS = ("reading", "training", "batches", "conversations", "serve")
 ROWS, CONVERSATIONS, CLIENTS = 16, 1000, (1, 64, 128, 192, 256)
@@ -251,7 +256,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=LINEAR)
     parser.add_argument("--train", nargs=3, metavar=("MODEL", "TOKENS", "SEGMENT"), help="one step, in this process")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
