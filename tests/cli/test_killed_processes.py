@@ -81,7 +81,18 @@ def test_the_others_end_and_a_restart_goes_on(text, finished_of_four, tmp_path, 
     assert_same_weights(run, finished_of_four)
 
 
+@pytest.fixture
+def handlers():
+    """Torchrun's agent leaves its handlers of signals behind, which would end other laws."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
 @needs_processes
+@pytest.mark.usefixtures("handlers")
 def test_torchrun_starts_all_again(text, finished_of_four, tmp_path):
     """Its own agent notices that a process was killed, ends the other one, and starts both with the same command."""
     run = tmp_path / "run"
