@@ -27,6 +27,7 @@ from torch import Tensor
 
 from linattn import LanguageModel, LanguageModelConfig, named_attention
 from linattn.attention.gates import AnyNeeds, Gates
+from linattn.console.processes import average_gradients
 from linattn.distributed import sequence_loss, shard_sequence, split_sequence
 from linattn.distributed.segments import segment
 from linattn.models.loss import next_token_loss
@@ -70,8 +71,7 @@ def reading_and_training(model: LanguageModel, tokens: Any, group: Any = None) -
             next_token_loss(model(tokens), tokens).backward()
             return
         sequence_loss(model(tokens.tokens), tokens.labels, group=group).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+        average_gradients(model.parameters(), group)
 
     return {"prefill": lambda: prefill(model, tokens if group is None else tokens.tokens), "training": training}
 
