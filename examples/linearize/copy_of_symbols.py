@@ -1,10 +1,12 @@
 """Copying: 24 of 64 symbols, between 16 to 48 others and a mark, must be written again. A window cannot know them."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.linearize.task import Batch, Task, chunks
+from examples.linearize.task import Batch, NewRows, Task
 from linattn.models.loss import NO_LABEL
 
 SYMBOLS, COPIED, SHORTEST, LONGEST, BATCH, TEST = 64, 24, 16, 48, 32, 256
@@ -22,20 +24,6 @@ def generate(random: np.random.Generator, count: int) -> Batch:
         ids[row, : len(tokens)] = tokens
         labels[row, len(tokens) - COPIED : len(tokens)] = symbols
     return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-
-
-class Copying:
-    """New rows in every batch, and 256 others that are held out."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = np.random.default_rng([seed, 5])
-        self.test = generate(np.random.default_rng([seed, 6]), TEST)
-
-    def batch(self) -> Batch:
-        return generate(self.random, BATCH)
-
-    def held_out(self) -> list[Batch]:
-        return chunks(self.test)
 
 
 def model() -> LlamaForCausalLM:
@@ -56,5 +44,12 @@ def model() -> LlamaForCausalLM:
 
 
 TASK = Task(
-    name="copying", steps=1_400, lr=3e-3, weight_decay=0.0, window=16, metric="accuracy", model=model, data=Copying
+    name="copying",
+    steps=1_400,
+    lr=3e-3,
+    weight_decay=0.0,
+    window=16,
+    metric="accuracy",
+    model=model,
+    data=partial(NewRows, generate, BATCH, TEST),
 )

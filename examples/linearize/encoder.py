@@ -2,12 +2,14 @@
 
 Each token after the question is a pair of key and value, and no key comes twice, so uniform attention cannot know."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from examples.linearize.task import Batch, Task, chunks
+from examples.linearize.task import Batch, NewRows, Task
 
 KEYS, CLASSES = 16, 4
 PADDING, FIRST, QUESTIONS = 0, 1, 2
@@ -15,22 +17,8 @@ PAIRS = QUESTIONS + KEYS
 SHORTEST, LONGEST, BATCH, TEST = 8, 16, 64, 1_000
 
 
-class Lookup:
-    """Sequences of 8 to 16 pairs, padded on the right; new ones in each batch."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = np.random.default_rng([seed, 5])
-        self.test = generate(np.random.default_rng([seed, 6]), TEST)
-
-    def batch(self) -> Batch:
-        return generate(self.random, BATCH)
-
-    def held_out(self) -> list[Batch]:
-        return chunks(self.test)
-
-
 def generate(random: np.random.Generator, count: int) -> Batch:
-    """Return `input_ids`, `attention_mask` and `labels` of random sequences."""
+    """Return `input_ids`, `attention_mask` and `labels` of random sequences of 8 to 16 pairs, padded on the right."""
     keys = random.permuted(np.tile(np.arange(KEYS), (count, 1)), axis=1)[:, :LONGEST]
     values = random.integers(CLASSES, size=keys.shape)
     lengths = random.integers(SHORTEST, LONGEST + 1, size=count)
@@ -67,4 +55,12 @@ def model() -> BertForSequenceClassification:
     )
 
 
-TASK = Task(name="encoder", steps=600, lr=2e-3, window=2, metric="accuracy", model=model, data=Lookup)
+TASK = Task(
+    name="encoder",
+    steps=600,
+    lr=2e-3,
+    window=2,
+    metric="accuracy",
+    model=model,
+    data=partial(NewRows, generate, BATCH, TEST),
+)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +24,20 @@ class Data(Protocol):
     def batch(self) -> Batch: ...
 
     def held_out(self) -> list[Batch]: ...
+
+
+class NewRows:
+    """Rows that `generate` draws: `size` new ones in every batch, and `test` others that are held out."""
+
+    def __init__(self, generate: Callable[[np.random.Generator, int], Batch], size: int, test: int, seed: int) -> None:
+        self.generate, self.size, self.random = generate, size, np.random.default_rng([seed, 5])
+        self.test = generate(np.random.default_rng([seed, 6]), test)
+
+    def batch(self) -> Batch:
+        return self.generate(self.random, self.size)
+
+    def held_out(self) -> list[Batch]:
+        return chunks(self.test)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def test_an_utterance_has_two_sounds_per_word():
 
 def test_measure_is_of_all_labels():
     torch.manual_seed(0)
-    model, data = encoder.model(), encoder.Lookup(0)
+    model, data = encoder.model(), encoder.TASK.data(0)
     batches = data.held_out()
     logits = torch.cat([model(**{k: v for k, v in each.items() if k != "labels"}).logits for each in batches])
     labels = torch.cat([each["labels"] for each in batches])
