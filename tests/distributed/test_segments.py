@@ -43,6 +43,10 @@ def leaves(state: Any) -> list[Tensor]:
     return found
 
 
+def size(x: Tensor) -> Tensor | int:
+    return x.detach().abs().amax().clamp(min=1) if x.numel() else 1
+
+
 def assert_same(ours: Any, theirs: Any) -> None:
     """Two states are the same sums if their scales differ and the factors of the sums make up for it."""
     assert type(ours) is type(theirs)
@@ -55,8 +59,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         for x, y in zip(ours, theirs, strict=True):
             assert_same(x, y)
     elif theirs is not None and theirs.is_floating_point():
-        size = theirs.detach().abs().amax().clamp(min=1) if theirs.numel() else 1
-        assert_close(ours / size, theirs / size, **CLOSE)
+        assert_close(ours / size(theirs), theirs / size(theirs), **CLOSE)
     else:
         assert ours is theirs or torch.equal(ours, theirs)
 
@@ -102,8 +105,9 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def total(state: Any) -> Tensor:
-    """A number that depends on every sum, and not on the scale, which has no gradient."""
-    parts = [x for x in leaves(state) if x.requires_grad]
+    """A number that depends on every sum, and not on the scale, which has no gradient. A sine of large numbers would
+    multiply their rounding by their size."""
+    parts = [x / size(x) for x in leaves(state) if x.requires_grad]
     return torch.stack(
         [(x.sin() * torch.linspace(1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum() for x in parts]
     ).sum()
