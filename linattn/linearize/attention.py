@@ -79,6 +79,8 @@ class LinearizedAttention(InnerAttention):
             raise ValueError(f"key_dim must be from 1 to {d}, the channels of a head, but is {r}")
         sizes = {"num_heads": spec.num_heads, "num_key_heads": spec.num_key_heads, "head_dim": r}
         inner = untrained_attention(spec.method, **sizes, window=spec.window, causal=spec.causal)
+        if inner.same_tokens and not spec.dim:
+            raise ValueError(f"{spec.method} attends to the queries' own tokens, and cross-attention to others")
         self.inner = with_decay(inner) if spec.decay else inner
         self.window = self.share = None
         if spec.window and spec.dim and not any(isinstance(part, EXACT) for part in inner.modules()):

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch.testing import assert_close
 
+from linattn.attention import ATTENTIONS, traits
 from linattn.linearize import (
     convert,
     linearized_class,
@@ -72,6 +73,22 @@ def test_encoders_and_cross_attention_have_no_convolution():
     widths = [layer.spec.convolution for layer in made.layers if layer.spec]
     # two layers of the encoder, then self-attention and cross-attention in turn
     assert widths == [0, 0, 4, 0, 4, 0]
+
+
+@pytest.mark.parametrize("method", [*ATTENTIONS, "local+elu"])
+def test_what_is_planned_for_cross_attention_runs(method):
+    """A method replaces those layers of an encoder, a decoder and between the two that it can; others have a reason."""
+    model = make(ENCODER_DECODERS["bart"])
+    batch = {"input_ids": tokens(2, 7), "decoder_input_ids": tokens(2, 5)}
+    try:
+        made = plan(model, batch, method=method)
+    except ValueError as error:
+        assert "no layer that linattn could replace" in str(error)
+        return
+    convert(model, made, [batch])
+    assert model(**batch).logits.isfinite().all()
+    crossing = [layer.reason for layer in made.layers][3::2]
+    assert [reason is None for reason in crossing] == [traits(method).cross] * 2, crossing
 
 
 def test_layers_with_a_sliding_window_stay():
