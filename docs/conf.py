@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent / "_extensions")]
 
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
+import linattn  # noqa: E402
 from linattn.version import __version__  # noqa: E402
 
 project, author, copyright = "linattn", "the linattn authors", "the linattn authors, MIT licence"
@@ -27,14 +28,15 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["reference/examples", "jupyter_execute"]
+exclude_patterns = ["reference/examples", "reference/names/every.rst", "jupyter_execute"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 html_math_renderer = "mathml"
 myst_heading_anchors = 3
 # the notebooks hold their outputs, which `make notebooks` renews and a test compares
 nb_execution_mode = "off"
-autosummary_generate = True
+# one list of all names, below; the pages get theirs when they are read
+autosummary_generate = ["reference/names/every.rst"]
 # a method without a sentence of its own shows its signature, not torch's text
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
@@ -64,10 +66,31 @@ html_theme_options = {
     "footer_end": [],
 }
 
-# where public names are
-BESIDE = ("distributed", "integrations.transformers", "linearize", "states")
-PACKAGES = ("linattn", *(f"linattn.{package}" for package in BESIDE))
-PUBLIC = {name: f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
+# the packages whose names a page of the interface lists
+PAGES = {
+    "operators": ("ops",),
+    "feature_maps": ("feature_maps",),
+    "attention": ("attention",),
+    "modules": ("nn", "integrations.torch"),
+    "generation": ("generation",),
+    "models": ("models",),
+    "states": ("states",),
+    "distributed": ("distributed",),
+    "diagnostics": ("diagnostics",),
+    "transformers": ("integrations.transformers",),
+    "linearize": ("linearize",),
+}
+
+
+def public_names(package: str) -> list[str]:
+    """Return the public names of a package with the package where users find them: linattn if it has them."""
+    own = importlib.import_module(f"linattn.{package}").__all__
+    return sorted(f"linattn.{name}" if name in linattn.__all__ else f"linattn.{package}.{name}" for name in own)
+
+
+LISTED = {page: [name for package in packages for name in public_names(package)] for page, packages in PAGES.items()}
+PUBLIC = {name.rpartition(".")[2]: name for names in LISTED.values() for name in names}
+PACKAGES = {name.rpartition(".")[0] for name in PUBLIC.values()}
 SOURCE = "https://github.com/linattn/linattn/blob/main/"
 # torch's methods that print a module and draw its first weights
 CONVENTIONS = {"extra_repr", "reset_parameters"}
@@ -103,6 +126,14 @@ def members(public: str) -> dict[str, str]:
     return {name: each for name, each in every.items() if each and name[0] != "_" and name not in CONVENTIONS}
 
 
+def table(names: list[str], folder: str) -> str:
+    """Return the directive that lists names without their package, with a page for each in `folder`."""
+    return f".. autosummary::\n   :toctree: {folder}\n   :nosignatures:\n\n" + "".join(f"   ~{x}\n" for x in names)
+
+
+NAMES = Path(__file__).parent / "reference/names"
+NAMES.mkdir(exist_ok=True)
+NAMES.joinpath("every.rst").write_text(table(sorted(PUBLIC.values()), "."), "utf-8")
 EXAMPLES = {path.name for path in Path(__file__).parent.glob("reference/examples/*.py")}
 autosummary_context = {
     "interface": {public: members(public) for public in PUBLIC.values()},
@@ -157,20 +188,20 @@ def name_functions(
 
 
 def list_names(app: object, page: str, text: list[str]) -> None:
-    """Tables of the interface show names without their package. Its first page has a list of each layer's names."""
+    """The pages of the interface end with tables of their names. Its first page has a list of each page's names."""
+    folder, _, own = page.partition("/")
     if page == "reference/index":
-        layers = re.findall(r"^\w+$", text[0].partition("{toctree}")[2], re.MULTILINE)
-        text[0] += "".join(map(layer, layers))
-    elif page.startswith("reference/"):
-        text[0] = re.sub(r"^   (linattn\.)", r"   ~\1", text[0], flags=re.MULTILINE)
+        text[0] += "".join(map(layer, LISTED))
+        text[0] += "\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n" + "\n".join(LISTED) + "\n```\n"
+    elif folder == "reference" and own in LISTED:
+        text[0] += "\n```{eval-rst}\n" + table(LISTED[own], "names") + "```\n"
 
 
 def layer(page: str) -> str:
     """Return a section with the title and the names of a page of the interface."""
-    text = Path(__file__).with_name("reference").joinpath(f"{page}.md").read_text("utf-8")
-    names = re.findall(r"^   (linattn\.\S+)", text, re.MULTILINE)
-    links = " · ".join(f"[`{name.rpartition('.')[2]}`](names/{name}.rst)" for name in names)
-    return f"\n## [{text.splitlines()[0].removeprefix('# ')}]({page}.md)\n\n{links}\n"
+    title = Path(__file__).with_name("reference").joinpath(f"{page}.md").read_text("utf-8").splitlines()[0]
+    links = " · ".join(f"[`{name.rpartition('.')[2]}`](names/{name}.rst)" for name in LISTED[page])
+    return f"\n## [{title.removeprefix('# ')}]({page}.md)\n\n{links}\n"
 
 
 def follow_to_source(app: object, package: str, attribute: str) -> str | None:

@@ -15,6 +15,8 @@ from linattn.feature_maps.elementwise import ElementwiseFeatureMap
 from linattn.ops.numerics import accumulator, divide
 from linattn.types import KeyMask, Keys, Queries, Values
 
+__all__ = ["SoftmaxComparison", "compare_with_softmax"]
+
 # number of weights, of all heads together, in memory at a time
 _WEIGHTS_AT_A_TIME = 2**22
 _SMALL = math.log(1e-4)
