@@ -23,12 +23,12 @@ def carried(
     anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device=x.device)
     past = state
     if not line.is_first:
-        received = line.receive_state(line.rank - 1, f"the state of {what}")
+        received = line.receive_state(line.rank - 1, what)
         x, *tensors = _Arrival.apply(line, x, anchor, *(y.to(x.device) for y in tensors_in(received)))
         past = with_tensors(received, tensors)
     y, after = extend(x, past)
     if not line.is_last:
-        line.send_state(after, line.rank + 1)
+        line.send_state(after, line.rank + 1, what)
         y = _Departure.apply(line, what, y, anchor, *tensors_in(after))
     return y, after
 

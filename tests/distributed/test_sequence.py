@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from linattn import causal_linear_attention
 from linattn.attention import named_attention
 from linattn.distributed import last_state, sequence_loss, shard_sequence, split_sequence, tensor_parallel
 from linattn.distributed.sequence import ENGINES
+from linattn.distributed.transport import Line
 from linattn.models import LanguageModel, next_token_loss
 from linattn.models.loss import NO_LABEL
 from linattn.nn import GatedConvolution, MultiheadAttention, TokenShift
@@ -328,18 +330,41 @@ def bytes_of(rank: int) -> None:
     ):
         inner = named_attention(name, num_heads=8, head_dim=64, causal=True)
         layer = MultiheadAttention(512, 8, inner)
-        sharding, counts = shard_sequence(layer, group, engine=engine), []
+        sharding, counts, messages = shard_sequence(layer, group, engine=engine), [], []
         for n in (16, 48):
             before = sharding.line.bytes_sent
-            layer(torch.randn(1, n, 512)).sum().backward()
+            with patch("torch.distributed.isend", wraps=dist.isend) as send:
+                layer(torch.randn(1, n, 512)).sum().backward()
             counts.append(sharding.line.bytes_sent - before)
+            messages.append(send.call_count)
         assert counts[0] == counts[1] <= (2 if engine == "scan" else 1) * limit, (name, engine, counts)
         assert counts[0] >= 8 * 64 * 64 * 4
+        # of a state whose length the next rank knows, and of its gradient
+        assert messages[1] == (engine == "wave")
         sharding.undo()
 
 
 def test_bytes_do_not_depend_on_the_length():
     run_in_group(2, bytes_of)
+
+
+def states_in_turn(rank: int) -> None:
+    """Under one name, longer and shorter than the first message, and than the last state."""
+    assert dist.group.WORLD is not None
+    line = Line(dist.group.WORLD)
+    for n in (1, 3_000, 3_000, 2, 0, 500, 3_000):
+        state = (torch.arange(n), None, (torch.full((2, n), 0.5, dtype=torch.float64), n))
+        if rank == 0:
+            line.send_state(state, 1, "a layer")
+        else:
+            numbers, nothing, (halves, count) = line.receive_state(0, "a layer")
+            assert torch.equal(numbers, state[0]) and nothing is None
+            assert torch.equal(halves, state[2][0]) and halves.dtype == torch.float64 and count == n
+    line.finish()
+
+
+def test_states_of_one_name_may_have_any_lengths():
+    run_in_group(2, states_in_turn)
 
 
 def lower_precision(rank: int, engine: str) -> None:
