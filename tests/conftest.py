@@ -30,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if not torch.accelerator.is_available():
+        # it would write down the stack of calls for each kind of device that is not there, which takes as long as a
+        # small test
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,14 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exempt all imported objects from the garbage collector: transformers' Trainer collects after every run, and a
-    search of torch's million objects takes longer than a tiny run."""
+    """Import without the garbage collector, which would search a million new objects again and again."""
     gc.disable()
     result = yield
     gc.collect()
-    gc.freeze()
     gc.enable()
     return result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """Exempt all that was imported until now from the garbage collector: transformers' Trainer collects after every
+    run, and a search of a million objects takes longer than a tiny run."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Function transforms in a graph give what they give without one."""
 
 import itertools
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from linattn.ops import causal_delta_attention
-from linattn.ops.plain.delta import _states
-from linattn.ops.tokens.cutting import cut, join
 from tests.operators import causal, decaying, gated, over_all
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor writes C++")
 
 
 def delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,16 +66,3 @@ def test_a_transform_in_a_graph_is_the_transform(transform: str, operator: Calla
     run = TRANSFORMS[transform](operator)
     backend = aot_autograd(fw_compiler=inspect, decompositions=select_decomp_table())
     assert_close(torch.compile(run, backend=backend)(*inputs), run(*inputs))
-
-
-@needs_compiler
-def test_inductor_computes_gradients_of_the_chunks_under_vmap() -> None:
-    torch.compiler.reset()
-
-    def parts(x: Tensor) -> Tensor:
-        return torch.cat(
-            [join(cut(x, 2), x.shape[-2]).flatten(), _states(x.unflatten(-2, (3, 2)), x[:2, 2:], 2).flatten()]
-        )
-
-    run, x = vmap(grad(loss(parts))), torch.randn(3, 6, 4)
-    assert_close(torch.compile(run)(x), run(x))

@@ -108,7 +108,8 @@ def test_two_parts_equal_the_whole(engine: str):
 
 
 def every_kind(rank: int, size: int, engine: str) -> None:
-    for number, (name, options) in enumerate(KINDS.items()):
+    """For the scan; of the wave, whose chain of four does not depend on the layer, every third is enough."""
+    for number, (name, options) in enumerate([*KINDS.items()][:: 1 if engine == "scan" else 3]):
         whole_equals_parts(rank, size, name, options, ("holes", "gap")[number % 2], engine)
 
 

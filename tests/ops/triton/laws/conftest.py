@@ -1,5 +1,6 @@
 """Collected where kernels can run: see ../test_kernels.py."""
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,9 @@ if INTERPRETED:
     prepare, both = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang = lambda fn: prepare(both)
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    # each access to memory would build a table of all dtypes; pointers, which have no hash, do without it
+    dtype, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda x: dtype(x) if x.scalar.is_ptr() else cached(x.scalar)
     # and no number at these sizes leaves 32 bits, which would be checked at every addition
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
