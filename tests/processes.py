@@ -15,8 +15,16 @@ needs_processes = pytest.mark.skipif(
     os.name == "nt" or not dist.is_available(), reason="needs gloo and files to meet in"
 )
 METHOD = "spawn" if os.name == "nt" else "forkserver"
-# the imports take most of the time of a new process
-IMPORTS = ["linattn.cli.training", "linattn.linearize.command.run", "torch.distributed.fsdp", "tests.processes"]
+# the imports take most of the time of a new process, and those of tests that build models of every kind
+IMPORTS = [
+    "linattn.cli.training",
+    "linattn.linearize.command.run",
+    "torch.distributed.fsdp",
+    "pydantic.type_adapter",
+    "tests.models.causal",
+    "tests.processes",
+    "tests.frozen",
+]
 
 
 def run_in_another(work: Callable[..., None], *arguments: Any) -> int | None:
