@@ -6,9 +6,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,18 +43,22 @@ Objective = Callable[[PreTrainedModel, Batch, Add], int]
 """Computes the sum of a model's losses over a batch, calls its last argument with each part of the sum, and returns the
 number of losses. The gradients of a part are computed at once, so that only one part needs memory for them."""
 
+Figures = Mapping[str, float]
+
 WARMUP = 0.1
 """The share of a training in which the learning rates rise: full steps at once would undo what is near already."""
 CHECKPOINT = "checkpoint.pt"
 
 
 class Progress(NamedTuple):
-    """The number of the last `step`, of how many `steps` (None: time decides), its `loss`, and the `seconds_left`."""
+    """The number of the last `step`, of how many `steps` (None: time decides), its `loss`, the `seconds_left`, and the
+    `figures` that the budget's `validate` has returned after this step."""
 
     step: int
     steps: int | None
     loss: float
     seconds_left: float
+    figures: Figures
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class Budget:
     Each step takes the gradient of the mean loss over `accumulate` batches. With a `folder`, a checkpoint is written
     there every `save_every` steps, and training resumes from the last one. `report` is called after each step.
 
+    `validate` is called with the model in training every `save_every` steps and after the last one, and returns figures
+    by name, such as scores on batches that the training does not read. Its time does not count.
+
     In a group of processes, each reads `accumulate` batches of its own per step, and the loss is the mean over all of
-    them. With `shard`, each process holds only a part of the weights that train, of their gradients and of AdamW's
-    states; after an error the model has no weights, and a new one resumes from the checkpoint. The first process writes
-    the checkpoints, which all read."""
+    them. All processes call `validate` and `report`. With `shard`, each holds only a part of the weights that train, of
+    their gradients and of AdamW's states; after an error the model has no weights, and a new one resumes from the
+    checkpoint. The first process writes the checkpoints, which all read."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -76,6 +83,7 @@ class Budget:
     accumulate: int = 1
     shard: bool = False
     report: Callable[[Progress], None] | None = None
+    validate: Callable[[PreTrainedModel], Figures] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -95,10 +103,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Training:
-    """Holds the `losses` of all steps of a training and its `seconds`, those before an interruption included."""
+    """Holds the `losses` of all steps of a training, its `seconds`, and the figures of its `validations` by step, those
+    before an interruption included."""
 
     losses: tuple[float, ...]
     seconds: float
+    validations: Mapping[int, Figures] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -142,14 +152,14 @@ def train(
 
 
 class _Trainer:
-    """A training in progress: the optimizer of a model, and the `losses` and `seconds` of the steps so far."""
+    """A training in progress: the optimizer of a model, and the `losses`, `seconds` and `validations` so far."""
 
     def __init__(self, model: PreTrainedModel, groups: list[dict[str, Any]], budget: Budget, full_steps: float) -> None:
         self.model, self.budget, self.full_steps = model, budget, full_steps
         self.weights = [weight for group in groups for weight in group["params"]]
         self.peaks = [group["lr"] for group in groups]
         self.optimizer = AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, **_fused(self.weights))
-        self.losses, self.seconds = _resume(model, self.optimizer, budget.folder)
+        self.losses, self.seconds, self.validations = _resume(model, self.optimizer, budget.folder)
 
     def train(self, objective: Objective, batches: Sequence[Batch], autocast: AbstractContextManager[Any]) -> Training:
         while self.budget.progress(len(self.losses), self.seconds) < 1:
@@ -168,8 +178,8 @@ class _Trainer:
             self.optimizer.step()
             # the clocks of processes differ
             (self.seconds,) = from_first([self.seconds + time.monotonic() - started])
-            _finish_step(self.model, self.optimizer, self.budget, self.losses, self.seconds)
-        return Training(tuple(self.losses), self.seconds)
+            self._finish_step(autocast)
+        return Training(tuple(self.losses), self.seconds, self.validations)
 
     def _set_rates(self) -> None:
         steps = len(self.losses) + 0.5
@@ -181,6 +191,20 @@ class _Trainer:
             factor *= min(1.0, steps / progress / self.full_steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = factor * peak
+
+    def _finish_step(self, autocast: AbstractContextManager[Any]) -> None:
+        """Validate and write a checkpoint if they are due, and report the progress."""
+        budget, step, share = self.budget, len(self.losses), self.budget.progress(len(self.losses), self.seconds)
+        due, figures = share == 1 or step % budget.save_every == 0, {}
+        if due and budget.validate is not None:
+            with autocast:
+                figures = self.validations[step] = dict(budget.validate(self.model))
+        if due and budget.folder is not None:
+            record = {"losses": self.losses, "seconds": self.seconds, "validations": self.validations}
+            _write_checkpoint(budget.folder, self.model, self.optimizer, record)
+        if budget.report is not None:
+            left = self.seconds * (1 - share) / share
+            budget.report(Progress(step, budget.steps, self.losses[-1], left, figures))
 
 
 def _gradients(
@@ -213,19 +237,17 @@ def _fused(weights: Sequence[nn.Parameter]) -> dict[str, bool]:
     return {"fused": True} if all(weight.is_cuda for weight in weights) else {}
 
 
-def _finish_step(model: PreTrainedModel, optimizer: AdamW, budget: Budget, losses: list[float], seconds: float) -> None:
-    """Write a checkpoint if one is due, and report the progress."""
-    step, share = len(losses), budget.progress(len(losses), seconds)
-    if budget.folder is not None and (share == 1 or step % budget.save_every == 0):
-        fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
-        weights = {name: on_first(x) for name, x in model.state_dict().items() if name not in fixed}
-        state = {"weights": weights, "optimizer": tree_map(on_first, optimizer.state_dict())}
-        if process_rank() == 0:
-            Path(budget.folder).mkdir(parents=True, exist_ok=True)
-            with atomic_file(Path(budget.folder) / CHECKPOINT) as file:
-                _save({**state, "losses": losses, "seconds": seconds}, file)
-    if budget.report is not None:
-        budget.report(Progress(step, budget.steps, losses[-1], seconds * (1 - share) / share))
+def _write_checkpoint(
+    folder: str | os.PathLike[str], model: PreTrainedModel, optimizer: AdamW, record: dict[str, Any]
+) -> None:
+    """Write a checkpoint of what trains and of the record of the training, in the first process."""
+    fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
+    weights = {name: on_first(x) for name, x in model.state_dict().items() if name not in fixed}
+    state = {"weights": weights, "optimizer": tree_map(on_first, optimizer.state_dict())}
+    if process_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with atomic_file(Path(folder) / CHECKPOINT) as file:
+            _save({**state, **record}, file)
 
 
 def _save(checkpoint: dict[str, Any], path: Path) -> None:
@@ -243,10 +265,10 @@ def saved_steps(folder: Path) -> int:
     return len(torch.load(path, map_location="cpu", mmap=True)["losses"]) if path.exists() else 0
 
 
-def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float]:
-    """Load the checkpoint in the folder, if there is one, and return the losses and seconds of the steps before it."""
+def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float, dict[int, Figures]]:
+    """Load the checkpoint in the folder, if there is one, and return the losses, seconds and validations before it."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
-        return [], 0.0
+        return [], 0.0, {}
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     known = model.state_dict()
     # weights that do not train are not there
@@ -256,4 +278,4 @@ def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list
     for number, states in checkpoint["optimizer"]["state"].items():
         states.update((name, distributed_as(x, trained[number])) for name, x in states.items())
     optimizer.load_state_dict(checkpoint["optimizer"])
-    return checkpoint["losses"], checkpoint["seconds"]
+    return checkpoint["losses"], checkpoint["seconds"], checkpoint["validations"]

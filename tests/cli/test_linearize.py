@@ -98,6 +98,9 @@ def test_trackers_get_the_losses_of_both_stages(done):
     assert [values["transfer_loss"] for _, values in logged[:1]] == losses["transfer"]
     assert [values["fine-tune_loss"] for _, values in logged[1:]] == losses["fine-tune"]
     assert all(values["tokens_per_second"] > 0 for _, values in logged)
+    validated = [{name for name in values if "held_out" in name} for _, values in logged]
+    last = {"fine-tune_held_out_loss", "fine-tune_held_out_kl", "fine-tune_held_out_cosine"}
+    assert validated == [{"transfer_held_out_error"}, last, last, last]
     (file,) = (done / "tensorboard").glob("events.*")
     assert b"transfer_loss" in file.read_bytes()
 
@@ -125,7 +128,7 @@ def test_the_report_has_everything_and_says_it(done):
         *made["sentences"],
     ):
         assert words.lower() in page.lower().replace("&#39;", "'"), words
-    assert page.count("<svg ") == 5 and "<script" not in page
+    assert page.count("<svg ") == 6 and "<script" not in page
 
 
 def test_files_have_the_mode_of_new_files(finished, done, tmp_path):
@@ -271,6 +274,8 @@ def test_two_processes_linearize_as_one_also_after_one_was_killed(model, text, t
     losses, expected = (json.loads((folder / "report.json").read_text("utf-8"))["losses"] for folder in (out, alone))
     for stage in ("transfer", "fine-tune"):
         assert losses[stage] == pytest.approx(expected[stage], rel=1e-4)
+    validations = json.loads((out / "report.json").read_text("utf-8"))["validations"]
+    assert {stage: list(steps) for stage, steps in validations.items()} == {"transfer": ["1"], "fine-tune": [*"123"]}
 
 
 def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model, text, done, tmp_path, capsys):
@@ -280,7 +285,7 @@ def test_a_report_is_made_again_where_the_teacher_and_the_data_have_moved(model,
     record["settings"] |= {"model": "/nowhere", "data": ["/nowhere"]}
     (out / "conversion.json").write_text(json.dumps(record), encoding="utf-8")
     assert again(out) == 2
-    assert "/nowhere cannot be loaded" in capsys.readouterr().err
+    assert "/nowhere cannot be loaded from the Hub, and there is no such folder here" in capsys.readouterr().err
     assert main(["linearize", moved[0], "--data", moved[1], "--report", str(out)]) == 0
     found, expected = (json.loads((folder / "report.json").read_text("utf-8")) for folder in (out, done))
     assert found["scores"] == expected["scores"]

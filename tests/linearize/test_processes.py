@@ -1,5 +1,6 @@
 """Two processes train what one process does with batches of twice the size, also if they share the weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-from linattn.linearize import Budget, Rates, convert, fine_tune, plan, predictions, transfer
+from linattn.linearize import Budget, Rates, convert, divergence, fine_tune, layer_errors, plan, predictions, transfer
 from linattn.linearize.processes import sum_gradients
 from tests.integrations.transformers.stock_attention.families import DECODERS, IMAGES, TEXT, VOCABULARY, make
 from tests.integrations.transformers.stock_attention.families import ENCODER_DECODERS as PAIRS
@@ -52,7 +53,7 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained(family: Any, stage: Any, options: dict[str, Any], batches: Any, **budget: Any) -> Any:
-    """Return the losses and the weights of two steps with two batches per process each."""
+    """Return the losses, the weights and the validations of two steps with two batches per process each."""
     torch.manual_seed(0)
     model = make(family)
     with torch.no_grad():
@@ -62,8 +63,18 @@ def trained(family: Any, stage: Any, options: dict[str, Any], batches: Any, **bu
     conversion = convert(model, plan(model, batches[0], method="hedgehog", window=0), shared=True)
     # the logits in pieces, which have gradients of their own, and are float64 also where transformers' loss is not
     predictions.PIECE = 3 * VOCABULARY
-    training = stage(model, conversion.teacher, batches, Budget(steps=2, accumulate=2, **budget), **options)
-    return training.losses, model.state_dict()
+    held_out, measure = batches_of(family)[:1], _layer_errors if stage is transfer else _divergence
+    budget = Budget(steps=2, accumulate=2, validate=partial(measure, conversion.teacher, held_out), **budget)
+    training = stage(model, conversion.teacher, batches, budget, **options)
+    return training.losses, model.state_dict(), training.validations
+
+
+def _layer_errors(teacher: Any, held_out: Any, model: Any) -> dict[str, float]:
+    return {str(index): error for index, error in layer_errors(model, teacher, held_out).items()}
+
+
+def _divergence(teacher: Any, held_out: Any, model: Any) -> dict[str, float]:
+    return {"divergence": divergence(model, teacher, held_out)}
 
 
 class Interrupted(Exception):
@@ -105,6 +116,10 @@ def test_two_processes_are_one_with_batches_of_twice_the_size(tmp_path, monkeypa
     for case, found in zip(CASES, torch.load(tmp_path / "found"), strict=True):
         name, stage, options, _ = case
         first, second, third, fourth = batches_of(FAMILIES[name])
-        losses, weights = trained(FAMILIES[name], stage, options, [joined(first, second), joined(third, fourth)])
+        pairs = [joined(first, second), joined(third, fourth)]
+        losses, weights, validations = trained(FAMILIES[name], stage, options, pairs, save_every=1)
         assert found[0] == pytest.approx(losses, rel=1e-12, abs=0), case
+        assert found[2].keys() == validations.keys() == {1, 2}
+        for step, figures in validations.items():
+            assert found[2][step] == pytest.approx(figures, rel=1e-11, abs=0), (case, step)
         assert_close(found[1], weights, rtol=1e-12, atol=1e-12, msg=lambda text, case=case: f"{case}: {text}")

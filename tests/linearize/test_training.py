@@ -4,6 +4,7 @@ not."""
 import copy
 import importlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,7 +183,8 @@ class Interrupted(Exception):
 
 @every_stage
 def test_an_interrupted_training_goes_on(stage, tmp_path):
-    weights = []
+    """Its validations go on, too, and do not change the weights."""
+    weights, seen = [], []
     for folder in (None, tmp_path):
         conversion, batches = start(DECODERS["llama"])
         budget = Budget(steps=6, folder=folder, save_every=2)
@@ -194,13 +196,22 @@ def test_an_interrupted_training_goes_on(stage, tmp_path):
                     raise Interrupted
 
             with pytest.raises(Interrupted):
-                cut_off = Budget(steps=6, folder=folder, save_every=2, report=fail)
+                cut_off = validated(conversion, batches, replace(budget, report=fail))
                 stage(conversion.model, conversion.teacher, batches, cut_off)
             conversion, batches = start(DECODERS["llama"])
+            budget = validated(conversion, batches, replace(budget, report=seen.append))
         training = stage(conversion.model, conversion.teacher, batches, budget)
         assert training.steps == 6
         weights.append(conversion.model.state_dict())
     assert_close(weights[1], weights[0], rtol=0, atol=0)
+    assert list(training.validations) == [2, 4, 6]
+    assert training.validations[6] == {"distance": divergence(conversion.model, conversion.teacher, batches)}
+    # the last checkpoint was after four steps
+    assert [(each.step, each.figures) for each in seen] == [(5, {}), (6, training.validations[6])]
+
+
+def validated(conversion: Any, batches: Any, budget: Budget) -> Budget:
+    return replace(budget, validate=lambda model: {"distance": divergence(model, conversion.teacher, batches)})
 
 
 @every({"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"]})

@@ -1,6 +1,7 @@
 """The inputs of `linattn linearize`: the model, the text, and the memory that they need."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def load_model(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrain
     """Load the model with the class that saved it, straight to its device."""
     name, on_gpu = arguments.model, torch.cuda.is_available() and not arguments.cpu
     placed = {"dtype": getattr(torch, arguments.dtype), "device_map": {"": "cuda" if on_gpu else "cpu"}}
-    with explained(f"{name} cannot be loaded", OSError, ValueError, SafetensorError):
+    place = "" if Path(name).exists() else " from the Hub, and there is no such folder here"
+    with explained(f"{name} cannot be loaded{place}", OSError, ValueError, SafetensorError):
         config: Any = AutoConfig.from_pretrained(name)
         if hasattr(config, FIELD):
             raise CommandError(f"{name} is linearized already: give the model that it was made from")

@@ -41,6 +41,15 @@ def _plots(record: Record) -> Iterator[Any]:
         plot.plot(range(1, len(losses) + 1), _smooth(losses), color=RED, linewidth=1.7)
         plot.set_yscale("log")
         yield plot
+    for stage, validations in record["validations"].items():
+        if len(validations) > 1:
+            plot = axes(f"held-out text, {stage}", "step")
+            steps = [int(step) for step in validations]
+            for name, colour in zip(next(iter(validations.values())), (RED, BLUE, BLACK), strict=False):
+                rows = [figures[name] for figures in validations.values()]
+                plot.plot(steps, rows, color=colour, marker="o", label=name)
+            plot.legend(frameon=False)
+            yield plot
     if record["costs"]:
         plot = axes("ms per generated token", "tokens before it")
         for name, colour, label in (("teacher", BLACK, "softmax with the KV cache"), ("model", BLUE, "linear")):

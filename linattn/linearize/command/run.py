@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import transformers
 from safetensors import SafetensorError
@@ -39,17 +40,19 @@ from linattn.linearize.command.result import (
 from linattn.linearize.command.text import TrainingBatches, held_out_batches, probe_text
 from linattn.linearize.command.work import open_work, say, work_folder
 from linattn.linearize.conversion import Conversion, convert, make_teacher, restore_layers
-from linattn.linearize.distance import Diverged
+from linattn.linearize.distance import Diverged, layer_errors
 from linattn.linearize.folder import load_linearized
 from linattn.linearize.plan import plan
 from linattn.linearize.processes import process_count, process_rank
 from linattn.linearize.scores import Scores, scores
 from linattn.linearize.stages import FIRST_STAGE, Rates, fine_tune, transfer
-from linattn.linearize.training import Budget, Progress, Training, saved_steps
+from linattn.linearize.training import Budget, Figures, Progress, Training, saved_steps
 
 MINUTES = 10.0
-CALIBRATION, HELD_OUT, CHOOSING = 4, 16, 4
-"""Batches for the closed form, for the report, and for the choice of layers."""
+CALIBRATION, HELD_OUT, CHOOSING, VALIDATION = 4, 16, 4, 4
+"""Batches for the closed form, for the report, for the choice of layers, and for validations while it trains."""
+VALIDATED = ("loss", "kl", "cosine")
+"""The scores of a validation."""
 TRACKS = "tracks"
 REPORT_SHARE = 0.2
 """The report's share of the training's time."""
@@ -180,7 +183,8 @@ def _train(
     record["swapped_in"], seconds = _swapped_in(conversion, held_out, work)
     _announce(model, held_out[0], arguments, seconds)
     bar = progress_bar("transfer", tokens, trackers.log)
-    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, bar)
+    validate = partial(_layer_error, teacher, held_out[:VALIDATION])
+    first = _stage("transfer", partial(transfer, model, teacher, batches), arguments, bar, validate)
     if isinstance(keep, Fraction):
         count = max(1, round(keep * len(conversion.plan.replaced)))
         choice = from_first(choose_layers(model, teacher, held_out[:CHOOSING], count))
@@ -191,10 +195,23 @@ def _train(
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
     with recomputing(model) if arguments.checkpointing else nullcontext():
         bar = progress_bar("fine-tune", tokens, lambda values, step: trackers.log(values, first.steps + step))
-        second = _stage("fine-tune", tune, arguments, bar)
-    record["losses"] = {"transfer": first.losses, "fine-tune": second.losses}
+        validate = partial(_distance, teacher, held_out[:VALIDATION])
+        second = _stage("fine-tune", tune, arguments, bar, validate)
+    stages = {"transfer": first, "fine-tune": second}
+    record["losses"] = {name: stage.losses for name, stage in stages.items()}
+    record["validations"] = {name: stage.validations for name, stage in stages.items()}
     record["reset"] = _reset_if_worse(conversion, held_out, Scores(**record["swapped_in"]))
     return record | {"seconds": first.seconds + second.seconds}
+
+
+def _layer_error(teacher: PreTrainedModel, held_out: list[dict[str, Tensor]], model: PreTrainedModel) -> Figures:
+    """Return the mean error of the linear layers, each given the input of the teacher's layer."""
+    return {"error": fmean(layer_errors(model, teacher, held_out).values())}
+
+
+def _distance(teacher: PreTrainedModel, held_out: list[dict[str, Tensor]], model: PreTrainedModel) -> Figures:
+    found = scores(model, teacher, held_out)._asdict()
+    return {name: found[name] for name in VALIDATED if found[name] is not None}
 
 
 def _reset_if_worse(conversion: Conversion, held_out: list[dict[str, Tensor]], before: Scores) -> bool:
@@ -253,8 +270,10 @@ def _stage(
     train: Callable[[Budget], Training],
     arguments: argparse.Namespace,
     bar: AbstractContextManager[Callable[[Progress], None]],
+    validate: Callable[[PreTrainedModel], Figures],
 ) -> Training:
-    """Run a stage by `train`, which goes on from the stage's last checkpoint, and shows its progress by `bar`."""
+    """Run a stage by `train`, which goes on from the stage's last checkpoint, and shows its progress by `bar`, with
+    figures of the model on held-out text by `validate`."""
     share = FIRST_STAGE if name == "transfer" else 1 - FIRST_STAGE
     steps = None if arguments.steps is None else _steps(name, arguments.steps)
     minutes = None if steps is not None else share * (arguments.minutes or MINUTES)
@@ -268,6 +287,7 @@ def _stage(
                 accumulate=arguments.accumulate,
                 shard=arguments.fsdp,
                 report=show,
+                validate=validate,
             )
         )
 
