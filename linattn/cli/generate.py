@@ -5,6 +5,7 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from linattn.cli.loading import load_past, open_model
 from linattn.cli.read import state_after
 from linattn.cli.run_folder import is_pretrained
 from linattn.console.errors import CommandError, explained
-from linattn.console.processes import from_first, joined_processes, rank, reported_by_first, world_size
+from linattn.console.processes import ending_together, first_process_only, joined_processes, rank, world_size
 from linattn.distributed import shard_sequence
 from linattn.generation import Sampling, stream
 from linattn.generation.decoding import PREFILL
@@ -88,7 +89,8 @@ def _prompt_tokens(vocabulary: Any, text: bytes, state: Any) -> list[int]:
 
 def _run_together(arguments: argparse.Namespace) -> int:
     """Let the processes that torchrun has started read the prompt together, and the first one go on with it."""
-    with reported_by_first(rank()), joined_processes(cpu=arguments.cpu) as group:
+    lost = "another process has ended before the prompt was read: give the command again"
+    with joined_processes(cpu=arguments.cpu) as group, ending_together(rank(), None, lost):
         for name in ("prompts", "chat", "compile"):
             if getattr(arguments, name):
                 raise CommandError(f"--{name} takes one process, but there are {world_size()}")
@@ -96,8 +98,8 @@ def _run_together(arguments: argparse.Namespace) -> int:
             raise CommandError("--repetition-penalty counts tokens of the prompt, so it takes one process")
         model, vocabulary = open_model(arguments.folder, arguments)
         past = load_past(model, arguments)
-        # the first process alone has stdin
-        text = from_first(_prompt(arguments) if rank() == 0 else b"")
+        # the first process alone has stdin, on which the others wait as long as it takes
+        text = first_process_only(rank(), arguments.folder, partial(_prompt, arguments))
         tokens = _prompt_tokens(vocabulary, text, past)
         # the last one is read by the first process, which needs its logits
         count, state = len(tokens) - 1, past

@@ -169,9 +169,10 @@ def reported_by_first(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def ending_together(rank: int, out: Path, message: str) -> Iterator[None]:
+def ending_together(rank: int, out: Path | None, message: str) -> Iterator[None]:
     """Let one process alone report what ends all of them inside the block: an error that all raise, or, by the
-    `message`, that another process has ended. The first process holds the lock of `out`."""
+    `message`, that another process has ended. The first process holds the lock of `out`. Without `out`, no process
+    reports that the first one has ended, as torchrun does."""
     try:
         with reported_by_first(rank):
             yield
@@ -190,10 +191,10 @@ def has_lost_process(error: BaseException | None) -> bool:
     return False
 
 
-def end_after_loss(rank: int, folder: Path, message: str) -> SystemExit | CommandError:
+def end_after_loss(rank: int, folder: Path | None, message: str) -> SystemExit | CommandError:
     """Return the error with which this process ends when another one has ended early. Only one process reports the
     `message`: rank 0, which holds the lock of the folder, or rank 1 if rank 0 has ended."""
-    if rank == 1:
+    if rank == 1 and folder is not None:
         with suppress(CommandError), locked(folder):
             return CommandError(message, status=1)
     return CommandError(message, status=1) if rank == 0 else SystemExit(1)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from linattn.cli import generate
 from linattn.cli.main import main
 from linattn.cli.run_folder import open_run
 from linattn.data.windows import TrainingWindows
@@ -28,7 +29,8 @@ OPTIONS = (*TINY, *SHORT, "--cpu", "--steps", "4", "--save-every", "1", "--evalu
 
 
 def start(folder: Path, command: list[str], *, killed: int | None) -> tuple[list[int | None], list[str]]:
-    """Start two processes, one of which is `killed` in the third step. Return how they end and what they report."""
+    """Start two processes, one of which is `killed` in the third step, or before the second piece of a prompt. Return
+    how they end and what they report."""
     attempt = f"{folder}/{killed}"
 
     def process(rank: int) -> int | None:
@@ -46,6 +48,7 @@ def train_as(rank: int, attempt: str, command: list[str], killed: int | None) ->
     os.environ |= ON_CPUS | here | {"TORCHELASTIC_RESTART_COUNT": str(int(killed is None))}
     dist.init_process_group("gloo", init_method=f"file://{attempt}-meeting", rank=rank, world_size=2)
     die_in_third_step(rank, killed)
+    die_before_second_piece(rank, killed)
     with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
         status = main(command)
         report.flush()
@@ -61,6 +64,17 @@ def die_in_third_step(rank: int, killed: int | None) -> None:
         return read(self, index)
 
     TrainingWindows.__getitem__ = read_or_die
+
+
+def die_before_second_piece(rank: int, killed: int | None) -> None:
+    extend = generate.state_after
+
+    def extend_or_die(model, part, state, group):
+        if rank == killed and state is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return extend(model, part, state, group)
+
+    generate.state_after = extend_or_die
 
 
 @needs_processes
@@ -79,6 +93,17 @@ def test_the_others_end_and_a_restart_goes_on(text, finished_of_four, tmp_path, 
     ends, reports = start(tmp_path, command, killed=None)
     assert ends == [0, 0] and f"from step {saved}" in reports[0], reports
     assert_same_weights(run, finished_of_four)
+
+
+@needs_processes
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_where_they_read_a_prompt(finished_of_four, tmp_path, killed):
+    """torchrun says itself that the first one was killed."""
+    prompt = "the cat sees a tree and the dog runs. " * 440
+    ends, reports = start(tmp_path, ["generate", str(finished_of_four), "--prompt", prompt, "--cpu"], killed=killed)
+    assert ends[killed] == -signal.SIGKILL and ends[1 - killed] == 1, reports
+    expected = ["", "another process has ended before the prompt was read: give the command again\n"]
+    assert reports[1 - killed].removeprefix("linattn generate: ") == expected[killed]
 
 
 @pytest.fixture
