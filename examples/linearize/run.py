@@ -52,6 +52,7 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
+    "linear_5": Row(share=0.05),
     "linear_20": Row(share=0.2),
     "linear_50": Row(share=0.5),
     "linear_80": Row(share=0.8),
