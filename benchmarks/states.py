@@ -1,7 +1,7 @@
 """What the state as a value saves, on one thread: reading a text again, the memory of training on a long sequence, and
 the time of generating many texts in one batch.
 
-    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,training,batches,conversations,serve]
+    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,back,training,batches,conversations,serve]
     python benchmarks/states.py --parts reading,batches --tokens 16384 --models "4 × 128, softmax"
 
 Models with softmax attention, which keep all keys and values, run if they are named. The models have random weights,
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ MODELS = {
 }
 LINEAR = tuple(name for name in MODELS if not name.endswith("softmax"))
 SEGMENT = 2048
-PARTS = ("reading", "training", "batches", "conversations", "serve")
+PARTS = ("reading", "back", "training", "batches", "conversations", "serve")
 ROWS, CONVERSATIONS, CLIENTS = 16, 1000, (1, 64, 128, 192, 256)
+TEXT, EVERY, BACK = 15_000, 256, (1, 100, 4000)
+"""A text's tokens, the tokens from one of its states to the next, and the tokens that are taken back."""
 SHORTEST, LONGEST = 20, 400
 """The new tokens of a text: any number between these is as likely, or short texts are more likely than long ones."""
 
@@ -82,6 +85,22 @@ def reading(name: str, tokens: int, repeats: int, folder: Path) -> None:
     long, short = statistics.median(again), statistics.median(stored)
     size, times = file.stat().st_size / 1000, f"{long:6.2f} s again, {1000 * short:5.1f} ms"
     print(f"{name:24} {tokens:>9,} tokens: {times} from {size:,.0f} kB, {long / short:,.0f} ×")
+
+
+def back(name: str, repeats: int) -> None:
+    """Compare the state some tokens ago, from the nearest state in a cache of prefixes, with reading the text again."""
+    reader, text = model(name).eval(), torch.randint(256, (TEXT,))
+    cache = states.PrefixCache(reader, every=EVERY)
+    cache.read(text)
+    count, size = len(cache), cache.num_bytes / 2**20
+    print(f"{name:24} {TEXT:,} tokens, {count} states, {size:.0f} MiB; taken back:", end="")
+    for tokens in BACK:
+        # a token more each time, as the cache then has the state itself
+        near = [seconds(partial(cache.read, text[: -tokens - i])) for i in range(repeats)]
+        again = [seconds(partial(states.PrefixCache(reader, every=TEXT).read, text[:-tokens])) for _ in range(repeats)]
+        ours, theirs = statistics.median(near), statistics.median(again)
+        print(f" {tokens:,}: {1000 * ours:.1f} ms, again {1000 * theirs:,.0f} ms;", end="", flush=True)
+    print()
 
 
 def train(name: str, tokens: int, segment: int) -> None:
@@ -268,6 +287,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name in arguments.models:
                 reading(name, arguments.tokens, arguments.repeats, Path(folder))
+    if "back" in arguments.parts:
+        for name in arguments.models:
+            back(name, arguments.repeats)
     if "training" in arguments.parts:
         first = next(iter(MODELS))
         # a process each, as memory is the most that a process ever had
