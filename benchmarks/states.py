@@ -1,7 +1,8 @@
 """What the state as a value saves, on one thread: reading a text again, the memory of training on a long sequence, and
 the time of generating many texts in one batch.
 
-    python benchmarks/states.py [--tokens 100000] [--repeats 5] [--parts reading,back,training,batches,conversations,serve]
+    python benchmarks/states.py [--tokens 100000] [--repeats 5]
+        [--parts reading,back,training,batches,conversations,serve]
     python benchmarks/states.py --parts reading,batches --tokens 16384 --models "4 × 128, softmax"
 
 Models with softmax attention, which keep all keys and values, run if they are named. The models have random weights,
