@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from linattn.cli.schedule import Schedule, largest
 from linattn.cli.sharded_checkpoints import OPTIMIZER, load_optimizer, load_weights, save_optimizer, save_weights
 from linattn.cli.sharing import Sharing, align_random_numbers, group_size, sequences_per_update
 from linattn.console.errors import CommandError, writing
-from linattn.console.processes import average_gradients
+from linattn.console.processes import average_gradients, reported_by_first
 from linattn.data.windows import (
     RepeatedBatches,
     TrainingWindows,
@@ -140,23 +140,24 @@ class RunTrainer(StatefulTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Raise if a loss is not finite; every process passes every loss through this method."""
         if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "eval_loss")):
-            raise self._diverged("the loss is")
+            self._end_diverged("the loss is")
         super().log(logs, start_time)
 
-    def _diverged(self, what: str) -> CommandError:
+    def _end_diverged(self, what: str) -> NoReturn:
         saved, clip = self.run.saved_steps(), self.args.max_grad_norm
         kept = f"the checkpoint of step {saved[-1]:,} is kept" if saved else "there is no checkpoint yet"
         clipping = f"a smaller --clip (it was {clip:g})" if clip else "with --clip 1, which limits the gradient"
-        return CommandError(
+        message = (
             f"training has diverged: {what} not finite at step {self.state.global_step:,}; {kept}. "
-            f"Begin again with a lower --lr (it was {self.args.learning_rate:g}) or {clipping}",
-            status=1,
+            f"Begin again with a lower --lr (it was {self.args.learning_rate:g}) or {clipping}"
         )
+        with reported_by_first(self.args.process_index):
+            raise CommandError(message, status=1)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Let all processes write under another name, and rename the complete checkpoint at the end."""
         if largest(float(not is_finite(model)), device=self.args.device) != [0.0]:
-            raise self._diverged("the weights are")
+            self._end_diverged("the weights are")
         step = self.state.global_step
         with writing(self.run.checkpoint(step)):
             super()._save_checkpoint(model, trial)

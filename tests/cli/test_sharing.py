@@ -207,6 +207,13 @@ def test_what_two_processes_cannot_share_is_refused_once(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@needs_processes
+def test_a_divergence_is_told_once(text, tmp_path):
+    command = ["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS, *SEQUENCE, "--lr", "1e20", "--clip", "0"]
+    (report,) = launch(2, tmp_path, command, status=1)
+    assert report.count("training has diverged") == 1
+
+
 def test_fsdp_is_chosen_by_its_option(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main(["train", str(text), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
