@@ -105,7 +105,7 @@ def _attend(
     present, leading = None, query.shape[:-2]
     if attn_mask is not None:
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-        # unlike in nn.MultiheadAttention, is_causal adds the causal order to the mask
+        # unlike in nn.MultiheadAttention, is_causal adds the causal order to the mask; torch after 2.13 refuses both
         present, ordered = read_masks(TorchMasks(None, hidden, False))
         is_causal = is_causal or ordered
     if len(leading) < 2:

@@ -205,9 +205,22 @@ def elu(
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
+def takes_both() -> bool:
+    """Tell whether torch's function takes a mask beside is_causal, as it does until 2.13."""
+    x = torch.zeros(1, 1, 2, 2)
+    try:
+        F.scaled_dot_product_attention(x, x, x, torch.ones(2, 2).bool(), is_causal=True)
+    except RuntimeError as error:
+        assert "is_causal" in str(error)
+        return False
+    return True
+
+
 @where(lambda case: not case.refusal or bool(case.modules))
 def test_softmax_changes_nothing_and_elu_is_its_definition(case, monkeypatch):
     model, inputs = case.build()
+    if case is CASES["causal and padded"] and not takes_both():
+        pytest.skip("this torch refuses a mask beside is_causal, so no model calls it with both")
     stock, weights = results(model, case, inputs), dict(model.named_parameters())
     softmax = case.replace(model, "softmax")
     assert softmax and all(name.endswith(case.modules) for name in softmax)
