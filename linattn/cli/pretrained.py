@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TextIteratorStreamer, logging
 from transformers.cache_utils import Cache
 
@@ -17,7 +16,7 @@ from linattn.console.errors import CommandError, explained
 from linattn.generation.sampling import GREEDY, Sampling
 from linattn.generation.texts import Decoder, text_decoder
 from linattn.integrations.transformers import LinattnForCausalLM, byte_tokenizer
-from linattn.integrations.transformers.state_layer import StateLayer
+from linattn.integrations.transformers.state_layer import cache_bytes
 from linattn.integrations.transformers.token_model import PretrainedTokenModel
 from linattn.linearize import linearized_layers, load_linearized
 from linattn.linearize.attention import own_attention
@@ -25,7 +24,6 @@ from linattn.linearize.command.result import positions
 from linattn.linearize.command.text import ModelEncoder, load_tokenizer
 from linattn.linearize.folder import FIELD
 from linattn.models.token_model import TokenModel
-from linattn.states import num_bytes
 
 MEASURED = 256
 """The number of tokens after which the cache of a model is measured, and again after twice as many."""
@@ -194,9 +192,4 @@ def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
     cache = next((value for value in output.values() if isinstance(value, Cache)), None)
     if cache is None:
         raise ValueError(f"{type(model).__name__} returns no cache")
-    return sum(
-        num_bytes(tuple(history.state for history in layer.histories))
-        if isinstance(layer, StateLayer)
-        else sum(x.nbytes for x in _pytree.tree_leaves(vars(layer)) if isinstance(x, Tensor))
-        for layer in cache.layers
-    )
+    return cache_bytes(cache)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from linattn.integrations.transformers.state_layer import cache_bytes
 from linattn.linearize.calls import attention_function, run
 from linattn.nn.modes import evaluating
-from linattn.states.rows import num_bytes
 
 NEEDLE = 32
 """The number of tokens in a passage that a row begins and ends with. The end of its second half is to be recalled."""
@@ -137,11 +137,6 @@ def _step(model: Callable[..., Any], ids: Tensor, cache: Cache) -> float:
     if ids.is_cuda:
         torch.cuda.synchronize()
     return clock() - started
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Return the bytes of all tensors in a cache's layers."""
-    return num_bytes(tuple(tuple(vars(layer).values()) for layer in cache.layers))
 
 
 def fused_softmax(teacher: PreTrainedModel) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import Cache, DynamicCache
 
+from linattn.integrations.transformers.state_layer import cache_bytes
 from linattn.linearize import (
     CONTROLS,
     Conversion,
@@ -25,7 +26,7 @@ from linattn.linearize import (
     scores,
 )
 from linattn.linearize.attention import own_attention
-from linattn.linearize.probes import NEEDLE, cache_bytes, costs, greedy_agreement, needles, recall
+from linattn.linearize.probes import NEEDLE, costs, greedy_agreement, needles, recall
 from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW, Recall
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
@@ -224,7 +225,8 @@ def test_the_cache_of_a_linear_model_has_a_constant_size():
     made, _ = start(DECODERS["llama"])
     stock = make(DECODERS["llama"])
     small, large = (costs([made.model, stock], tokens, repeats=2, piece=5) for tokens in (8, 24))
-    assert small[0].bytes == large[0].bytes
+    states = 8 * sum(layer.state_numbers for layer in made.plan.layers)
+    assert small[0].bytes == large[0].bytes == states
     assert [pair[1].bytes for pair in (small, large)] == [2 * 2 * 2 * 8 * 8 * tokens for tokens in (8, 24)]
     cache: Cache = DynamicCache(config=stock.config)
     assert cache_bytes(cache) == 0

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from linattn.integrations.transformers.history import History
+from linattn.ops.nested import tensors_in
 
 
 class StateLayer(CacheLayerMixin):
@@ -85,3 +87,14 @@ class StateLayer(CacheLayerMixin):
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         for history in self.histories:
             history.map(function)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the bytes of the states, or of the keys and values, of all layers of a cache."""
+    return sum(x.nbytes for layer in cache.layers for x in _tensors(layer))
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    if isinstance(layer, StateLayer):
+        return [x for history in layer.histories if history.state is not None for x in tensors_in(history.state)]
+    return [x for x in tree_leaves(vars(layer)) if isinstance(x, Tensor)]
