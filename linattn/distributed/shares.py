@@ -39,8 +39,16 @@ def own_shard(weight: DTensor) -> Tensor:
 def own_ranges(weight: DTensor, dim: int, ranges: Ranges) -> Tensor:
     """Return the ranges of `dim` that this rank uses. They are not the shard that it stores, so each call gathers the
     whole weight, and the backward pass scatters its gradient."""
-    whole = weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return slices(whole, dim, ranges)
+    if torch.is_grad_enabled():
+        return slices(_gathered(weight), dim, ranges)
+    # without gradients, torch 2.11 cannot gather a weight that asks for them
+    with torch.inference_mode(False), torch.enable_grad():
+        whole = _gathered(weight)
+    return slices(whole.detach(), dim, ranges)
+
+
+def _gathered(weight: DTensor) -> Tensor:
+    return weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def slices(x: Tensor, dim: int, ranges: Ranges) -> Tensor:

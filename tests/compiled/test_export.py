@@ -1,7 +1,6 @@
 """Exported for one length and for any, with gradients and without, everything gives what it gives uncompiled."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from linattn.models import LanguageModel, LanguageModelConfig
 from tests.attention.cases import GatesFromKeys
 from tests.laws import tokens
 from tests.models.causal import structure
-from tests.operators import causal, decaying, gated, over_all, sharing
+from tests.operators import causal, decaying, export, gated, over_all, sharing
 
 LENGTH = Dim("n", min=2, max=100_000)
-# without `strict`, torch 2.11 cannot merge two dimensions in front of one of any length, as grouped heads do
-export = partial(torch.export.export, strict=torch.__version__.startswith("2.11."))
 ELU = FEATURE_MAPS["elu"](8, 4, 2)
 
 

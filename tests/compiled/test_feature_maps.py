@@ -7,6 +7,7 @@ from torch.export import Dim
 from torch.testing import assert_close
 
 from linattn.feature_maps import FEATURE_MAPS
+from tests.operators import export
 
 Pairs = tuple[tuple[Tensor, Tensor | None], ...]
 
@@ -62,7 +63,7 @@ def test_one_graph(name: str) -> None:
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_export_of_any_length(name: str) -> None:
     features, length = QueriesAndKeys(name), Dim("n", min=2, max=1000)
-    module = torch.export.export(features, inputs(9), dynamic_shapes=[{2: length}] * 2).module()
+    module = export(features, inputs(9), dynamic_shapes=[{2: length}] * 2).module()
     for n in (2, 64):
         q, k = inputs(n)
         assert_same(module(q, k), features(q, k), (q, k))

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +25,7 @@ def compile_and_compare(rank: int) -> None:
         torch.testing.assert_close(x.grad.full_tensor(), wanted.grad, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="it cannot trace that an attribute is removed")
 @needs_processes
 def test_all_blocks_are_one_graph():
     run_in_two(compile_and_compare)
