@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,7 +51,11 @@ def train_as(rank: int, attempt: str, command: list[str], killed: int | None) ->
     die_in_third_step(rank, killed)
     die_before_second_piece(rank, killed)
     with open(f"{attempt}-report-{rank}", "w") as report, contextlib.redirect_stderr(report):
-        status = main(command)
+        try:
+            status = main(command)
+        except Exception:
+            traceback.print_exc()
+            raise
         report.flush()
         sys.exit(status)
 
