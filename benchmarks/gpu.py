@@ -15,6 +15,7 @@ before they are timed. `--smallest` runs everything once on tiny shapes, without
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -137,7 +138,9 @@ def run_section(section: str, machine: Machine, path: Path | None) -> bool:
 def commands(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     """The sections, and how to run each."""
     again = [sys.executable, __file__, *(["--smallest"] if options.smallest else [])]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x"]
+    # in several processes if it can, as most of the time is Triton's compiler; a fault ends the tests of its process
+    several = ["-n", str(min(12, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    pytest = [sys.executable, "-m", "pytest", "-q"]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     for section in options.only.split(","):
         if section == "contenders" and importlib.util.find_spec("fla") is None:
@@ -146,11 +149,11 @@ def commands(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
             path = ["--json", str(options.json)] if options.json else []
             yield section, [*again, "--section", section, *path, "--repeats", str(options.repeats)]
         elif section == "values":
-            yield section, [*pytest, str(LAWS / "test_tiles.py")]
+            yield section, [*pytest, *several, str(LAWS / "test_tiles.py")]
         elif section == "laws":
-            yield section, [*pytest, str(LAWS)]
+            yield section, [*pytest, *several, str(LAWS)]
         elif section == "memory" and sanitizer:
-            tests = [*pytest, str(LAWS / "test_tiles.py"), "-k", "64 or 128"]
+            tests = [*pytest, "-x", str(LAWS / "test_tiles.py"), "-k", "64 or 128"]
             yield section, [sanitizer, "--error-exitcode", "9", *tests]
         else:
             print(f"{section}: not checked, as compute-sanitizer is not on this machine")

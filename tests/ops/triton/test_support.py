@@ -1,6 +1,7 @@
 """Which GPUs the kernels are chosen for, seen with tensors that have no memory."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from linattn.ops.calls import CausalCall
 from linattn.ops.triton import CAUSAL, support
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
+triton = pytest.importorskip("triton", reason="Triton is made for Linux")
 
 
 def call(device: str) -> CausalCall:
@@ -41,3 +42,54 @@ def test_a_gpu_that_kernels_are_not_compiled_for_is_refused_when_named_too(
         reason = CAUSAL.refusal(call("cuda"), named=named)
     assert (reason is None) == taken
     assert taken or "made for the compute capabilities 8, 9, 12, but the device has" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("own", "newer", "named", "taken"),
+    [
+        ("12.8", "12.9", False, None),
+        ("12.8", "13.0", False, None),
+        ("12.8", "13.1", False, "newer"),
+        ("12.9", "13.3", False, "newer"),
+        ("13.1", "13.3", False, "own"),
+        ("12.9", "13.1", True, None),
+        ("13.2", "13.1", True, "own"),
+    ],
+)
+def test_an_assembler_that_compiles_wrong_code_is_not_used(
+    own: str, newer: str, named: bool, taken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper. What TRITON_PTXAS_PATH names is used or refused, and nothing is used in its place."""
+    tools = SimpleNamespace(
+        ptxas=SimpleNamespace(path="own", version=own), ptxas_blackwell=SimpleNamespace(path="newer", version=newer)
+    )
+    monkeypatch.setattr(triton.knobs, "nvidia", tools)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
+    if named:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", "own")
+    else:
+        monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    support.assembler_cannot.cache_clear()
+    with FakeTensorMode():
+        reason = CAUSAL.refusal(call("cuda"), named=True)
+    support.assembler_cannot.cache_clear()
+    assert (reason is None) == (taken is not None)
+    assert (
+        taken
+        or f"needs ptxas of CUDA 13.1 or newer on this GPU, as older ones compile it to wrong code, but has {own}"
+        in str(reason)
+    )
+    assert tools.ptxas == ("newer" if taken == "newer" else SimpleNamespace(path="own", version=own))
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 is made for Triton 3.6, which has no such assembler"
+)
+def test_triton_brings_an_assembler_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    with triton.knobs.nvidia.scope():
+        support.assembler_cannot.cache_clear()
+        assert support.assembler_cannot() is None
+        assert support._version(triton.knobs.nvidia.ptxas) >= support.OLDEST_PTXAS
+    support.assembler_cannot.cache_clear()
