@@ -50,9 +50,9 @@ def flex_window(q: Queries, k: Keys, v: Values, /, *, window: Window, present: K
     if present is not None:
         # missing tokens may be anywhere
         some, whole = some | whole, torch.zeros_like(whole)
-    mask = BlockMask.from_kv_blocks(
-        *_listed(some), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(n, n)
-    )
+    # keys of queries, and for gradients queries of keys: `from_kv_blocks` would find these in ten times as long
+    tables = [table for blocks in (some, whole, some.T, whole.T) for table in _listed(blocks)]
+    mask = BlockMask((n, n), *tables, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
     return _kernel(q.device.type)(q, k, v, block_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=group > 1)
 
 

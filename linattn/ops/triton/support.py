@@ -82,10 +82,15 @@ def _device_cannot(x: Tensor) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-@cache
 def assembler_cannot() -> str | None:
-    """Return why Triton's assembler cannot be trusted with capability 9, or None. Triton brings two and takes the older
-    one: the first call has this process take the newer one, unless `TRITON_PTXAS_PATH` names another."""
+    """Return why Triton's assembler cannot be trusted with capability 9, or None."""
+    return _newer_assembler()
+
+
+@cache
+def _newer_assembler() -> str | None:
+    """Triton brings two assemblers and takes the older one: have this process take the newer one, unless
+    `TRITON_PTXAS_PATH` names another, or return why that does not help."""
     from triton import knobs
 
     tool, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
@@ -94,9 +99,9 @@ def assembler_cannot() -> str | None:
         return None
     if _version(tool) >= OLDEST_PTXAS:
         return None
-    wanted = ".".join(map(str, OLDEST_PTXAS))
+    oldest = ".".join(map(str, OLDEST_PTXAS))
     return (
-        f"needs ptxas of CUDA {wanted} or newer on this GPU, as older ones compile it to wrong code, but has "
+        f"needs ptxas of CUDA {oldest} or newer on this GPU, as older ones compile it to wrong code, but has "
         f"{tool.version}: torch 2.12 brings a newer one, and {PTXAS_PATH} can name one"
     )
 

@@ -1,6 +1,5 @@
 """Which GPUs the kernels are chosen for, seen with tensors that have no memory."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -70,10 +69,10 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
         monkeypatch.setenv("TRITON_PTXAS_PATH", "own")
     else:
         monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    support.assembler_cannot.cache_clear()
+    support._newer_assembler.cache_clear()
     with FakeTensorMode():
         reason = CAUSAL.refusal(call("cuda"), named=True)
-    support.assembler_cannot.cache_clear()
+    support._newer_assembler.cache_clear()
     assert (reason is None) == (taken is not None)
     assert (
         taken
@@ -89,7 +88,20 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
 def test_triton_brings_an_assembler_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     with triton.knobs.nvidia.scope():
-        support.assembler_cannot.cache_clear()
+        support._newer_assembler.cache_clear()
         assert support.assembler_cannot() is None
         assert support._version(triton.knobs.nvidia.ptxas) >= support.OLDEST_PTXAS
-    support.assembler_cannot.cache_clear()
+    support._newer_assembler.cache_clear()
+
+
+def test_one_graph_asks_for_the_assembler() -> None:
+    """Triton reads its own environment by functions that a graph cannot hold."""
+
+    def layer(x: Tensor) -> Tensor:
+        return x + 1 if support.assembler_cannot() is None else x - 1
+
+    with triton.knobs.nvidia.scope():
+        support._newer_assembler.cache_clear()
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert float(compiled(torch.zeros(()))) == float(layer(torch.zeros(())))
+    support._newer_assembler.cache_clear()
