@@ -5,7 +5,7 @@
 Each section is a process of its own with a limit, as a fault of a GPU ends whatever comes after it in the same process.
 Sections come in the order of their worth: values at the tuned tiles, against float64; forward and training; other
 tiles; long sequences; single tokens, eager and in a CUDA graph; what φ, the denominator and a decay cost; softmax
-attention; a memory check; the laws. The JSON has a line per row, written when the row is done.
+attention; a memory check; language models; the laws. The JSON has a line per row, written when the row is done.
 
 Times are medians of single calls, each after the second-level cache was replaced by reading, and with the queue full,
 so that neither the cache nor the time that Python takes to launch counts. Shares are the least bytes that a call must
@@ -33,7 +33,8 @@ LAWS = Path(__file__).parents[1] / "tests" / "ops" / "triton" / "laws"
 # seconds for each section, in the order of their worth
 LIMITS = {
     "values": 150, "forward": 60, "training": 90, "tiles": 100, "long": 40, "step": 30, "ablations": 60,
-    "softmax": 40, "memory": 120, "bidirectional": 40, "dtypes": 60, "local": 60, "contenders": 200, "laws": 500,
+    "softmax": 40, "memory": 120, "bidirectional": 40, "dtypes": 60, "local": 60, "models": 200, "contenders": 200,
+    "laws": 500,
 }  # fmt: skip
 
 Call = Callable[[], object]
@@ -107,7 +108,8 @@ def show(section: str, found: dict[str, Any]) -> None:
         print(left, found["wrong"], found.get("error", ""), flush=True)
         return
     times = "–".join(f"{1e6 * found[key]:.1f}" for key in ("min_s", "max_s"))
-    right = f"{100 * found['share']:6.1f} %" + (f"  error {found['error']:.1e}" if "error" in found else "")
+    right = f"{100 * found['share']:6.1f} %" if found["bytes"] else 8 * " "
+    right += f"  error {found['error']:.1e}" if "error" in found else ""
     print(f"{left} {1e6 * found['median_s']:10.1f} µs ({times}) {right}", flush=True)
 
 

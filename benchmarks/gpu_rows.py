@@ -1,13 +1,15 @@
 """What `gpu.py` times, section by section."""
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.ops import LinearState, causal_linear_attention, linear_attention
 from linattn.ops.softmax.flex import flex_window
 from linattn.ops.softmax.local import in_blocks
@@ -30,7 +32,7 @@ class Prepared(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table: how often the least bytes of this call could be copied is its share."""
+    """One line of the table: how often the least bytes of this call could be copied is its share. 0 bytes: no share."""
 
     name: str
     shape: str
@@ -223,6 +225,50 @@ def local(smallest: bool) -> Iterator[Row]:
             yield row(f"window of 128, {name}", run, size, training=trained, ours=False)
 
 
+def models(smallest: bool) -> Iterator[Row]:
+    """Language models of 6 layers of 768 channels, in bfloat16 products of float32 weights, as they are trained."""
+    names = "softmax", "elu", "local", "local+elu", "retention", "ssd", "gla", "gated_delta", "kda"
+    for name in ("elu", "kda") if smallest else names:
+        for b, n in ((2, 20),) if smallest else ((8, 4096), (1, 32_768)):
+            for trained in (True, False):
+                yield model_row(name, b, n, training=trained, smallest=smallest)
+        yield model_row(name, 8, 1, training=False, smallest=smallest)
+
+
+def model_row(name: str, b: int, n: int, *, training: bool, smallest: bool) -> Row:
+    """A training step without its optimizer, or the logits and the state of a prompt, or of one token after it."""
+    dim, depth, heads = (16, 1, 2) if smallest else (768, 6, 12)
+
+    def prepare(device: torch.device) -> Prepared:
+        torch.manual_seed(0)
+        config = LanguageModelConfig(vocab_size=256, dim=dim, depth=depth, num_heads=heads, attention=name)
+        on_cpu = LanguageModel(config)
+        model, tokens = copy.deepcopy(on_cpu).to(device), torch.randint(256, (b, n), device=device)
+        few = torch.randint(256, (1, 20 if smallest else 300))
+
+        @torch.autocast(device.type, torch.bfloat16)
+        def learn() -> None:
+            cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten()).backward()
+            model.zero_grad()
+
+        @torch.no_grad()
+        @torch.autocast(device.type, torch.bfloat16)
+        def extend(x: Tensor, state: Any = None) -> Any:
+            return model.extend(x, state)
+
+        def results() -> list[Tensor]:
+            return [extend(few.to(device))[0].float().cpu()]
+
+        def exact() -> list[Tensor]:
+            return [on_cpu.extend(few)[0].detach()]
+
+        past = extend(few.to(device).expand(b, -1))[1] if n == 1 else None
+        return Prepared(learn if training else lambda: extend(tokens, past), results, exact)
+
+    what = "training" if training else "a token" if n == 1 else "a prompt"
+    return Row(f"{name}, {what}", f"B={b} n={n} dim={dim} depth={depth}", 0, 5e-2, prepare)
+
+
 def contenders(smallest: bool) -> Iterator[Row]:
     """flash-linear-attention, with features given; it tunes itself at the first call of each shape."""
     for name in ("fused_chunk_linear_attn", "chunk_linear_attn"):
@@ -248,5 +294,5 @@ def flash_linear_attention(name: str, normalize: bool) -> Attend:
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "forward": forward, "training": training, "tiles": tiles, "long": long, "step": step, "ablations": ablations,
     "softmax": softmax_rows, "bidirectional": bidirectional_rows, "dtypes": dtypes, "local": local,
-    "contenders": contenders,
+    "models": models, "contenders": contenders,
 }  # fmt: skip

@@ -9,7 +9,18 @@ import pytest
 from .conftest import INTERPRETED
 
 FOLDER = Path(__file__).parents[4] / "benchmarks"
-SECTIONS = ("forward", "training", "tiles", "long", "ablations", "softmax", "bidirectional", "dtypes", "local")
+SECTIONS = (
+    "forward",
+    "training",
+    "tiles",
+    "long",
+    "ablations",
+    "softmax",
+    "bidirectional",
+    "dtypes",
+    "local",
+    "models",
+)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, it is run itself")
