@@ -112,7 +112,7 @@ def rounded(x, PRECISION: tl.constexpr, ONCE: tl.constexpr = _REPEATABLE):
 
 @jit
 def product(a, b, PRECISION: tl.constexpr):
-    """Multiply rounded tiles, summed in float32; on capability 9, as `support.assembler_cannot` sees to."""
+    """Multiply rounded tiles, summed in float32; on capability 9, by the assembler of `assembler.py`."""
     if PRECISION == "bf16":
         return tl.dot(a, b)
     else:

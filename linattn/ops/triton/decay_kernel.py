@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn.ops.triton import device as dev
-from linattn.ops.triton.layout import on_device_of, opaque
+from linattn.ops.triton.layout import opaque
+from linattn.ops.triton.support import on_device_of
 
 _LOG2_E = tl.constexpr(1 / math.log(2))
 # e to the power of it is zero

@@ -17,7 +17,6 @@ from linattn.ops.triton.layout import (
     Walk,
     alignment,
     empty_like_tokens,
-    on_device_of,
     opaque,
     readable,
     readable_scalars,
@@ -25,6 +24,7 @@ from linattn.ops.triton.layout import (
 )
 from linattn.ops.triton.maps import MAPS
 from linattn.ops.triton.split_kernels import enter
+from linattn.ops.triton.support import on_device_of
 from linattn.ops.triton.tiling import PRECISION, Split, Tiles, enter_tiles, over_values, split
 
 

@@ -7,7 +7,6 @@ place."""
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -96,11 +95,6 @@ def opaque(*integers: int) -> tuple[int, ...]:
     """Multiply all integers by 16; `device.plain` divides by 16. Triton compiles separate kernels for arguments that
     are 1 or a multiple of 16: as all are multiples, a new length or batch needs no new kernel."""
     return tuple([16 * x for x in integers])
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Return a region in which kernels are launched on the GPU that holds x."""
-    return torch.accelerator.device_index(None if x.is_cpu else x.get_device())
 
 
 def unfold(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> Rows:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from linattn.ops.calls import CausalCall
 from linattn.ops.triton.launch import Inputs, Rows, as_pointers
-from linattn.ops.triton.layout import empty_outputs, on_device_of
+from linattn.ops.triton.layout import empty_outputs
 from linattn.ops.triton.step_kernel import step
+from linattn.ops.triton.support import on_device_of
 from linattn.ops.triton.tiling import Split, step_tiles
 
 # shape and strides

@@ -2,8 +2,8 @@
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,6 @@ from linattn.ops.triton.layout import shared_groups
 LARGEST = 256
 # for 10 and 11, Triton 3.7.1 fails to compile some kernels, or compiles nothing without a word
 CAPABILITIES = (8, 9, 12)
-# ptxas of CUDA 12.8 compiles some kernels to wrong code for capability 9, and versions up to 13.0 do so elsewhere
-# (fla-org/flash-linear-attention 1262)
-OLDEST_PTXAS = (13, 1)
-PTXAS_PATH = "TRITON_PTXAS_PATH"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INSTALLED = importlib.util.find_spec("triton") is not None
 # Triton's own switch, which it reads once too: kernels are then run by Python, on tensors of the CPU
@@ -71,43 +67,31 @@ def experimental(call: CausalCall | SumCall | ReadCall) -> str | None:
     return None
 
 
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Return a region in which kernels are launched on the GPU that holds x. NotImplementedError: they cannot run
+    there, as when a graph that was exported elsewhere comes here without a choice of backends."""
+    if x.is_cpu:
+        return torch.accelerator.device_index(None)
+    if reason := _device_cannot(x):
+        raise NotImplementedError(f"triton: {reason}")
+    return torch.accelerator.device_index(x.get_device())
+
+
 def _device_cannot(x: Tensor) -> str | None:
     if not x.is_cuda or torch.version.hip is not None:
         return None
     major, minor = _capability(x.device)
     if major in CAPABILITIES:
-        return assembler_cannot() if major == 9 else None
+        return _assembler_cannot() if major == 9 else None
     supported = ", ".join(map(str, CAPABILITIES))
     return f"is made for the compute capabilities {supported}, but the device has {major}.{minor}"
 
 
-@torch.compiler.assume_constant_result
-def assembler_cannot() -> str | None:
-    """Return why Triton's assembler cannot be trusted with capability 9, or None."""
-    return _newer_assembler()
+def _assembler_cannot() -> str | None:
+    # imports Triton
+    from linattn.ops.triton import assembler
 
-
-@cache
-def _newer_assembler() -> str | None:
-    """Triton brings two assemblers and takes the older one: have this process take the newer one, unless
-    `TRITON_PTXAS_PATH` names another, or return why that does not help."""
-    from triton import knobs
-
-    tool, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
-    if _version(tool) < OLDEST_PTXAS <= _version(newer) and PTXAS_PATH not in os.environ:
-        knobs.nvidia.ptxas = newer.path
-        return None
-    if _version(tool) >= OLDEST_PTXAS:
-        return None
-    oldest = ".".join(map(str, OLDEST_PTXAS))
-    return (
-        f"needs ptxas of CUDA {oldest} or newer on this GPU, as older ones compile it to wrong code, but has "
-        f"{tool.version}: torch 2.12 brings a newer one, and {PTXAS_PATH} can name one"
-    )
-
-
-def _version(tool: Any) -> tuple[int, ...]:
-    return tuple(map(int, tool.version.split(".")))
+    return assembler.refusal()
 
 
 @cache

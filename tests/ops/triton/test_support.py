@@ -11,6 +11,7 @@ from linattn.ops.calls import CausalCall
 from linattn.ops.triton import CAUSAL, support
 
 triton = pytest.importorskip("triton", reason="Triton is made for Linux")
+assembler = pytest.importorskip("linattn.ops.triton.assembler")
 
 
 def call(device: str) -> CausalCall:
@@ -62,17 +63,17 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
     tools = SimpleNamespace(
         ptxas=SimpleNamespace(path="own", version=own), ptxas_blackwell=SimpleNamespace(path="newer", version=newer)
     )
-    monkeypatch.setattr(triton.knobs, "nvidia", tools)
+    monkeypatch.setattr(assembler.knobs, "nvidia", tools)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
     if named:
         monkeypatch.setenv("TRITON_PTXAS_PATH", "own")
     else:
         monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
-    support._newer_assembler.cache_clear()
+    assembler._choice.cache_clear()
     with FakeTensorMode():
         reason = CAUSAL.refusal(call("cuda"), named=True)
-    support._newer_assembler.cache_clear()
+    assembler._choice.cache_clear()
     assert (reason is None) == (taken is not None)
     assert (
         taken
@@ -88,20 +89,20 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
 def test_triton_brings_an_assembler_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     with triton.knobs.nvidia.scope():
-        support._newer_assembler.cache_clear()
-        assert support.assembler_cannot() is None
-        assert support._version(triton.knobs.nvidia.ptxas) >= support.OLDEST_PTXAS
-    support._newer_assembler.cache_clear()
+        assembler._choice.cache_clear()
+        assert assembler.refusal() is None
+        assert assembler.version(triton.knobs.nvidia.ptxas) >= assembler.OLDEST
+    assembler._choice.cache_clear()
 
 
 def test_one_graph_asks_for_the_assembler() -> None:
     """Triton reads its own environment by functions that a graph cannot hold."""
 
     def layer(x: Tensor) -> Tensor:
-        return x + 1 if support.assembler_cannot() is None else x - 1
+        return x + 1 if support._assembler_cannot() is None else x - 1
 
     with triton.knobs.nvidia.scope():
-        support._newer_assembler.cache_clear()
+        assembler._choice.cache_clear()
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         assert float(compiled(torch.zeros(()))) == float(layer(torch.zeros(())))
-    support._newer_assembler.cache_clear()
+    assembler._choice.cache_clear()
