@@ -60,9 +60,8 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
     own: str, newer: str, named: bool, taken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Hopper. What TRITON_PTXAS_PATH names is used or refused, and nothing is used in its place."""
-    tools = SimpleNamespace(
-        ptxas=SimpleNamespace(path="own", version=own), ptxas_blackwell=SimpleNamespace(path="newer", version=newer)
-    )
+    Tool = triton.knobs.NvidiaTool
+    tools = SimpleNamespace(ptxas=Tool("own", own), ptxas_blackwell=Tool("newer", newer))
     monkeypatch.setattr(assembler.knobs, "nvidia", tools)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
@@ -80,7 +79,7 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
         or f"needs ptxas of CUDA 13.1 or newer on this GPU, as older ones compile it to wrong code, but has {own}"
         in str(reason)
     )
-    assert tools.ptxas == ("newer" if taken == "newer" else SimpleNamespace(path="own", version=own))
+    assert tools.ptxas == ("newer" if taken == "newer" else Tool("own", own))
 
 
 @pytest.mark.skipif(
