@@ -70,11 +70,9 @@ def experimental(call: CausalCall | SumCall | ReadCall) -> str | None:
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Return a region in which kernels are launched on the GPU that holds x. NotImplementedError: they cannot run
     there, as when a graph that was exported elsewhere comes here without a choice of backends."""
-    if x.is_cpu:
-        return torch.accelerator.device_index(None)
     if reason := _device_cannot(x):
         raise NotImplementedError(f"triton: {reason}")
-    return torch.accelerator.device_index(x.get_device())
+    return torch.accelerator.device_index(None if x.is_cpu else x.get_device())
 
 
 def _device_cannot(x: Tensor) -> str | None:

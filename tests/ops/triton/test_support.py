@@ -82,6 +82,14 @@ def test_an_assembler_that_compiles_wrong_code_is_not_used(
     assert tools.ptxas == ("newer" if taken == "newer" else Tool("own", own))
 
 
+def test_a_graph_of_another_gpu_is_refused_at_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported graph names the kernels, and nothing chooses a backend again."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(support, "_capability", lambda device: (10, 0))
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match=r"^triton: is made for the compute capabilities"):
+        support.on_device_of(torch.empty(1, device="cuda"))
+
+
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="torch 2.11 is made for Triton 3.6, which has no such assembler"
 )
