@@ -30,7 +30,12 @@ def test_blocks_are_those_that_some_or_all_pairs_of_which_are_visible(window, n)
 def test_both_tables_are_those_that_torch_finds(window, masked, monkeypatch):
     """Gradients on a GPU read which queries see a block of keys; torch derives it from which keys a query sees."""
     n, found = 500, []
-    monkeypatch.setattr(flex, "_kernel", lambda device: lambda *_, block_mask, **__: found.append(block_mask))
+
+    def kernel(q, k, v, *, block_mask, **options):
+        found.append(block_mask)
+        return q
+
+    monkeypatch.setattr(flex, "_kernel", lambda device: kernel)
     q = torch.randn(1, 1, n, 16)
     flex.flex_window(q, q, q, window=window, present=torch.arange(n)[None, None] < 300 if masked else None)
     keys = [getattr(found[0], f"{kind}kv_{what}") for kind in ("", "full_") for what in ("num_blocks", "indices")]
