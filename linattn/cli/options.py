@@ -98,7 +98,7 @@ class TrainOptions(ModelOptions):
     batch: int = training(16, "sequences per process, or group of them that share sequences, and batch", free=True)
     accumulate: int = training(1, "batches per update", free=True)
     optimizer: str = training(
-        "adamw",
+        "muon",
         "muon: matrices of hidden layers take orthogonal steps, all other weights those of adamw",
         choices=("adamw", "muon"),
     )

@@ -30,10 +30,6 @@ def check_sharing(options: TrainOptions, processes: int) -> None:
     for name in ("segment", "carry"):
         if shown and getattr(options, name) is not None:
             raise ValueError(f"--{name} does not work with {flag(next(iter(shown)))}")
-    for name, shares in (("fsdp", options.fsdp), ("tensor_parallel", options.tensor_parallel > 1)):
-        if shares and options.optimizer == "muon":
-            # a step needs whole matrices
-            raise ValueError(f"--optimizer muon does not work with {flag(name)}")
     if processes % group_size(options):
         text = " times ".join(shown.values())
         raise ValueError(f"{text} must divide the number of processes, but there are {processes}")

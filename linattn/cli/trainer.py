@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PrinterCallback, TrainingArguments
 
 from linattn.cli.checkpoints import adopt_checkpoint
-from linattn.cli.muon import muon_for
 from linattn.cli.options import TrainOptions
 from linattn.cli.reports import Reports
 from linattn.cli.run_folder import Run
@@ -31,6 +30,7 @@ from linattn.data.windows import (
 from linattn.distributed import sequence_loss, split_sequence
 from linattn.integrations.transformers import StatefulTrainer
 from linattn.models.loss import NO_LABEL
+from linattn.muon import Muon, language_model_groups
 
 SCHEDULER = "scheduler.pt"
 
@@ -116,7 +116,8 @@ class RunTrainer(StatefulTrainer):
             args, trained = self.args, model or cast(Any, self.model)
             options = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
             betas = args.adam_beta1, args.adam_beta2
-            self.optimizer = muon_for(trained, trained.model.get_stack(), betas=betas, fused=True, **options)
+            groups = language_model_groups(trained, trained.model.get_stack())
+            self.optimizer = Muon(groups, betas=betas, fused=True, **options)
         return super().create_optimizer(model)
 
     @property

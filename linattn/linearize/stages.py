@@ -2,7 +2,7 @@
 whole model towards the teacher's output, as in LoLCATs. Zhang et al., https://arxiv.org/abs/2410.10254"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from linattn.checks import check_numbers, check_types, extra
 from linattn.linearize.attention import linearized_layers, own_attention
@@ -26,7 +27,9 @@ from linattn.nn.modes import evaluating
 
 @dataclass(frozen=True)
 class Rates:
-    """Holds the highest learning rates of `stock` weights, which the model had before, and of `new` ones."""
+    """Holds the highest learning rates of `stock` weights, which the model had before, and of `new` ones. Matrices of
+    linear layers in the model's blocks take steps of `Muon` with four times the rates, all other weights, and adapters,
+    those of AdamW."""
 
     stock: float
     new: float
@@ -36,6 +39,8 @@ class Rates:
 
 
 RATES = Rates(4e-3, 1e-2)
+ORTHOGONAL = 4.0
+"""The factor of the rates for matrices that take orthogonal steps."""
 WIDTH = 128
 """The hidden size up to which these rates are good. Beyond, the effect of a step grows with the size."""
 FULL_STEPS = 100
@@ -80,7 +85,7 @@ def transfer(
     weights = [weight for layer in layers for weight in layer.parameters()]
     give_own_weights(teacher, weights)
     full_steps = FIRST_STAGE * FULL_STEPS if rates is None else 1.0
-    groups = _groups(model, weights, rates or _scaled(_width_factor(model)))
+    groups = _groups(model, weights, rates or _scaled(_width_factor(model)), _hidden_matrices(model))
     return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
@@ -111,14 +116,15 @@ def fine_tune(
         return _add_distance(predict(student, labeled), target, scale, add)
 
     with ExitStack() as stack:
-        weights = list(model.parameters())
+        weights, hidden = list(model.parameters()), _hidden_matrices(model)
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
         give_own_weights(teacher, weights)
         full_steps = (1 - FIRST_STAGE) * FULL_STEPS if rates is None else 1.0
         rates = rates or _default_rates(model, teacher, batches, scale, budget.accumulate)
-        return train(model, objective, batches, _groups(model, weights, rates), budget, full_steps=full_steps)
+        groups = _groups(model, weights, rates, hidden)
+        return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
 def _add_distance(found: Predictions, target: Predictions, scale: float, add: Add) -> int:
@@ -193,14 +199,28 @@ def _new_weights(model: nn.Module) -> set[int]:
     return {id(weight) for layer in layers for weight in own_attention(layer).parameters()}
 
 
-def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates) -> list[dict[str, Any]]:
-    """Return AdamW's groups of `weights`, stock and new ones, each weight once, also if several layers share it."""
-    new, unique = _new_weights(model), {id(weight): weight for weight in weights}
-    pairs = [
-        ([weight for key, weight in unique.items() if key not in new], rates.stock),
-        ([weight for key, weight in unique.items() if key in new], rates.new),
+def _groups(
+    model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates, hidden: Collection[int]
+) -> list[dict[str, Any]]:
+    """Return groups of `weights` for `Muon`, stock and new ones, each weight once, also if several layers share it.
+    Those whose ids are in `hidden` take orthogonal steps, the others those of AdamW."""
+    kinds, new = dict[tuple[bool, bool], list[nn.Parameter]](), _new_weights(model)
+    for key, weight in {id(weight): weight for weight in weights}.items():
+        kinds.setdefault((key in new, key in hidden), []).append(weight)
+    return [
+        {
+            "params": some,
+            "lr": (rates.new if is_new else rates.stock) * (ORTHOGONAL if is_hidden else 1),
+            "orthogonal": is_hidden,
+        }
+        for (is_new, is_hidden), some in kinds.items()
     ]
-    return [{"params": params, "lr": rate} for params, rate in pairs if params]
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Return the ids of the matrices of all linear layers in the model's blocks."""
+    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return {id(x.weight) for each in blocks for x in each.modules() if isinstance(x, (nn.Linear, Conv1D))}
 
 
 @contextmanager
@@ -210,7 +230,6 @@ def _adapters(model: PreTrainedModel, teacher: PreTrainedModel, rank: int) -> It
     with extra("cli"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
-    from transformers.pytorch_utils import Conv1D
 
     new = _new_weights(model)
     outputs = model.get_output_embeddings()

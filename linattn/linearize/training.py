@@ -1,4 +1,4 @@
-"""The training loop of a conversion: AdamW on batches in their order, within a budget of steps or minutes.
+"""The training loop of a conversion: Muon on batches in their order, within a budget of steps or minutes.
 
 A checkpoint is complete before it gets its name, so a training that was killed resumes from the last one."""
 
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
@@ -36,6 +35,7 @@ from linattn.linearize.processes import (
 )
 from linattn.linearize.sharding import distributed_as, on_first, sharded
 from linattn.linearize.trained_weights import float32_weights, trainable, without_dropout
+from linattn.muon import Muon
 from linattn.nn.modes import evaluating
 
 Add = Callable[[Tensor], None]
@@ -132,7 +132,7 @@ def train(
     *,
     full_steps: float = 1.0,
 ) -> Training:
-    """Minimize the objective by AdamW over `groups` of weights with their peak learning rates, which rise linearly and
+    """Minimize the objective by `Muon` over `groups` of weights with their peak learning rates, which rise linearly and
     then fall along half a cosine; if there are fewer steps than `full_steps`, the peaks are lower in proportion. Other
     weights do not change. There is no dropout, as there is none in the teacher.
 
@@ -158,7 +158,7 @@ class _Trainer:
         self.model, self.budget, self.full_steps = model, budget, full_steps
         self.weights = [weight for group in groups for weight in group["params"]]
         self.peaks = [group["lr"] for group in groups]
-        self.optimizer = AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0, **_fused(self.weights))
+        self.optimizer = Muon(groups, betas=(0.9, 0.99), weight_decay=0.0, **_fused(self.weights))
         self.losses, self.seconds, self.validations = _resume(model, self.optimizer, budget.folder)
 
     def train(self, objective: Objective, batches: Sequence[Batch], autocast: AbstractContextManager[Any]) -> Training:
@@ -238,7 +238,7 @@ def _fused(weights: Sequence[nn.Parameter]) -> dict[str, bool]:
 
 
 def _write_checkpoint(
-    folder: str | os.PathLike[str], model: PreTrainedModel, optimizer: AdamW, record: dict[str, Any]
+    folder: str | os.PathLike[str], model: PreTrainedModel, optimizer: Muon, record: dict[str, Any]
 ) -> None:
     """Write a checkpoint of what trains and of the record of the training, in the first process."""
     fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
@@ -265,7 +265,7 @@ def saved_steps(folder: Path) -> int:
     return len(torch.load(path, map_location="cpu", mmap=True)["losses"]) if path.exists() else 0
 
 
-def _resume(model: PreTrainedModel, optimizer: AdamW, folder: Any) -> tuple[list[float], float, dict[int, Figures]]:
+def _resume(model: PreTrainedModel, optimizer: Muon, folder: Any) -> tuple[list[float], float, dict[int, Figures]]:
     """Load the checkpoint in the folder, if there is one, and return the losses, seconds and validations before it."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
         return [], 0.0, {}

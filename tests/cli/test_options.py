@@ -50,7 +50,7 @@ TRAINING = {
     "context": ("16",),
     "batch": ("2",),
     "accumulate": ("2",),
-    "optimizer": ("muon",),
+    "optimizer": ("adamw",),
     "lr": ("1e-4",),
     "warmup": ("0.9",),
     "weight_decay": ("0.5",),

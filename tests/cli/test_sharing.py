@@ -180,7 +180,6 @@ def test_one_process_goes_on_with_what_several_have_shared(of_two, alone, tmp_pa
         (TENSOR, "--tensor-parallel 2 must divide the number of processes, but there are 1"),
         ((*SEQUENCE, "--segment", "8"), "--segment does not work with --sequence-parallel"),
         ((*TENSOR, "--carry", "0.5"), "--carry does not work with --tensor-parallel"),
-        ((*TENSOR, "--optimizer", "muon"), "--optimizer muon does not work with --tensor-parallel"),
         (("--fsdp",), "--fsdp needs several processes, but there is one"),
         (("--fsdp", "--segment", "8"), "--segment does not work with --fsdp"),
         (("--checkpointing", "--segment", "8"), "--segment does not work with --checkpointing"),

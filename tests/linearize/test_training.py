@@ -4,6 +4,7 @@ not."""
 import copy
 import importlib
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
 
 from linattn.linearize import (
     Budget,
@@ -29,6 +31,7 @@ from linattn.linearize import (
 from linattn.linearize.distance import LayerOutputs, compare_layers, relative_error
 from linattn.linearize.stages import RATES
 from linattn.models.loss import NO_LABEL
+from linattn.muon import Muon
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
@@ -357,7 +360,34 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
     fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.5))
     length = 1.5 * divergence(model, conversion.teacher, batches) ** 0.5
     assert (length < 1) == is_near
-    assert given == [pytest.approx(min(1, length) * RATES.stock), 0.5]
+    # four times the rate for matrices of hidden layers
+    assert given == [pytest.approx(factor * min(1, length) * RATES.stock) for factor in (1, 4)] + [0.5, 2.0]
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
+def test_matrices_of_linear_layers_in_blocks_take_orthogonal_steps(name, lora, monkeypatch):
+    model, kinds = make({**DECODERS, **ENCODER_DECODERS}[name]), {}
+    batches = [batch_of(model)]
+    conversion = convert(model, plan(model, batches[0], method="elu"), batches)
+
+    def note(model, objective, batches, groups, budget, full_steps):
+        kinds.update((id(weight), group["orthogonal"]) for group in groups for weight in group["params"])
+        names.extend(name for name, weight in model.named_parameters() if kinds.get(id(weight)))
+        return Training((), 0.0)
+
+    names: list[str] = []
+    monkeypatch.setattr(importlib.import_module("linattn.linearize.stages"), "train", note)
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1), lora=lora)
+    linear = [name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
+    blocks = [f"{name}.weight" for name in linear if re.search(r"[.]\d+[.]", name)]
+    if lora is None:
+        assert sorted(names) == sorted(blocks) and len(blocks) < len(linear)
+        assert kinds.keys() == {id(weight) for weight in model.parameters()}
+    else:
+        # the model's own do not train, and adapters take steps of AdamW
+        new = [name for name in blocks if "linear_attention" in name]
+        assert sorted(names) == sorted(new) and sum(not kind for kind in kinds.values()) >= 2 * (len(blocks) - len(new))
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(transfer, 20), (fine_tune, 80)])
@@ -368,7 +398,11 @@ def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
     def highest(number: int, width: int = 32, **options: Any) -> float:
         seen: list[float] = []
         monkeypatch.setattr(
-            module, "clip_grad_norm_", lambda *_: seen.append(max(group["lr"] for group in optimizers[-1].param_groups))
+            module,
+            "clip_grad_norm_",
+            lambda *_: seen.append(
+                max(group["lr"] for group in optimizers[-1].param_groups if not group["orthogonal"])
+            ),
         )
         family = ("LlamaForCausalLM", {**DECODERS["llama"][1], "hidden_size": width})
         conversion, batches = start(family, "elu", window=0)
@@ -380,12 +414,11 @@ def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
 
     optimizers: list[Any] = []
 
-    class Noted(torch.optim.AdamW):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            optimizers.append(self)
+    def noted(*args: Any, **options: Any) -> Muon:
+        optimizers.append(Muon(*args, **options))
+        return optimizers[-1]
 
-    monkeypatch.setattr(module, "AdamW", Noted)
+    monkeypatch.setattr(module, "Muon", noted)
     monkeypatch.setattr(module, "_gradients", lambda *_: 1.0)
     full = highest(steps)
     assert full == pytest.approx(RATES.new, rel=0.01) == highest(3 * steps)

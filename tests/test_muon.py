@@ -8,39 +8,53 @@ from torch import nn
 from torch.testing import assert_close
 
 from linattn import LanguageModel, LanguageModelConfig
-from linattn.cli.main import main
-from linattn.cli.muon import Muon, muon_for, orthogonal
 from linattn.cli.trainer import RunTrainer
-from tests.cli.conftest import SHORT, TINY
+from linattn.muon import NEWTON_SCHULZ, Muon, language_model_groups, orthogonal
 
 SHAPES = [(5, 9), (9, 5), (7, 7), (5, 9)]
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_directions_are_those_of_the_singular_value_decomposition(scale):
-    matrices = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
-    for matrix, found in zip(matrices, orthogonal([scale * matrix for matrix in matrices]), strict=True):
-        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        sizes = u.mT @ found @ v.mT
-        assert_close(sizes, sizes.diag().diag(), rtol=0, atol=1e-9)
-        assert all(0.65 < size < 1.25 for size in sizes.diag())
+    for shape in SHAPES:
+        matrices = torch.randn(3, *shape, dtype=torch.float64)
+        u, sizes, v = torch.linalg.svd(matrices, full_matrices=False)
+        found = u.mT @ orthogonal(scale * matrices) @ v.mT
+        sizes = sizes / sizes.norm(dim=1, keepdim=True)
+        is_large, (iterations, (a, b, c)) = sizes > 0.005, NEWTON_SCHULZ
+        for _ in range(iterations):
+            sizes = a * sizes + b * sizes**3 + c * sizes**5
+        assert_close(found, sizes.diag_embed(), rtol=0, atol=1e-9)
+        assert ((sizes > 0.65) & (sizes < 1.25))[is_large].all()
 
 
 def test_a_matrix_without_a_gradient_moves_nowhere():
-    assert all((matrix == 0).all() for matrix in orthogonal([torch.zeros(shape) for shape in SHAPES]))
-    assert orthogonal([]) == []
+    assert all((orthogonal(torch.zeros(2, *shape)) == 0).all() for shape in SHAPES)
 
 
-def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw():
+@pytest.mark.parametrize("largest", [2**24, 50])
+def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw(monkeypatch, largest):
     """torch's multiplies in bfloat16."""
     weights = [[nn.Parameter(torch.randn(shape)) for shape in (*SHAPES, (6,), (4, 3))] for _ in range(2)]
     with torch.no_grad():
         for ours, theirs in zip(*weights, strict=True):
             theirs.copy_(ours)
     (ours, theirs), options = weights, {"lr": 0.1, "weight_decay": 0.2}
-    muon = Muon(ours[:4], [{"params": ours[4:]}], **options)
+    # 50 numbers are one matrix of 45 or 49
+    monkeypatch.setattr("linattn.muon.LARGEST_STACK", largest)
+    # each of two groups with a learning rate of its own
+    muon = Muon(
+        [
+            {"params": ours[:2], "orthogonal": True},
+            {"params": ours[2:4], "orthogonal": True, "lr": 0.05},
+            {"params": ours[4:]},
+        ],
+        **options,
+    )
     expected = [
-        torch.optim.Muon(theirs[:4], adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.Muon(
+            [{"params": theirs[:2]}, {"params": theirs[2:4], "lr": 0.05}], adjust_lr_fn="match_rms_adamw", **options
+        ),
         torch.optim.AdamW(theirs[4:], **options),
     ]
     for _ in range(3):
@@ -61,18 +75,12 @@ def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw
 def test_hidden_matrices_are_those_of_linear_layers_in_the_stack_and_only_matrices_decay():
     stack = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(2, 4))
     model = nn.ModuleList([nn.Embedding(7, 3), stack, nn.Linear(4, 7, bias=False)])
-    hidden, matrices, others = muon_for(model, stack, lr=0.1, weight_decay=0.2).param_groups
+    hidden, matrices, others = Muon(language_model_groups(model, stack), lr=0.1, weight_decay=0.2).param_groups
+    assert [group["orthogonal"] for group in (hidden, matrices, others)] == [True, False, False]
     assert hidden["params"] == [stack[0].weight] and hidden["weight_decay"] == matrices["weight_decay"] == 0.2
     assert {id(x) for x in matrices["params"]} == {id(x) for x in (model[0].weight, stack[2].weight, model[2].weight)}
     assert {id(x) for x in others["params"]} == {id(x) for x in (stack[0].bias, stack[1].weight, stack[1].bias)}
     assert others["weight_decay"] == 0
-
-
-def test_it_is_refused_where_weights_are_sharded(text, tmp_path, capsys):
-    options = ("--optimizer", "muon", "--fsdp")
-    assert main(["train", str(text), "--out", str(tmp_path / "run"), *TINY, *SHORT, *options]) == 2
-    assert "--optimizer muon does not work with --fsdp" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_only_matrices_decay_with_adamw_too():
