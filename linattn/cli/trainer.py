@@ -18,6 +18,7 @@ from linattn.cli.schedule import Schedule, largest
 from linattn.cli.sharded_checkpoints import OPTIMIZER, load_optimizer, load_weights, save_optimizer, save_weights
 from linattn.cli.sharing import Sharing, align_random_numbers, group_size, sequences_per_update
 from linattn.console.errors import CommandError, writing
+from linattn.console.muon import Muon, language_model_groups
 from linattn.console.processes import average_gradients, reported_by_first
 from linattn.data.windows import (
     RepeatedBatches,
@@ -30,7 +31,6 @@ from linattn.data.windows import (
 from linattn.distributed import sequence_loss, split_sequence
 from linattn.integrations.transformers import StatefulTrainer
 from linattn.models.loss import NO_LABEL
-from linattn.muon import Muon, language_model_groups
 
 SCHEDULER = "scheduler.pt"
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from linattn.checks import check_fields, check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
+from linattn.console.muon import Muon
 from linattn.console.processes import from_first
 from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
@@ -35,7 +36,6 @@ from linattn.linearize.processes import (
 )
 from linattn.linearize.sharding import distributed_as, on_first, sharded
 from linattn.linearize.trained_weights import float32_weights, trainable, without_dropout
-from linattn.muon import Muon
 from linattn.nn.modes import evaluating
 
 Add = Callable[[Tensor], None]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
+from linattn.console.muon import Muon
 from linattn.linearize import (
     Budget,
     Rates,
@@ -31,7 +32,6 @@ from linattn.linearize import (
 from linattn.linearize.distance import LayerOutputs, compare_layers, relative_error
 from linattn.linearize.stages import RATES
 from linattn.models.loss import NO_LABEL
-from linattn.muon import Muon
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from linattn import LanguageModel, LanguageModelConfig
 from linattn.cli.trainer import RunTrainer
-from linattn.muon import NEWTON_SCHULZ, Muon, language_model_groups, orthogonal
+from linattn.console.muon import NEWTON_SCHULZ, Muon, language_model_groups, orthogonal
 
 SHAPES = [(5, 9), (9, 5), (7, 7), (5, 9)]
 
@@ -41,7 +41,7 @@ def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw
             theirs.copy_(ours)
     (ours, theirs), options = weights, {"lr": 0.1, "weight_decay": 0.2}
     # 50 numbers are one matrix of 45 or 49
-    monkeypatch.setattr("linattn.muon.LARGEST_STACK", largest)
+    monkeypatch.setattr("linattn.console.muon.LARGEST_STACK", largest)
     # each of two groups with a learning rate of its own
     muon = Muon(
         [
