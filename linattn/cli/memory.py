@@ -28,7 +28,7 @@ WEIGHTS = "the weights, their gradients and the optimizer ({:,} parameters)"
 def require_weights(build: Callable[[], nn.Module], options: TrainOptions) -> None:
     """Raise CommandError if the weights, which are not allocated for this, do not fit with their optimizer."""
     count = num_parameters(build)
-    needs = {WEIGHTS.format(count): TRAINED_BYTES * count / _shares(options, world_size())}
+    needs = {WEIGHTS.format(count): TRAINED_BYTES[options.optimizer] * count / _shares(options, world_size())}
     require_memory(needs, available_memory(cpu=options.cpu), "a lower --dim or --depth needs less")
 
 
@@ -47,7 +47,7 @@ def require_activations(model: LinattnForCausalLM, options: TrainOptions, args: 
     length = min(options.segment or own, own)
     activations = _bytes_per_token(model, options, args, length) * options.batch * length / options.tensor_parallel
     needs = {
-        WEIGHTS.format(count): TRAINED_BYTES * count / _shares(options, args.world_size),
+        WEIGHTS.format(count): TRAINED_BYTES[options.optimizer] * count / _shares(options, args.world_size),
         f"the activations of {options.batch:,} × {length:,} tokens": activations,
     }
     if length < own:

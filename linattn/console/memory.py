@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from linattn.console.errors import CommandError
 
-TRAINED_BYTES = 16
-"""Bytes per parameter that trains: its value, its gradient and the two averages of AdamW, in float32."""
+TRAINED_BYTES = {"adamw": 16, "muon": 12}
+"""Bytes per parameter that trains, at least: its value, its gradient, and two averages or one, in float32. The weights
+that Muon moves by AdamW have two as well."""
 
 PROBE = 256
 """The most tokens on which activations are measured; they grow no slower than the tokens."""

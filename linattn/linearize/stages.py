@@ -2,7 +2,7 @@
 whole model towards the teacher's output, as in LoLCATs. Zhang et al., https://arxiv.org/abs/2410.10254"""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,20 +27,19 @@ from linattn.nn.modes import evaluating
 
 @dataclass(frozen=True)
 class Rates:
-    """Holds the highest learning rates of `stock` weights, which the model had before, and of `new` ones. Matrices of
-    linear layers in the model's blocks take steps of `Muon` with four times the rates, all other weights, and adapters,
-    those of AdamW."""
+    """Holds the highest learning rates of weights that the model had before, `stock`, and of `new` ones, which take
+    steps of AdamW, and of the `hidden` ones among the first, which take those of `Muon`: matrices of linear layers in
+    the model's blocks."""
 
     stock: float
     new: float
+    hidden: float
 
     def __post_init__(self) -> None:
-        check_numbers(stock=self.stock, new=self.new)
+        check_numbers(stock=self.stock, new=self.new, hidden=self.hidden)
 
 
-RATES = Rates(4e-3, 1e-2)
-ORTHOGONAL = 4.0
-"""The factor of the rates for matrices that take orthogonal steps."""
+RATES = Rates(4e-3, 1e-2, 3.2e-2)
 WIDTH = 128
 """The hidden size up to which these rates are good. Beyond, the effect of a step grows with the size."""
 FULL_STEPS = 100
@@ -64,7 +63,8 @@ def transfer(
     The loss is the mean of the layers' squared errors, each as a share of the variance of the teacher's output over the
     first update's tokens. If only some tokens have labels, half of it is the error at these tokens. Weights outside of
     these layers do not change. The `batches` repeat within the `budget`; the `rates` fall to zero. By default they are
-    4e-3 for stock weights and 1e-2 for new ones, times min(1, 128 / hidden size) and, for n steps, min(1, n / 20)."""
+    4e-3 for stock weights, 1e-2 for new and 3.2e-2 for hidden ones, times min(1, 128 / hidden size) and, for n steps,
+    min(1, n / 20)."""
     if not (layers := linearized_layers(model).values()):
         raise ValueError(f"no layer of this {type(model).__name__} is linear: convert it first")
     check_training(model, batches)
@@ -85,7 +85,8 @@ def transfer(
     weights = [weight for layer in layers for weight in layer.parameters()]
     give_own_weights(teacher, weights)
     full_steps = FIRST_STAGE * FULL_STEPS if rates is None else 1.0
-    groups = _groups(model, weights, rates or _scaled(_width_factor(model)), _hidden_matrices(model))
+    width = _width_factor(model)
+    groups = _groups(model, weights, rates or _scaled(width, width), _hidden_matrices(model))
     return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
@@ -104,8 +105,9 @@ def fine_tune(
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
     `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, times
-    min(1, n / 80) for n steps and times min(1, 1.5 √d) for the distance d at the beginning: larger steps would lead a
-    model that is near its teacher away from it, and smaller ones would take too long for a model that is far away."""
+    min(1, n / 80) for n steps and, for the distance d at the beginning, times min(1, 1.5 √d), those of hidden weights
+    times min(1, d): larger steps would lead a model that is near its teacher away from it, and smaller ones would take
+    too long for a model that is far away."""
     check_training(model, batches)
     scale = _output_scale(teacher, batches, budget.accumulate)
 
@@ -181,7 +183,8 @@ def _default_rates(
             total, count = total + float(_distance_sum(found, target, scale)), count + len(found.vectors)
     total, count = sum_over_processes(total, count)
     # a divergence of zero may be rounded to less
-    return _scaled(min(1.0, 1.5 * math.sqrt(max(0.0, total / count))) * _width_factor(model))
+    distance, width = max(0.0, total / count), _width_factor(model)
+    return _scaled(min(1.0, 1.5 * math.sqrt(distance)) * width, min(1.0, distance) * width)
 
 
 def _width_factor(model: PreTrainedModel) -> float:
@@ -190,8 +193,8 @@ def _width_factor(model: PreTrainedModel) -> float:
     return min(1.0, WIDTH / getattr(model.config.get_text_config(), "hidden_size", WIDTH))
 
 
-def _scaled(factor: float) -> Rates:
-    return Rates(factor * RATES.stock, factor * RATES.new)
+def _scaled(factor: float, hidden: float) -> Rates:
+    return Rates(factor * RATES.stock, factor * RATES.new, hidden * RATES.hidden)
 
 
 def _new_weights(model: nn.Module) -> set[int]:
@@ -199,28 +202,25 @@ def _new_weights(model: nn.Module) -> set[int]:
     return {id(weight) for layer in layers for weight in own_attention(layer).parameters()}
 
 
-def _groups(
-    model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates, hidden: Collection[int]
-) -> list[dict[str, Any]]:
-    """Return groups of `weights` for `Muon`, stock and new ones, each weight once, also if several layers share it.
-    Those whose ids are in `hidden` take orthogonal steps, the others those of AdamW."""
-    kinds, new = dict[tuple[bool, bool], list[nn.Parameter]](), _new_weights(model)
-    for key, weight in {id(weight): weight for weight in weights}.items():
-        kinds.setdefault((key in new, key in hidden), []).append(weight)
-    return [
-        {
-            "params": some,
-            "lr": (rates.new if is_new else rates.stock) * (ORTHOGONAL if is_hidden else 1),
-            "orthogonal": is_hidden,
-        }
-        for (is_new, is_hidden), some in kinds.items()
+def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates, hidden: Set[int]) -> list[dict[str, Any]]:
+    """Return groups of `weights` for `Muon`, each weight once, also if several layers share it. Those whose ids are in
+    `hidden` take orthogonal steps."""
+    new, unique = _new_weights(model), {id(weight): weight for weight in weights}
+    kinds = [
+        ({"lr": rates.stock}, unique.keys() - new - hidden),
+        ({"lr": rates.new}, unique.keys() & new),
+        ({"lr": rates.hidden, "orthogonal": True}, unique.keys() & hidden),
     ]
+    # in the order of the weights, in which a checkpoint numbers them
+    groups = [{"params": [unique[key] for key in unique if key in own], **kind} for kind, own in kinds]
+    return [group for group in groups if group["params"]]
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
-    """Return the ids of the matrices of all linear layers in the model's blocks."""
+    """Return the ids of the stock matrices of all linear layers in the model's blocks."""
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return {id(x.weight) for each in blocks for x in each.modules() if isinstance(x, (nn.Linear, Conv1D))}
+    linear = [x for each in blocks for x in each.modules() if isinstance(x, (nn.Linear, Conv1D))]
+    return {id(x.weight) for x in linear} - _new_weights(model)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ FAMILIES = {
     "bart": PAIRS["bart"],
     "vit": IMAGES["vit"],
 }
-ADAPTERS: dict[str, Any] = {"lora": 2, "rates": Rates(1e-3, 1e-2)}
+ADAPTERS: dict[str, Any] = {"lora": 2, "rates": Rates(1e-3, 1e-2, 1e-2)}
 CASES: list[tuple[str, Any, dict[str, Any], bool]] = [
     *(("llama", transfer, {}, shard) for shard in (False, True)),
     *(("llama", fine_tune, {}, shard) for shard in (False, True)),

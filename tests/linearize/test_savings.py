@@ -63,7 +63,7 @@ def gradients(conversion: Any, batches: list[Any], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("linattn.linearize.training.clip_grad_norm_", note)
     budget = Budget(steps=1)
-    training = fine_tune(conversion.model, conversion.teacher, batches, budget, rates=Rates(0.0, 0.0))
+    training = fine_tune(conversion.model, conversion.teacher, batches, budget, rates=Rates(0.0, 0.0, 0.0))
     return found | {"loss": torch.tensor(training.losses[0], dtype=torch.float64)}
 
 
@@ -161,7 +161,7 @@ def test_small_steps_reach_weights_in_bfloat16():
     """A step of a rate of 1e-5 is too small for most weights in bfloat16, but their sum is not."""
     conversion, batches = start(DECODERS["llama"], dtype=torch.bfloat16)
     before = {name: weight.clone() for name, weight in conversion.model.state_dict().items()}
-    fine_tune(conversion.model, conversion.teacher, batches, Budget(steps=64), rates=Rates(1e-5, 1e-5))
+    fine_tune(conversion.model, conversion.teacher, batches, Budget(steps=64), rates=Rates(1e-5, 1e-5, 1e-5))
     changed = [(x != before[name]).double().mean() for name, x in conversion.model.state_dict().items()]
     assert torch.stack(changed).mean() > 0.1
 
@@ -177,7 +177,7 @@ def test_a_step_needs_less_memory_than_one_and_a_half_copies_of_the_logits(monke
 
     def peak() -> int:
         with LiveMemory() as memory:
-            fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.0, 0.0))
+            fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.0, 0.0, 0.0))
         return memory.peaks[""]
 
     assert peak() > 4 * logits

@@ -289,10 +289,9 @@ def test_wrong_calls_are_refused():
         with pytest.raises(ValueError, match=f"minutes must be .*, but (is|are) {minutes!r}"):
             Budget(minutes=minutes)
     for rate in (-1e-3, float("nan"), float("inf"), None, "fast"):
-        with pytest.raises(ValueError, match=f"stock must be a finite number of at least 0, but is {rate!r}"):
-            Rates(rate, 1e-3)
-        with pytest.raises(ValueError, match=f"new must be a finite number of at least 0, but is {rate!r}"):
-            Rates(1e-3, rate)
+        for name in ("stock", "new", "hidden"):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number of at least 0, but is {rate!r}"):
+                Rates(**{"stock": 1e-3, "new": 1e-3, "hidden": 1e-3, name: rate})
     for use in (divergence, layer_errors, lambda *given: choose_layers(*given, 1)):
         with pytest.raises(ValueError, match="at least one batch"):
             use(model, teacher, [])
@@ -338,7 +337,7 @@ def test_training_has_no_dropout(name, monkeypatch):
 def test_a_loss_that_is_not_finite_is_an_error():
     conversion, batches = start(DECODERS["llama"])
     with pytest.raises(ValueError, match="the loss is not finite at step"):
-        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30))
+        transfer(conversion.model, conversion.teacher, batches, Budget(steps=9), rates=Rates(1e30, 1e30, 1e30))
 
 
 @pytest.mark.parametrize(("size", "is_near"), [(1e-2, True), (1e3, False)])
@@ -357,37 +356,41 @@ def test_the_steps_of_fine_tuning_are_as_long_as_the_way(size, is_near, monkeypa
     module = importlib.import_module("linattn.linearize.stages")
     monkeypatch.setattr(module, "train", note)
     fine_tune(model, conversion.teacher, batches, Budget(steps=1))
-    fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.5))
-    length = 1.5 * divergence(model, conversion.teacher, batches) ** 0.5
+    fine_tune(model, conversion.teacher, batches, Budget(steps=1), rates=Rates(0.5, 0.6, 0.7))
+    distance = divergence(model, conversion.teacher, batches)
+    length = 1.5 * distance**0.5
     assert (length < 1) == is_near
-    # four times the rate for matrices of hidden layers
-    assert given == [pytest.approx(factor * min(1, length) * RATES.stock) for factor in (1, 4)] + [0.5, 2.0]
+    # hidden matrices have steps in proportion to the distance
+    found = [min(1, length) * RATES.stock, min(1, distance) * RATES.hidden]
+    assert given == [pytest.approx(rate) for rate in found] + [0.5, 0.7]
 
 
-@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize(("stage", "options"), [(transfer, {}), (fine_tune, {}), (fine_tune, {"lora": 2})])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart"])
-def test_matrices_of_linear_layers_in_blocks_take_orthogonal_steps(name, lora, monkeypatch):
-    model, kinds = make({**DECODERS, **ENCODER_DECODERS}[name]), {}
+def test_stock_matrices_of_linear_layers_in_blocks_take_orthogonal_steps(name, stage, options, monkeypatch):
+    """Not the embeddings, the output, new weights and adapters."""
+    model, orthogonal, others = make({**DECODERS, **ENCODER_DECODERS}[name]), set(), set()
     batches = [batch_of(model)]
     conversion = convert(model, plan(model, batches[0], method="elu"), batches)
 
     def note(model, objective, batches, groups, budget, full_steps):
-        kinds.update((id(weight), group["orthogonal"]) for group in groups for weight in group["params"])
-        names.extend(name for name, weight in model.named_parameters() if kinds.get(id(weight)))
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        for group in groups:
+            names_of = orthogonal if group.get("orthogonal") else others
+            names_of.update(names[id(weight)] for weight in group["params"])
         return Training((), 0.0)
 
-    names: list[str] = []
     monkeypatch.setattr(importlib.import_module("linattn.linearize.stages"), "train", note)
-    fine_tune(model, conversion.teacher, batches, Budget(steps=1), lora=lora)
-    linear = [name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
-    blocks = [f"{name}.weight" for name in linear if re.search(r"[.]\d+[.]", name)]
-    if lora is None:
-        assert sorted(names) == sorted(blocks) and len(blocks) < len(linear)
-        assert kinds.keys() == {id(weight) for weight in model.parameters()}
+    linear = {f"{name}.weight" for name, x in model.named_modules() if isinstance(x, (torch.nn.Linear, Conv1D))}
+    stage(model, conversion.teacher, batches, Budget(steps=1), **options)
+    own = {name for name in linear if re.search(r"[.]\d+[.]", name) and "linear_attention" not in name}
+    if stage is transfer:
+        assert orthogonal == {name for name in own if "attn" in name} and len(orthogonal) < len(own)
+    elif options:
+        assert not orthogonal and sum("lora_" in name for name in others) == 2 * len(own)
     else:
-        # the model's own do not train, and adapters take steps of AdamW
-        new = [name for name in blocks if "linear_attention" in name]
-        assert sorted(names) == sorted(new) and sum(not kind for kind in kinds.values()) >= 2 * (len(blocks) - len(new))
+        assert orthogonal == own and len(own) < len(linear)
+        assert orthogonal | others == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(transfer, 20), (fine_tune, 80)])
@@ -401,7 +404,7 @@ def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
             module,
             "clip_grad_norm_",
             lambda *_: seen.append(
-                max(group["lr"] for group in optimizers[-1].param_groups if not group["orthogonal"])
+                max(group["lr"] for group in optimizers[-1].param_groups if not group.get("orthogonal"))
             ),
         )
         family = ("LlamaForCausalLM", {**DECODERS["llama"][1], "hidden_size": width})
@@ -424,4 +427,4 @@ def test_few_steps_and_large_models_have_lower_rates(stage, steps, monkeypatch):
     assert full == pytest.approx(RATES.new, rel=0.01) == highest(3 * steps)
     assert highest(steps // 4) == pytest.approx(full / 4, rel=0.05)
     assert highest(steps, width=512) == pytest.approx(full / 4)
-    assert highest(4, rates=Rates(0.1, 0.1)) == pytest.approx(highest(steps, rates=Rates(0.1, 0.1)), rel=0.2)
+    assert highest(4, rates=Rates(0.1, 0.1, 0.1)) == pytest.approx(highest(steps, rates=Rates(0.1, 0.1, 0.1)), rel=0.2)

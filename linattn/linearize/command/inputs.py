@@ -89,7 +89,8 @@ def check_memory(model: PreTrainedModel, arguments: argparse.Namespace, context:
     on_cpu = arguments.cpu or not torch.cuda.is_available()
     available = available_memory(cpu=on_cpu)
     # the weights are there already; what trains is float32, and then the teacher has weights of its own
-    trained = TRAINED_BYTES * count if not arguments.fsdp else (size + TRAINED_BYTES / process_count()) * count
+    each = TRAINED_BYTES["muon"]
+    trained = each * count if not arguments.fsdp else (size + each / process_count()) * count
     needs = {f"its teacher, and what trains, of {count:,} parameters": trained}
     if on_cpu:
         tokens = torch.zeros(1, min(context, PROBE), dtype=torch.int64, device=model.device)

@@ -191,7 +191,7 @@ def _train(
         restore_layers(model, teacher, choice.kept)
         record |= {"kept": choice.kept, "divergence_with_one_restored": choice.restored}
         say(f"layers that stay softmax: {', '.join(map(str, choice.kept))}")
-    rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr)
+    rates = arguments.lr and Rates(arguments.lr, 2.5 * arguments.lr, arguments.lr)
     tune = partial(fine_tune, model, teacher, batches, rates=rates, lora=arguments.lora)
     with recomputing(model) if arguments.checkpointing else nullcontext():
         bar = progress_bar("fine-tune", tokens, lambda values, step: trackers.log(values, first.steps + step))
