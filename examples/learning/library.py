@@ -34,7 +34,8 @@ def split() -> tuple[Tensor, Tensor]:
 
 
 class Library:
-    """Windows at random places, and as many bytes in windows at equal distances to measure by, whatever the length."""
+    """Windows at random places, and as many bytes in windows at equal distances to measure by, whatever the length. A
+    batch has a window at least."""
 
     def __init__(self, seed: int, path: Path | None = None, *, length: int):
         self.rng, self.length = np.random.default_rng([seed, 1]), length
@@ -47,7 +48,7 @@ class Library:
         return text[places].long(), text[places + 1].long()
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        starts = self.rng.integers(len(self.train) - self.length, size=BATCH // self.length)
+        starts = self.rng.integers(len(self.train) - self.length, size=max(1, BATCH // self.length))
         return self._windows(self.train, starts)
 
     def measure(self, model: LanguageModel) -> dict[str, float]:
@@ -63,7 +64,12 @@ def _model(attention: str, **options: Any) -> LanguageModelConfig:
 
 MODELS = {
     "softmax+convolution": _model("softmax", rotary=10_000.0),
+    "local+convolution": _model("local", window=64, rotary=10_000.0),
     "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
+    # two heads of windows and two others in each layer; three layers of the delta rule and one of windows
+    "local+elu+convolution": _model("local+elu", window=64, rotary=10_000.0),
+    "local+gated_delta+convolution": _model("local+gated_delta", window=64, rotary=None, head_norm=True),
+    "hybrid+convolution": _model(("gated_delta",) * 3 + ("local",), window=64, rotary=None, head_norm=True),
 }
 # the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
 SILU = {
@@ -83,4 +89,4 @@ def _task(length: int) -> Task:
     )
 
 
-TASKS = (_task(256), _task(1_024))
+TASKS = (_task(256), _task(1_024), _task(4_096))

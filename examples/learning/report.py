@@ -4,6 +4,7 @@
     python -m examples.learning.report docs/learning.jsonl docs/learning.md"""
 
 import argparse
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,9 +16,11 @@ import torch
 from examples.learning import library, recall, tracking
 from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
+from examples.learning.training import settings
 from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
+OPTIMIZERS = ("adamw", "muon")
 
 
 def state_size(task: Task, method: str) -> int:
@@ -64,7 +67,6 @@ TOGETHER = {
         for task in tracking.TASKS
         for metric, tokens in (("accuracy_32", "17–32"), (task.metric, "33–128"))
     ],
-    "bytes": [Column(task.title, task, task.metric) for task in library.TASKS],
 }
 
 
@@ -85,14 +87,76 @@ def joint_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
 
 def _seeds(column: Column, method: str, runs: Sequence[Run]) -> str:
     """The figure of each seed, and the steps after which a run had solved the task before its last."""
-    task, method = column.task, column.name(method)
-    runs = [run for run in runs if (run["task"], run["method"]) == (task.name, method)]
-    return " / ".join(show(task, at(run, column.metric, None)) + _sooner(column, run) for run in runs)
+    method = column.name(method)
+    return _figures_of(column, [run for run in runs if (run["task"], run["method"]) == (column.task.name, method)])
+
+
+def _figures_of(column: Column, runs: Sequence[Run]) -> str:
+    return " / ".join(show(column.task, at(run, column.metric, None)) + _sooner(column, run) for run in runs)
 
 
 def _sooner(column: Column, run: Run) -> str:
     step = run["curve"][-1]["step"]
     return f" ({step:,})" if column.metric == column.task.metric and step < column.task.training.steps else ""
+
+
+def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
+    """A row for each method that was trained by Muon, with both optimizers at the task's learning rate."""
+    runs = [run for run in sorted(runs, key=_seed) if run["task"] == task.name and run["lr"] == task.training.lr]
+    lines = [["method", "state", "AdamW", "Muon"]]
+    for method in task.methods:
+        by_optimizer = [
+            [run for run in runs if (run["method"], run["optimizer"]) == (method, name)] for name in OPTIMIZERS
+        ]
+        if by_optimizer[1]:
+            size = f"{state_size(task, method):,}"
+            lines.append(
+                [label(method), size, *(_figures_of(Column("", task, task.metric), own) for own in by_optimizer)]
+            )
+    return markdown(lines)
+
+
+def tuned_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
+    """A row for each method and optimizer, with the runs of its best learning rate and warm-up at each task."""
+    head = ["method", "optimizer", "state", *(cell for task in tasks for cell in (task.title, "rate, warm-up"))]
+    lines = []
+    for method, optimizer in itertools.product(tasks[0].methods, OPTIMIZERS):
+        cells = []
+        for task in tasks:
+            own = [
+                run for run in runs if (run["task"], run["method"], run["optimizer"]) == (task.name, method, optimizer)
+            ]
+            chosen = best(task, own)
+            figures = " / ".join(
+                f"{show(task, at(run, task.metric, None))} ({run['curve'][-1]['step']:,})" for run in chosen
+            )
+            cells += [figures, f"{chosen[0]['lr']:g}, {chosen[0]['warmup']}" if chosen else ""]
+        if any(cells):
+            lines.append([label(method), optimizer, f"{state_size(tasks[0], method):,}", *cells])
+    return markdown([head, *lines])
+
+
+def best(task: Task, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs, one per seed, of the learning rate and warm-up with which the first seed has the least loss."""
+    if not runs:
+        return []
+    first = min(runs, key=lambda run: (run["seed"], at(run, task.metric, None)))
+    return sorted((run for run in runs if (run["lr"], run["warmup"]) == (first["lr"], first["warmup"])), key=_seed)
+
+
+def rates_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
+    """The figures of the first seed with each learning rate, where there are several."""
+    runs = [run for run in runs if run["seed"] == 0 and run["task"] in {task.name for task in tasks}]
+    rates = sorted({run["lr"] for run in runs})
+    lines = [["task", "method", "optimizer", "warm-up", *(f"{rate:g}" for rate in rates)]]
+    for task, method, optimizer in itertools.product(tasks, tasks[0].methods, OPTIMIZERS):
+        own = [run for run in runs if (run["task"], run["method"], run["optimizer"]) == (task.name, method, optimizer)]
+        for warmup in sorted({run["warmup"] for run in own}) if len(own) > 1 else ():
+            figures = {run["lr"]: show(task, at(run, task.metric, None)) for run in own if run["warmup"] == warmup}
+            lines.append(
+                [task.title, label(method), optimizer, str(warmup), *(figures.get(rate, "") for rate in rates)]
+            )
+    return markdown(lines)
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -136,14 +200,28 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
     ]
 
 
+def usual(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with the settings of their tasks."""
+    return [run for run in runs if settings(TASKS[run["task"]].training).items() <= run.items()]
+
+
+def _of_both(runs: Sequence[Run]) -> set[str]:
+    """Return the tasks that were learned with an optimizer that is not theirs."""
+    return {run["task"] for run in runs if run["optimizer"] != TASKS[run["task"]].training.optimizer}
+
+
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the tables of the tasks that were run, by name."""
-    done = {run["task"] for run in runs}
+    at_best = {task.name for task in library.TASKS}
+    tuned, others = [run for run in runs if run["task"] in at_best], usual(runs)
+    done = {run["task"] for run in others} - at_best
     together = {name: columns for name, columns in TOGETHER.items() if done & {column.task.name for column in columns}}
     alone = done - {column.task.name for columns in together.values() for column in columns}
     return {
-        **{name: joint_table(columns, runs) for name, columns in together.items()},
-        **{name: table(TASKS[name], runs) for name in alone},
+        **{name: joint_table(columns, others) for name, columns in together.items()},
+        **{name: table(TASKS[name], others) for name in alone},
+        **({"bytes": tuned_table(library.TASKS, tuned), "rates": rates_table(library.TASKS, tuned)} if tuned else {}),
+        **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in sorted(_of_both(runs) - at_best)},
     }
 
 
@@ -173,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, draw in pictures().items():
         path = options.page.with_name(f"{options.page.stem}-{name}.svg")
         if path.name in page:
-            draw(runs, path)
+            draw(usual(runs), path)
 
 
 def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:

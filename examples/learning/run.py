@@ -3,6 +3,7 @@
 python -m examples.learning.run --task recall --method softmax elu --seed 0 1 --out learning.jsonl"""
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from examples.learning import characters, copying, library, recall, tracking
 from examples.learning.task import Task
-from examples.learning.training import train
+from examples.learning.training import settings, train
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -43,26 +44,25 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def is_done(record: dict[str, Any], task: Task, method: str, seed: int) -> bool:
-    key = (record["task"], record["method"], record["seed"], record["steps"])
-    return key == (task.name, method, seed, task.training.steps)
+    key = {"task": task.name, "method": method, "seed": seed, "steps": task.training.steps, **settings(task.training)}
+    return key.items() <= record.items()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    for seed in options.seed:
-        for name in options.task:
-            task = TASKS[name]
-            if options.steps is not None:
-                task = replace(task, training=replace(task.training, steps=options.steps))
-            for method in options.method or task.methods:
-                if method in task.methods:
-                    _run(task, method, seed, options)
+    given = {name: getattr(options, name) or [None] for name in ("steps", "optimizer", "lr", "warmup")}
+    for seed, name, *values in itertools.product(options.seed, options.task, *given.values()):
+        task, chosen = TASKS[name], zip(given, values, strict=True)
+        training = replace(task.training, **{name: value for name, value in chosen if value is not None})
+        for method in options.method or task.methods:
+            if method in task.methods:
+                _run(replace(task, training=training), method, seed, options)
 
 
 def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> None:
     if any(is_done(record, task, method, seed) for record in read(options.out)):
         return
-    label = f"{task.name} {method} seed {seed}"
+    label = " ".join(map(str, (task.name, method, "seed", seed, *settings(task.training).values())))
     record = train(task, method, seed, data=options.data, report=lambda point: print(label, point, flush=True))
     append(options.out, record)
 
@@ -73,7 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, help="instead of the task's own number")
+    parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number")
+    parser.add_argument("--optimizer", nargs="+", choices=("adamw", "muon"), help="instead of the task's own")
+    parser.add_argument("--lr", nargs="+", type=float, help="instead of the task's own learning rate")
+    parser.add_argument("--warmup", nargs="+", type=int, help="instead of the task's own steps of warm-up")
     parser.add_argument("--data", type=Path, help="the text for characters, such as tinyshakespeare's input.txt")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     return parser

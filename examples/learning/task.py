@@ -30,12 +30,14 @@ class Data(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """AdamW with a linear warm-up, and a cosine down to a tenth of the learning rate."""
+    """An optimizer with a linear warm-up, and a cosine down to a tenth of the learning rate."""
 
     steps: int
     seconds: float | None = None
     """Processor time after which training ends before its last step; the cosine follows its share."""
     lr: float
+    optimizer: str = "adamw"
+    """Or "muon": the matrices of hidden layers take its steps, all other weights those of AdamW."""
     every: int
     """Steps between measurements."""
     solved: float = 2.0

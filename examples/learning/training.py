@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from examples.learning.task import Data, Task, Training, answers
 from linattn import LanguageModel
+from linattn.cli.muon import muon_for
 
 Report = Callable[[dict[str, float]], None]
 
@@ -30,6 +31,9 @@ def learning_rate(step: int, training: Training, spent: float = 0.0) -> float:
 
 def make_optimizer(model: LanguageModel, training: Training) -> torch.optim.AdamW:
     """Only matrices decay, not norms and biases, as in nanoGPT."""
+    if training.optimizer == "muon":
+        options: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+        return muon_for(model, model.get_stack(), betas=training.betas, fused=True, **options)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": training.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -51,6 +55,7 @@ def train(task: Task, method: str, seed: int, *, data: Path | None = None, repor
         "method": method,
         "seed": seed,
         "steps": training.steps,
+        **settings(training),
         task.metric: curve[-1][task.metric],
         "curve": curve,
         "cpu_seconds": round(cpu, 1),
@@ -59,6 +64,11 @@ def train(task: Task, method: str, seed: int, *, data: Path | None = None, repor
         "torch": torch.__version__,
         "machine": platform.machine(),
     }
+
+
+def settings(training: Training) -> dict[str, Any]:
+    """Return what is chosen for each method, where methods are compared at their best."""
+    return {"optimizer": training.optimizer, "lr": training.lr, "warmup": training.warmup}
 
 
 def fit(model: LanguageModel, source: Data, training: Training, report: Report) -> list[dict[str, float]]:

@@ -5,18 +5,25 @@ import json
 import pytest
 from matplotlib.axes import Axes
 
-from examples.learning import points, report, run
+from examples.learning import library, points, report, run
 from examples.learning.curves import draw, styles
+from examples.learning.training import settings
 
-NAMES = (*report.TOGETHER, "characters", "copying")
+NAMES = (*report.TOGETHER, "bytes", "rates", "recall64-optimizers", "characters", "copying")
 PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in NAMES)
 
 
 def fake(task, method, seed, figures):
     """A run that was measured so often as there are figures."""
-    every = run.TASKS[task].training.every
-    points = [{"step": every * (i + 1), "loss": x, "accuracy": x} for i, x in enumerate(figures)]
-    return {"task": task, "method": method, "seed": seed, "curve": points, "cpu_seconds": 12.3, "parameters": 4567}
+    training = run.TASKS[task].training
+    points = [{"step": training.every * (i + 1), "loss": x, "accuracy": x} for i, x in enumerate(figures)]
+    record = {"task": task, "method": method, "seed": seed, "curve": points, "cpu_seconds": 12.3, "parameters": 4567}
+    return record | settings(training)
+
+
+def tuned(task, method, seed, bits, **chosen):
+    """A run of 900 steps at a task whose methods are compared at their best."""
+    return fake(task, method, seed, []) | {"curve": [{"step": 900, "bits": bits}]} | chosen
 
 
 RUNS = [
@@ -105,12 +112,41 @@ def test_recall_has_one_table_of_all_its_tasks_without_and_with_a_silu():
     assert local == ["local", "2,049", "1.0 %", "", "", "", "", ""]
 
 
-def test_bytes_have_one_table_of_both_lengths():
+def test_bytes_have_a_row_for_each_method_and_optimizer():
     methods = list(run.TASKS["bytes256"].methods)
-    runs = [fake("bytes1024", method, 0, []) | {"curve": [{"step": 900, "bits": 1.5}]} for method in methods]
-    rows = cells(report.joint_table(report.TOGETHER["bytes"], runs))[2:]
-    assert sorted(row[0] for row in rows) == sorted(method.replace("+", " + ") for method in methods)
-    assert all(row[2:] == ["", "1.500 (900)"] for row in rows)
+    runs = [tuned("bytes1024", method, 0, 1.5, optimizer=name) for method in methods for name in ("adamw", "muon")]
+    rows = cells(report.tuned_table(library.TASKS, runs))[2:]
+    assert [row[:2] for row in rows] == [[report.label(run["method"]), run["optimizer"]] for run in runs]
+    assert all(row[3:] == ["", "", "1.500 (900)", "0.002, 100", "", ""] for row in rows)
+
+
+def test_a_row_has_the_runs_of_the_rate_that_is_best_with_the_first_seed():
+    runs = [
+        tuned("bytes256", "softmax+silu4", 0, 1.5, lr=1e-3),
+        tuned("bytes256", "softmax+silu4", 0, 1.4, lr=2e-3, warmup=30),
+        # the second seed of the best, and a lower one of another
+        tuned("bytes256", "softmax+silu4", 1, 1.6, lr=2e-3, warmup=30),
+        tuned("bytes256", "softmax+silu4", 1, 1.3, lr=1e-3),
+        # a run with the other optimizer is in a row of its own
+        tuned("bytes256", "softmax+silu4", 0, 1.1, optimizer="muon"),
+    ]
+    (*_, adamw, muon) = cells(report.tuned_table(library.TASKS, runs))
+    assert adamw[3:5] == ["1.400 (900) / 1.600 (900)", "0.002, 30"] and muon[3] == "1.100 (900)"
+    head, _, *rates = cells(report.rates_table(library.TASKS, runs))
+    # one run is no choice
+    assert head[4:] == ["0.001", "0.002"] and all(row[2] == "adamw" for row in rates)
+    assert [row[3:] for row in rates] == [["30", "", "1.400"], ["100", "1.500", ""]]
+
+
+def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
+    other = fake("recall64", "elu", 0, [0.7] * 10) | {"optimizer": "muon"}
+    runs = [fake("recall64", "elu", seed, [x] * 10) for seed, x in ((1, 0.4), (0, 0.5))] + [other]
+    page = report.with_tables(PAGE, [*runs, fake("recall64", "relu", 0, [0.3] * 10)])
+    assert page.count("70.0 %") == 1 and page.count("| 50.0 % / 40.0 % |") == 2
+    *_, row = cells(report.optimizers_table(run.TASKS["recall64"], runs))
+    assert row == ["elu", "4,288", "50.0 % / 40.0 %", "70.0 %"]
+    # another learning rate is another comparison
+    assert len(cells(report.optimizers_table(run.TASKS["recall64"], [other | {"lr": 0.5}]))) == 2
 
 
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):

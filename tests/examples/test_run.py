@@ -8,7 +8,7 @@ import torch
 
 from examples.learning import run
 from examples.learning.task import IGNORED, Training, answers, loss_and_accuracy
-from examples.learning.training import fit, learning_rate
+from examples.learning.training import fit, learning_rate, make_optimizer, settings
 from linattn import LanguageModel
 
 
@@ -58,7 +58,8 @@ def test_a_step_of_everything(tmp_path, text, task, method):
 def fake_train(calls):
     def train(task, method, seed, *, data, report):
         calls.append((task.name, method, seed))
-        return {"task": task.name, "method": method, "seed": seed, "steps": task.training.steps}
+        steps = task.training.steps
+        return {"task": task.name, "method": method, "seed": seed, "steps": steps, **settings(task.training)}
 
     return train
 
@@ -73,6 +74,13 @@ def test_what_the_file_has_is_not_run_again(tmp_path, monkeypatch):
     # another number of steps is another run
     run.main([*arguments, "--seed", "0", "--steps", "7"])
     assert len(calls) == 6 == len(run.read(out))
+    # and so is another learning rate, warm-up or optimizer, each with each
+    others = ["--optimizer", "adamw", "muon", "--lr", "1e-3", "0.5", "--warmup", "100", "7"]
+    run.main([*arguments, "--seed", "0", *others])
+    # the task's own settings were run before
+    assert len(calls) == 6 + 2 * (8 - 1) == len(run.read(out))
+    run.main([*arguments, "--seed", "0", *others])
+    assert len(calls) == 20
 
 
 def test_a_line_that_was_cut_off_counts_as_none_and_is_replaced(tmp_path, monkeypatch):
@@ -84,6 +92,21 @@ def test_a_line_that_was_cut_off_counts_as_none_and_is_replaced(tmp_path, monkey
     run.main(["--task", "copying", "--out", str(out)])
     assert calls[-1] == calls[-2] and len(calls) == 3
     assert out.read_text() == whole and len([json.loads(line) for line in whole.splitlines()]) == 2
+
+
+@pytest.mark.parametrize("optimizer", ("adamw", "muon"))
+def test_every_weight_is_trained_and_matrices_alone_decay(optimizer):
+    model = LanguageModel(run.TASKS["bytes256"].methods["hybrid+silu4"])
+    training = Training(steps=1, lr=0.5, every=1, optimizer=optimizer)
+    groups = make_optimizer(model, training).param_groups
+    assert {id(weight) for group in groups for weight in group["params"]} == set(map(id, model.parameters()))
+    for group in groups:
+        assert group["lr"] == 0.5 and group["weight_decay"] in (0, 0.1)
+        assert all((weight.ndim > 1) == (group["weight_decay"] > 0) for weight in group["params"])
+    linear = {id(module.weight) for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)}
+    matrices = {id(weight) for weight in groups[0]["params"]}
+    # the embeddings and convolutions are among the matrices of AdamW
+    assert matrices == linear if optimizer == "muon" else matrices > linear
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth():
