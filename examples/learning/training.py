@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from examples.learning.task import Data, Task, Training, answers
 from linattn import LanguageModel
-from linattn.cli.muon import muon_for
+from linattn.console.muon import Muon, language_model_groups
 
 Report = Callable[[dict[str, float]], None]
 
@@ -32,8 +32,9 @@ def learning_rate(step: int, training: Training, spent: float = 0.0) -> float:
 def make_optimizer(model: LanguageModel, training: Training) -> torch.optim.AdamW:
     """Only matrices decay, not norms and biases, as in nanoGPT."""
     if training.optimizer == "muon":
-        options: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
-        return muon_for(model, model.get_stack(), betas=training.betas, fused=True, **options)
+        groups = language_model_groups(model, model.get_stack())
+        options: dict[str, Any] = {"lr": training.lr, "betas": training.betas, "weight_decay": training.weight_decay}
+        return Muon(groups, fused=True, **options)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": training.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

@@ -22,12 +22,12 @@ def text(tmp_path):
 @pytest.fixture(autouse=True)
 def small_tests(monkeypatch):
     """Train and measure on a few sequences."""
-    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 1_024)):
+    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 4_096)):
         monkeypatch.setattr(f"examples.learning.{module}.TEST", sequences)
     monkeypatch.setattr("examples.learning.recall.BATCH", 8)
     monkeypatch.setattr("examples.learning.library.BATCH", 1_024)
     monkeypatch.setattr(
-        "examples.learning.library.split", lambda: (torch.arange(4_096) % 251, torch.arange(4_096) % 251)
+        "examples.learning.library.split", lambda: (torch.arange(8_192) % 251, torch.arange(8_192) % 251)
     )
     monkeypatch.setattr("examples.learning.recall.TRAIN", 300)
 
