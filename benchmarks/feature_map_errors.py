@@ -34,7 +34,7 @@ CONTEXT, SEQUENCES, MOST_BYTES = 256, 2, 4_000_000
 # of linattn train
 SMALL = "--attention softmax --dim 128 --depth 2 --num-heads 2 --convolution 0 --context 256 --batch 8"
 # the schedule with which the figures of docs/feature_maps.md were measured
-SCHEDULE = "--lr 3e-3 --warmup 0.05"
+SCHEDULE = "--optimizer adamw --lr 3e-3 --warmup 0.05"
 BRIEF = "--validation-part 0.1 --evaluate-tokens 16384 --evaluate-every 1000000 --save-every 1000000 --cpu"
 COUNTS, SAMPLES = (16, 32, 64, 128, 256, 512, 1024), 3
 FIXED = ("elu", "efficient", "taylor", "taylor2")

@@ -1,4 +1,5 @@
-"""Processes that share the weights that train (FSDP2): each holds a part of their values, gradients and AdamW's states.
+"""Processes that share the weights that train (FSDP2): each holds a part of their values and gradients, and of the
+optimizer's states.
 
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"""
 

@@ -73,8 +73,8 @@ class Budget:
 
     In a group of processes, each reads `accumulate` batches of its own per step, and the loss is the mean over all of
     them. All processes call `validate` and `report`. With `shard`, each holds only a part of the weights that train, of
-    their gradients and of AdamW's states; after an error the model has no weights, and a new one resumes from the
-    checkpoint. The first process writes the checkpoints, which all read."""
+    their gradients and of the optimizer's states; after an error the model has no weights, and a new one resumes from
+    the checkpoint. The first process writes the checkpoints, which all read."""
 
     steps: int | None = None
     minutes: float | None = None
