@@ -23,7 +23,7 @@ MODEL = (
     "--dim 128 --depth 4 --num-heads 4 --attention gated_delta,gated_delta,gated_delta,local --window 8 "
     "--convolution 4 --convolution-on projections --head-norm --rotary none"
 )
-TRAINING = "--minutes 2 --context 1024 --batch 2 --lr 5e-3 --evaluate-tokens 65536"
+TRAINING = "--minutes 2 --context 1024 --batch 2 --evaluate-tokens 65536"
 PROMPT = 'def read_config(path):\n    """'
 
 

@@ -102,7 +102,7 @@ class TrainOptions(ModelOptions):
         "muon: matrices of hidden layers take orthogonal steps, all other weights those of adamw",
         choices=("adamw", "muon"),
     )
-    lr: float = training(2e-3, "highest learning rate")
+    lr: float = training(5e-3, "highest learning rate")
     warmup: float | None = training(
         None,
         "part of the run in which the learning rate rises (default: 100 updates, but 0.05 to 0.3 of the run)",

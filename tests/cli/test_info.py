@@ -25,7 +25,7 @@ def test_it_says_what_the_run_is(finished, text, capsys):
     assert found["model"]["configuration"] == LanguageModel.load(finished).config.to_dict()
     parameters = sum(parameter.numel() for parameter in LanguageModel.load(finished).parameters())
     assert found["model"]["parameters"] == parameters
-    assert found["options"]["lr"] == 2e-3
+    assert found["options"]["lr"] == 5e-3
 
 
 def test_the_text_has_the_same_facts(finished, text, capsys):
