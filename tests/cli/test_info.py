@@ -39,7 +39,7 @@ def test_the_text_has_the_same_facts(finished, text, capsys):
         f"validation {progress['validation_bits_per_byte']:.3f} bits/byte",
         f"best {progress['best_validation_bits_per_byte']:.3f} at step {progress['best_step']}",
         "torch 2.",
-        "lr 0.002",
+        "lr 0.005",
         "checkpoints  4, 8",
         "bytes per sequence, however long it gets",
     ):

@@ -224,10 +224,10 @@ def test_a_damaged_checkpoint_is_noticed(broken_off, capsys, name):
 def test_options_may_be_repeated_but_not_changed(broken_off, capsys):
     assert main(["train", "--resume", "--out", str(broken_off), "--lr", "1e-4"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "linattn train: the run began with --lr 0.002, so it cannot go on with 0.0001"
+    assert line == "linattn train: the run began with --lr 0.005, so it cannot go on with 0.0001"
     # what the weights do not depend on may change
     reports = ("--log-every", "1", "--save-every", "1", "--keep", "2")
-    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "2e-3", *reports]) == 0
+    assert main(["train", "--resume", "--out", str(broken_off), "--lr", "5e-3", *reports]) == 0
     run = open_run(broken_off)
     assert run.saved_steps() == [7, 8]
     assert {7, 8} <= {record["step"] for record in run.records() if "learning_rate" in record}

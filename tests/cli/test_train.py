@@ -235,7 +235,7 @@ def test_divergence_stops_a_run_and_keeps_the_last_good_checkpoint(text, tmp_pat
     assert main(["train", str(text), *TINY, *SHORT, *options, "--out", str(run)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "training has diverged" in error and "the checkpoint of step 4 is kept" in error
-    assert "a lower --lr (it was 0.002) or a smaller --clip (it was 1)" in error
+    assert "a lower --lr (it was 0.005) or a smaller --clip (it was 1)" in error
     opened = open_run(run)
     assert opened.saved_steps() == [4] and opened.description["finished"] is None
     assert all(weight.isfinite().all() for weight in LanguageModel.load(run).parameters())
