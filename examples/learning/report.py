@@ -137,11 +137,13 @@ def tuned_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
 
 
 def best(task: Task, runs: Sequence[Run]) -> list[Run]:
-    """Return the runs, one per seed, of the learning rate and warm-up with which the first seed has the least loss."""
-    if not runs:
-        return []
-    first = min(runs, key=lambda run: (run["seed"], at(run, task.metric, None)))
-    return sorted((run for run in runs if (run["lr"], run["warmup"]) == (first["lr"], first["warmup"])), key=_seed)
+    """Return the runs, one per seed, of a learning rate and warm-up: of those with the most seeds, the ones with which
+    the first seed has the least loss."""
+    chosen: list[list[Run]] = [
+        [run for run in sorted(runs, key=_seed) if (run["lr"], run["warmup"]) == setting]
+        for setting in {(run["lr"], run["warmup"]) for run in runs}
+    ]
+    return min(chosen, key=lambda own: (-len(own), at(own[0], task.metric, None)), default=[])
 
 
 def rates_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:

@@ -127,6 +127,8 @@ def test_a_row_has_the_runs_of_the_rate_that_is_best_with_the_first_seed():
         # the second seed of the best, and a lower one of another
         tuned("bytes256", "softmax+silu4", 1, 1.6, lr=2e-3, warmup=30),
         tuned("bytes256", "softmax+silu4", 1, 1.3, lr=1e-3),
+        # one seed is less than two
+        tuned("bytes256", "softmax+silu4", 0, 1.2, lr=3e-3),
         # a run with the other optimizer is in a row of its own
         tuned("bytes256", "softmax+silu4", 0, 1.1, optimizer="muon"),
     ]
@@ -134,8 +136,8 @@ def test_a_row_has_the_runs_of_the_rate_that_is_best_with_the_first_seed():
     assert adamw[3:5] == ["1.400 (900) / 1.600 (900)", "0.002, 30"] and muon[3] == "1.100 (900)"
     head, _, *rates = cells(report.rates_table(library.TASKS, runs))
     # one run is no choice
-    assert head[4:] == ["0.001", "0.002"] and all(row[2] == "adamw" for row in rates)
-    assert [row[3:] for row in rates] == [["30", "", "1.400"], ["100", "1.500", ""]]
+    assert head[4:] == ["0.001", "0.002", "0.003"] and all(row[2] == "adamw" for row in rates)
+    assert [row[3:] for row in rates] == [["30", "", "1.400", ""], ["100", "1.500", "", "1.200"]]
 
 
 def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
