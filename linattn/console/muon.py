@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW
+
+from linattn.console.sharded_tensors import distributed_as, whole
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
@@ -48,12 +49,12 @@ class Muon(AdamW):
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
         for matrices in _stacks([matrix for matrix in group["params"] if matrix.grad is not None]):
-            steps = orthogonal(torch.stack([_whole(self._nesterov(matrix)) for matrix in matrices]))
+            steps = orthogonal(torch.stack([whole(self._nesterov(matrix)) for matrix in matrices]))
             for matrix, step in zip(matrices, steps, strict=True):
                 # AdamW skips weights without a gradient
                 matrix.grad = None
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(_part(step, matrix), alpha=-0.2 * max(matrix.shape) ** 0.5 * group["lr"])
+                matrix.add_(distributed_as(step, matrix), alpha=-0.2 * max(matrix.shape) ** 0.5 * group["lr"])
 
     def _nesterov(self, matrix: Tensor) -> Tensor:
         state, gradient = self.state[matrix], matrix.grad
@@ -98,14 +99,3 @@ def _stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         alike = list(alike)
         count = max(1, LARGEST_STACK // alike[0].numel())
         yield from (alike[i : i + count] for i in range(0, len(alike), count))
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _part(whole: Tensor, matrix: Tensor) -> Tensor:
-    """Return a tensor that all processes have as the matrix is: whole, or this process's part of it."""
-    if not isinstance(matrix, DTensor):
-        return whole
-    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)

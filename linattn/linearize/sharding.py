@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from linattn.console.sharded_tensors import whole
 from linattn.linearize.attention import linearized_layers
 
 
@@ -59,21 +60,9 @@ def _units(model: PreTrainedModel, trained: set[str]) -> set[nn.Module]:
     return {block for blocks in lists for block in blocks if layers & set(block.modules())}
 
 
-def whole(x: Any) -> Any:
-    """Return a tensor with the parts of all processes. Other objects are returned as they are."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def on_first(x: Any) -> Any:
     """Return a tensor with the parts of all processes on the first one, in memory of the CPU, and None on others."""
     if not isinstance(x, DTensor):
         return x
     y = x.full_tensor()
     return y.cpu() if dist.get_rank() == 0 else None
-
-
-def distributed_as(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x, which all processes have, distributed as the `weight` is; as it is if it has another shape."""
-    if not isinstance(weight, DTensor) or x.shape != weight.shape:
-        return x
-    return distribute_tensor(x.to(weight.device), weight.device_mesh, weight.placements)

@@ -22,6 +22,7 @@ from linattn.checks import check_fields, check_numbers, check_sizes, given
 from linattn.console.learning_rate import learning_rate_factor
 from linattn.console.muon import Muon
 from linattn.console.processes import from_first
+from linattn.console.sharded_tensors import distributed_as
 from linattn.files import atomic_file
 from linattn.linearize.calls import Batch
 from linattn.linearize.distance import Diverged, require_batches
@@ -34,7 +35,7 @@ from linattn.linearize.processes import (
     sum_gradients,
     sum_over_processes,
 )
-from linattn.linearize.sharding import distributed_as, on_first, sharded
+from linattn.linearize.sharding import on_first, sharded
 from linattn.linearize.trained_weights import float32_weights, trainable, without_dropout
 from linattn.nn.modes import evaluating
 
