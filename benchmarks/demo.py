@@ -15,14 +15,12 @@ from linattn.cli.argument_types import comma_separated
 from linattn.cli.demo import bits_without_states, train
 from linattn.cli.run_folder import open_run
 
-# published options of the methods with gates, and softmax's
-PLAIN = "--no-head-norm --rotary 10000"
 VARIANTS = {
     "demo": "",
-    "softmax": f"--attention softmax {PLAIN}",
-    "softmax-inputs": f"--attention softmax {PLAIN} --convolution-on inputs",
-    "window": f"--attention local {PLAIN}",
-    "local+elu": f"--attention local:2+elu:2 {PLAIN} --convolution-on inputs",
+    "softmax": "--attention softmax --convolution-on projections",
+    "softmax-inputs": "--attention softmax",
+    "window": "--attention local --convolution-on projections",
+    "local+elu": "--attention local:2+elu:2",
     "gated_delta": "--attention gated_delta",
     "kda": "--attention kda,kda,kda,local",
     "inputs": "--convolution-on inputs",

@@ -1,6 +1,6 @@
 """The time of decays per channel as a trained model has them: with leaves of 16 tokens, and with leaves of one token.
 
-    linattn train tinyshakespeare.txt --out RUN --attention gla --rotary none --head-norm --gate --context 256 \
+    linattn train tinyshakespeare.txt --out RUN --attention gla --convolution-on inputs --gate --context 256 \
         --batch 8 --minutes 4
     python benchmarks/trained_decays.py RUN [RUN ...] [--tokens 2048] [--repeats 7]
 

@@ -1,7 +1,9 @@
-"""Bytes of Python's standard library at equal processor time: every 15th file is held out."""
+"""Bytes at equal processor time: of Python's standard library, of which every 15th file is held out, or of another
+text, of which the last tenth is."""
 
 import math
 import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from examples.learning.task import Task, Training, loss_and_accuracy
+from examples.learning.task import Data, Task, Training, loss_and_accuracy
 from linattn import LanguageModel, LanguageModelConfig
 
 # bytes of a batch, and bytes that are predicted to measure by
@@ -21,16 +23,23 @@ SECONDS = 260.0
 
 
 @cache
-def split() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and those to measure by: all modules in alphabetical order, without tests."""
+def split(text: Path | None = None) -> tuple[Tensor, Tensor]:
+    """Return the bytes to train on and those to measure by, of a file or of all modules in alphabetical order, without
+    tests."""
+    if text is not None:
+        content = text.read_bytes()
+        cut = len(content) * 9 // 10
+        return _bytes(content[:cut]), _bytes(content[cut:])
     folder = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
     texts = [(folder / name).read_bytes() for name in names if not {"site-packages", "test", "tests"} & set(name.parts)]
     held_out = b"".join(texts[::HELD_OUT])
     train = b"".join(text for i, text in enumerate(texts) if i % HELD_OUT)
-    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(
-        bytearray(held_out), dtype=torch.uint8
-    )
+    return _bytes(train), _bytes(held_out)
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 class Library:
@@ -39,7 +48,7 @@ class Library:
 
     def __init__(self, seed: int, path: Path | None = None, *, length: int):
         self.rng, self.length = np.random.default_rng([seed, 1]), length
-        self.train, held_out = split()
+        self.train, held_out = split(path)
         starts = np.linspace(0, len(held_out) - length - 1, TEST // length).astype(np.int64)
         self.test = self._windows(held_out, starts)
 
@@ -56,20 +65,35 @@ class Library:
         return {"bits": loss / math.log(2), "loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, **options: Any) -> LanguageModelConfig:
+def _prose(seed: int, path: Path | None, *, length: int) -> Library:
+    if path is None:
+        raise ValueError("bytes of prose need a text: --data PATH")
+    return Library(seed, path, length=length)
+
+
+def _model(attention: str | tuple[str, ...], **options: Any) -> LanguageModelConfig:
     return LanguageModelConfig(
         vocab_size=256, dim=128, depth=4, num_heads=4, attention=attention, convolution=4, **options
     )
+
+
+def _hybrid(*layers: str) -> LanguageModelConfig:
+    return _model(layers, window=64, rotary=None, head_norm=True)
 
 
 MODELS = {
     "softmax+convolution": _model("softmax", rotary=10_000.0),
     "local+convolution": _model("local", window=64, rotary=10_000.0),
     "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
+    "kda+convolution": _model("kda", rotary=None, head_norm=True),
     # two heads of windows and two others in each layer; three layers of the delta rule and one of windows
     "local+elu+convolution": _model("local+elu", window=64, rotary=10_000.0),
     "local+gated_delta+convolution": _model("local+gated_delta", window=64, rotary=None, head_norm=True),
-    "hybrid+convolution": _model(("gated_delta",) * 3 + ("local",), window=64, rotary=None, head_norm=True),
+    "hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "local"),
+    # the layer of windows in another place, and softmax in its place
+    "hybrid2+convolution": _hybrid("gated_delta", "local", "gated_delta", "gated_delta"),
+    "hybrid1+convolution": _hybrid("local", "gated_delta", "gated_delta", "gated_delta"),
+    "softmax hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "softmax"),
 }
 # the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
 SILU = {
@@ -77,16 +101,17 @@ SILU = {
 }
 
 
-def _task(length: int) -> Task:
+def _task(name: str, title: str, length: int, prepare: Callable[..., Data]) -> Task:
     return Task(
-        name=f"bytes{length}",
-        title=f"bytes, {length:,} at a time",
+        name=f"{name}{length}",
+        title=f"{title}, {length:,} at a time",
         training=Training(steps=100_000, seconds=SECONDS, lr=2e-3, every=250),
         metric="bits",
         length=length,
         methods=MODELS | SILU,
-        prepare=partial(Library, length=length),
+        prepare=partial(prepare, length=length),
     )
 
 
-TASKS = (_task(256), _task(1_024), _task(4_096))
+TASKS = tuple(_task("bytes", "bytes", length, Library) for length in (256, 1_024, 4_096))
+PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))

@@ -35,7 +35,7 @@ HELD_OUT, SHORTEST = 12, 16_384
 # bytes of a past that is cut off, and one part in so many of those that are read in this way
 SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
 
-SIZES, BATCH = "--optimizer adamw --dim 128 --num-heads 4 --window 64 --convolution 4", 2_048
+SIZES, BATCH = "--optimizer adamw --dim 128 --num-heads 4 --window 64 --convolution 4 --convolution-on inputs", 2_048
 METHODS = {
     "softmax": "--attention softmax",
     "local+elu": "--attention local:2+elu:2",

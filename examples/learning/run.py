@@ -21,6 +21,7 @@ TASKS: dict[str, Task] = {
         *tracking.TASKS,
         characters.TASK,
         *library.TASKS,
+        *library.PROSE,
         copying.TASK,
     )
 }
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", nargs="+", choices=("adamw", "muon"), help="instead of the task's own")
     parser.add_argument("--lr", nargs="+", type=float, help="instead of the task's own learning rate")
     parser.add_argument("--warmup", nargs="+", type=int, help="instead of the task's own steps of warm-up")
-    parser.add_argument("--data", type=Path, help="the text for characters, such as tinyshakespeare's input.txt")
+    parser.add_argument("--data", type=Path, help="the text for characters and prose")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     return parser
 

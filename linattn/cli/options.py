@@ -9,8 +9,10 @@ from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
+from linattn.attention import traits
 from linattn.cli import argument_types as parse
 from linattn.cli.typed_json import read_json
 from linattn.console.errors import CommandError, explained
@@ -31,8 +33,11 @@ MODEL_PARSING: dict[str, parse.Parsing] = {
     "dropout": parse.NOT_NEGATIVE,
     "head_norm_eps": parse.NOT_NEGATIVE,
 }
-# what learns well on a few megabytes of text
-MODEL_DEFAULTS = {"attention": ("local+elu",), "convolution": 4}
+# the layers that learn best in equal time (docs/learning.md), repeated to the depth
+PATTERN = ("gated_delta", "gated_delta", "gated_delta", "local")
+MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4}
+# of a model with a layer that has gates: these mark the order of tokens, and their outputs have any size
+GATED_DEFAULTS = {"convolution_on": "projections", "head_norm": True, "rotary": None}
 
 
 def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
@@ -149,10 +154,14 @@ OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
 
 
 def new_options(given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a new run. With a preset, an option of the model that is neither in the preset nor `given`
-    has the default of LanguageModelConfig, not that of `linattn train`."""
+    """Return the options of a new run. Without a preset, some defaults depend on the attention. With one, an option of
+    the model that is neither in the preset nor `given` has the default of LanguageModelConfig, not that of `linattn
+    train`."""
     if (name := given.get("preset")) is None:
-        return TrainOptions(**given)
+        pattern = tuple(islice(cycle(PATTERN), given.get("depth", TrainOptions.depth)))
+        attention = given.get("attention", pattern)
+        gated = any(traits(name).gated for name in attention if not name.startswith("convolution:"))
+        return TrainOptions(**{"attention": attention, **(GATED_DEFAULTS if gated else {}), **given})
     defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}
     fields = defaults | preset_fields(name, given)
     if isinstance(fields["attention"], str):
@@ -169,6 +178,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(each: dataclasses.Field) -> str:
+    if each.name in GATED_DEFAULTS:
+        gated, other = (str(value).lower() for value in (GATED_DEFAULTS[each.name], each.default))
+        return f"{each.metadata['help']} (default: {gated} if a layer has gates, such as gated_delta, else {other})"
     if each.default is None or each.default is False or each.default == ():
         return each.metadata["help"]
     return f"{each.metadata['help']} (default: {_shown(each.default)})"

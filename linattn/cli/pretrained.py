@@ -177,8 +177,7 @@ def _layers(model: PreTrainedModel) -> list[str]:
     """Return the kind of attention of each layer, in the words of the configuration's `layer_types` if it has them."""
     config: Any = model.config.get_text_config(decoder=True)
     if isinstance(model, LinattnForCausalLM):
-        attention = config.to_language_model().attention
-        return [attention] * config.num_hidden_layers if isinstance(attention, str) else list(attention)
+        return list(config.to_language_model().layers)
     linear = {own.index: own.method for own in (own_attention(x).spec for x in linearized_layers(model).values())}
     kinds = (
         getattr(config, "layer_types", None) or ["softmax" if linear else config.model_type] * config.num_hidden_layers

@@ -66,7 +66,8 @@ def _attention_option(name: str, default: Any = ..., *, least: int = 1, choices:
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """`attention` is a name or a mixture of `linattn.attention.named` ("softmax", "elu", "local+elu", "local:3+elu:1"),
-    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or one per layer.
+    or "convolution:3", a gated convolution of that width instead of attention: one for all layers, or a tuple that
+    repeats to the `depth`, a multiple of its length.
 
     Tokens are numbers below `vocab_size`. Only learned positions have a longest sequence, of `max_length` tokens. If
     `causal` is False, every token sees all others: an encoder, whose logits are for the token itself.
@@ -76,7 +77,9 @@ class LanguageModelConfig:
     dim: int = _option(256, "width of the model")
     depth: int = _option(4, "number of layers")
     num_heads: int = _attention_option("num_heads", 4)
-    attention: str | tuple[str, ...] = _option("local+elu", "such as elu or local:3+elu:1; or one for each layer")
+    attention: str | tuple[str, ...] = _option(
+        "local+elu", "such as elu or local:3+elu:1; or names of layers, which repeat"
+    )
     num_key_heads: int | None = _attention_option("num_key_heads")
     head_dim: int | None = _attention_option("head_dim")
     key_dim: int | None = _attention_option("key_dim")
@@ -129,7 +132,8 @@ class LanguageModelConfig:
     @property
     def layers(self) -> tuple[str, ...]:
         """The attention of each layer."""
-        return (self.attention,) * self.depth if isinstance(self.attention, str) else self.attention
+        names = (self.attention,) if isinstance(self.attention, str) else self.attention
+        return names * (self.depth // len(names))
 
     def convolution_width(self, layer: int) -> int | None:
         """Return the width of a layer that is a gated convolution, None for attention."""
@@ -230,11 +234,14 @@ def _check_combinations(config: LanguageModelConfig) -> None:
 
 
 def _check_layers(config: LanguageModelConfig) -> None:
-    names = config.layers
-    if not (isinstance(config.attention, (str, tuple)) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"attention must be a name or a name for each layer, but is {config.attention!r}")
-    if len(names) != config.depth:
-        raise ValueError(f"attention names {len(names)} layers, but depth is {config.depth}")
+    names = config.attention
+    if not (isinstance(names, (str, tuple)) and names and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"attention must be a name or names of layers, but is {names!r}")
+    if isinstance(names, tuple) and config.depth % len(names):
+        raise ValueError(
+            f"attention names {len(names)} layers, which repeat, so depth must be a multiple of {len(names)}, "
+            f"but is {config.depth}"
+        )
     has_strength = _has_strength(config)
     for option, value in (("beta_limit", config.beta_limit), ("writes", config.writes)):
         if value != 1 and not has_strength:

@@ -3,16 +3,19 @@
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from linattn.attention.named import named_attention
 from linattn.cli.main import main, make_parser
-from linattn.cli.options import TrainOptions, flag, given_options, new_options, recorded_options
+from linattn.cli.options import GATED_DEFAULTS, TrainOptions, flag, given_options, new_options, recorded_options
 from linattn.cli.run_folder import open_run
 from linattn.cli.training import training_arguments
 from linattn.models import PRESETS, LanguageModel, LanguageModelConfig
 from tests.cli.conftest import SHORT, TINY
+from tests.models.causal import NAMES
 
 FOUR_STEPS = (*TINY, *SHORT, "--steps", "4")
 
@@ -136,6 +139,27 @@ def test_each_layer_may_have_an_attention_of_its_own(text, tmp_path):
     assert LanguageModel.load(tmp_path / "run").config.attention == ("elu", "softmax")
 
 
+def test_the_default_is_three_layers_of_the_gated_delta_rule_and_one_of_windows():
+    """With SiLUs and a norm per head, without positions; it is cut off at any depth."""
+    for depth in range(1, 10):
+        config = new_options({"depth": depth}).language_model(9)
+        assert config.layers == tuple("local" if layer % 4 == 3 else "gated_delta" for layer in range(depth))
+        assert (config.convolution, config.convolution_on, config.head_norm) == (4, "projections", True)
+        assert config.rotary is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_depend_on_whether_a_layer_has_gates(name):
+    given = {"attention": ("elu", name, "convolution:3"), "depth": 3}
+    config = new_options(given).language_model(9)
+    inner = named_attention(name, num_heads=2, head_dim=8, causal=True)
+    expected = ("projections", True, None) if inner.needs else ("inputs", False, 10_000.0)
+    assert (config.convolution_on, config.head_norm, config.rotary) == expected
+    # what is given wins
+    own = new_options({**given, "convolution_on": "inputs", "head_norm": False, "rotary": 500.0}).language_model(9)
+    assert (own.convolution_on, own.head_norm, own.rotary) == ("inputs", False, 500.0)
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_options_of_the_training_change_what_is_learned(plain, text, tokenizer, tmp_path, name):
     files = {"TOKENIZER": str(tokenizer), "TEXT": str(text / "b.txt")}
@@ -233,5 +257,8 @@ def test_help_says_the_defaults():
     text = " ".join(commands.choices["train"].format_help().split())
     for each in dataclasses.fields(TrainOptions):
         assert flag(each.name) in text
-        if isinstance(each.default, (int, float, str)) and each.default is not False:
+        if each.name in GATED_DEFAULTS:
+            assert re.search(rf"\(default: {GATED_DEFAULTS[each.name]} if .* else {each.default}\)", text, re.I)
+        elif isinstance(each.default, (int, float, str)) and each.default is not False:
             assert f"(default: {each.default})" in text
+    assert f"(default: {','.join(new_options({}).attention)})" in text

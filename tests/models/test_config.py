@@ -26,6 +26,14 @@ def test_a_list_of_layers_is_a_tuple_of_layers():
     assert LanguageModelConfig.from_dict(fields).attention == ("elu", "local")
 
 
+def test_names_of_layers_repeat():
+    config = LanguageModelConfig(vocab_size=7, depth=6, attention=("elu", "convolution:3", "local"))
+    assert config.layers == ("elu", "convolution:3", "local", "elu", "convolution:3", "local")
+    assert [config.convolution_width(layer) for layer in range(6)] == [None, 3, None] * 2
+    assert [type(config.mixer(layer)).__name__ for layer in (3, 4)] == ["MultiheadAttention", "GatedConvolution"]
+    assert LanguageModelConfig.from_dict(config.to_dict()) == config
+
+
 def test_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LanguageModelConfig(vocab_size=7).dim = 3
@@ -64,7 +72,9 @@ def test_is_frozen():
         ({"positions": "sinusoidal"}, "positions must be one of"),
         ({"positions": "learned"}, "max_length belongs to learned positions"),
         ({"max_length": 5}, "max_length belongs to learned positions"),
-        ({"attention": ("elu",)}, "attention names 1 layers, but depth is 4"),
+        ({"attention": ("elu",) * 3}, "names 3 layers, which repeat, so depth must be a multiple of 3, but is 4"),
+        ({"attention": ("elu",) * 8}, "names 8 layers, which repeat, so depth must be a multiple of 8, but is 4"),
+        ({"attention": ()}, r"attention must be a name or names of layers, but is \(\)"),
         ({"attention": "nonsense"}, "nonsense"),
         ({"attention": "local+nonsense"}, "nonsense"),
         ({"attention": "linformer"}, "causal"),
