@@ -21,6 +21,8 @@ from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
 OPTIMIZERS = ("adamw", "muon")
+# tasks that compare each method at its best learning rate
+TUNED = {"bytes": library.TASKS, "prose": library.PROSE}
 
 
 def state_size(task: Task, method: str) -> int:
@@ -214,16 +216,18 @@ def _of_both(runs: Sequence[Run]) -> set[str]:
 
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the tables of the tasks that were run, by name."""
-    at_best = {task.name for task in library.TASKS}
+    at_best = {task.name: name for name, tasks in TUNED.items() for task in tasks}
     tuned, others = [run for run in runs if run["task"] in at_best], usual(runs)
-    done = {run["task"] for run in others} - at_best
+    tuned_names = {at_best[run["task"]] for run in tuned}
+    done = {run["task"] for run in others} - at_best.keys()
     together = {name: columns for name, columns in TOGETHER.items() if done & {column.task.name for column in columns}}
     alone = done - {column.task.name for columns in together.values() for column in columns}
     return {
         **{name: joint_table(columns, others) for name, columns in together.items()},
         **{name: table(TASKS[name], others) for name in alone},
-        **({"bytes": tuned_table(library.TASKS, tuned), "rates": rates_table(library.TASKS, tuned)} if tuned else {}),
-        **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in sorted(_of_both(runs) - at_best)},
+        **{name: tuned_table(TUNED[name], tuned) for name in tuned_names},
+        **({"rates": rates_table(library.TASKS, tuned)} if "bytes" in tuned_names else {}),
+        **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in _of_both(runs) - at_best.keys()},
     }
 
 

@@ -9,7 +9,7 @@ from examples.learning import library, points, report, run
 from examples.learning.curves import draw, styles
 from examples.learning.training import settings
 
-NAMES = (*report.TOGETHER, "bytes", "rates", "recall64-optimizers", "characters", "copying")
+NAMES = (*report.TOGETHER, *report.TUNED, "rates", "recall64-optimizers", "characters", "copying")
 PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in NAMES)
 
 
@@ -118,6 +118,19 @@ def test_bytes_have_a_row_for_each_method_and_optimizer():
     rows = cells(report.tuned_table(library.TASKS, runs))[2:]
     assert [row[:2] for row in rows] == [[report.label(run["method"]), run["optimizer"]] for run in runs]
     assert all(row[3:] == ["", "", "1.500 (900)", "0.002, 100", "", ""] for row in rows)
+
+
+def test_prose_has_a_table_of_its_own():
+    page = report.with_tables(PAGE, [tuned("prose1024", "softmax+silu4", 0, 1.5, optimizer="muon")])
+    _, table = page.split("<!-- table prose -->")
+    head, _, row = cells(table.split("<!-- end -->")[0].strip())
+    assert head[3:] == [
+        "bytes of prose, 256 at a time",
+        "rate, warm-up",
+        "bytes of prose, 1,024 at a time",
+        "rate, warm-up",
+    ]
+    assert row[3:] == ["", "", "1.500 (900)", "0.002, 100"] and page.count("old") == len(NAMES) - 1
 
 
 def test_a_row_has_the_runs_of_the_rate_that_is_best_with_the_first_seed():
