@@ -72,6 +72,18 @@ def test_matrices_take_the_steps_of_torchs_muon_and_other_weights_those_of_adamw
                 other.copy_(mine)
 
 
+def test_matrices_are_multiplied_together_up_to_a_number_of_numbers(monkeypatch):
+    counts = []
+    monkeypatch.setattr("linattn.console.muon.LARGEST_STACK", 3 * 45)
+    monkeypatch.setattr("linattn.console.muon.orthogonal", lambda x: counts.append(x.numel()) or x)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in (*[(5, 9)] * 7, *[(7, 7)] * 3, (20, 20))]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    Muon([{"params": weights, "orthogonal": True}], lr=0.1).step()
+    # one matrix is taken, however large
+    assert sorted(counts) == sorted([135, 135, 45, 98, 49, 400])
+
+
 def test_hidden_matrices_are_those_of_linear_layers_in_the_stack_and_only_matrices_decay():
     stack = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(2, 4))
     model = nn.ModuleList([nn.Embedding(7, 3), stack, nn.Linear(4, 7, bias=False)])
