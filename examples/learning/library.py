@@ -65,6 +65,10 @@ class Library:
         return {"bits": loss / math.log(2), "loss": loss, "accuracy": accuracy}
 
 
+def _code(seed: int, _: Path | None, *, length: int) -> Library:
+    return Library(seed, length=length)
+
+
 def _prose(seed: int, path: Path | None, *, length: int) -> Library:
     if path is None:
         raise ValueError("bytes of prose need a text: --data PATH")
@@ -113,5 +117,5 @@ def _task(name: str, title: str, length: int, prepare: Callable[..., Data]) -> T
     )
 
 
-TASKS = tuple(_task("bytes", "bytes", length, Library) for length in (256, 1_024, 4_096))
+TASKS = tuple(_task("bytes", "bytes", length, _code) for length in (256, 1_024, 4_096))
 PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))

@@ -71,7 +71,8 @@ def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = sorted({method for task in TASKS.values() for method in task.methods})
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
+    usual = [name for name in TASKS if name not in {task.name for task in library.PROSE}]
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help="(all but prose, with its own --data)")
     parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number")

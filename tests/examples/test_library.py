@@ -47,6 +47,13 @@ def test_the_last_tenth_of_prose_is_held_out(tmp_path):
     assert torch.equal((tokens + 1) % 250, targets)
 
 
+def test_the_text_of_other_tasks_is_not_that_of_the_library(small, tmp_path):
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 10_000)
+    tokens, _ = library.TASKS[0].prepare(0, other).batch()
+    assert ord("x") not in tokens
+
+
 def test_a_batch_asks_for_the_next_byte(small):
     tokens, targets = library.Library(0, length=256).batch()
     assert tokens.shape == targets.shape == (8, 256)

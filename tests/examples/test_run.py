@@ -27,7 +27,7 @@ def small_tests(monkeypatch):
     monkeypatch.setattr("examples.learning.recall.BATCH", 8)
     monkeypatch.setattr("examples.learning.library.BATCH", 1_024)
     monkeypatch.setattr(
-        "examples.learning.library.split", lambda: (torch.arange(8_192) % 251, torch.arange(8_192) % 251)
+        "examples.learning.library.split", lambda text=None: (torch.arange(8_192) % 251, torch.arange(8_192) % 251)
     )
     monkeypatch.setattr("examples.learning.recall.TRAIN", 300)
 
@@ -150,3 +150,10 @@ def test_loss_and_accuracy_count_what_is_asked_only():
     expected = torch.nn.functional.cross_entropy(everywhere.mT, targets, ignore_index=IGNORED)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert accuracy == pytest.approx(float((logits.argmax(-1) == wanted).float().mean()))
+
+
+def test_prose_is_run_only_if_it_is_named(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(run, "train", fake_train(calls))
+    run.main(["--out", str(tmp_path / "runs.jsonl")])
+    assert {name for name, _, _ in calls} == {name for name in run.TASKS if not name.startswith("prose")}
