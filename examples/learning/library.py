@@ -96,7 +96,6 @@ MODELS = {
     "hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "local"),
     # the layer of windows in another place, and softmax in its place
     "hybrid2+convolution": _hybrid("gated_delta", "local", "gated_delta", "gated_delta"),
-    "hybrid1+convolution": _hybrid("local", "gated_delta", "gated_delta", "gated_delta"),
     "softmax hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "softmax"),
 }
 # the convolutions are on the projections to q, k and v instead of their inputs, with a SiLU
