@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from examples.pictures import parsed_out, save
 
 # both are seen on white and on black
-BLUE, ORANGE, GREY = "#2688ab", "#d55e00", "#7f7f7f"
+BLUE, ORANGE, GREEN, GREY = "#2688ab", "#d55e00", "#2e8b57", "#7f7f7f"
 
 
 class Cell(NamedTuple):
@@ -27,9 +27,14 @@ class Cell(NamedTuple):
     known: str
 
 
-ROWS = {"a token\nadds to\nthe state": BLUE, "a token\ncorrects\nthe state": ORANGE}
+ROWS = {
+    "a token\nadds to\nthe state": BLUE,
+    "a token\ncorrects\nthe state": ORANGE,
+    "it removes\nwith a key\nof its own": GREEN,
+}
 COLUMNS = ("nothing fades", "fades at a fixed rate", "a gate per head", "a gate per channel")
 DELTA = "$S_i = \\tilde S + \\beta_i k_i (v_i - \\tilde S^\\top k_i)^\\top$\n$\\tilde S = "
+REMOVAL = "$S_i = (\\mathrm{diag}(\\alpha_i)$\n$ - (a_i \\circ r_i)\\, r_i^\\top) S_{i-1}"
 CELLS = (
     Cell(0, 0, "elu, taylor2, favor …", "$S_i = S_{i-1} + \\varphi(k_i) v_i^\\top$", "a feature map φ for each name"),
     Cell(0, 1, "retention", "$S_i = \\gamma S_{i-1} + k_i v_i^\\top$", "RetNet"),
@@ -38,6 +43,7 @@ CELLS = (
     Cell(1, 0, "delta", f"{DELTA}S_{{i-1}}$", "DeltaNet"),
     Cell(1, 2, "gated_delta", f"{DELTA}\\alpha_i S_{{i-1}}$", "gated DeltaNet, Qwen3-Next"),
     Cell(1, 3, "kda", f"{DELTA}\\mathrm{{diag}}(\\alpha_i) S_{{i-1}}$", "Kimi Linear"),
+    Cell(2, 3, "rwkv7", f"{REMOVAL}{{}} + w_i v_i^\\top$", "RWKV-7"),
 )
 SOFTMAX = "$y_i = \\sum_j e^{q_i \\cdot k_j} v_j \\,/\\, \\sum_j e^{q_i \\cdot k_j}$"
 STEP = (
@@ -45,7 +51,7 @@ STEP = (
     "a state $S$ of constant size holds all keys and values, and $y_i = S_i^\\top \\varphi(q_i)$"
 )
 OTHERS = (
-    "The gates $\\alpha_i$, $\\beta_i$ and $\\Delta_i$ are computed from the token. "
+    "The gates $\\alpha_i$, $\\beta_i$, $\\Delta_i$ and $a_i$ are computed from the token. "
     "Other methods have no such state: local sees the last tokens only,\n"
     "linformer projects the keys to fewer. One layer can mix methods, head by head: local+elu."
 )
@@ -54,8 +60,8 @@ WIDTH, HEIGHT, GAP = 3.0, 1.5, 0.12
 
 def draw(path: Path) -> None:
     plt.rcParams.update({"font.size": 10, "mathtext.fontset": "cm"})
-    figure = plt.figure(figsize=(11, 5))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-1.25, 4 * WIDTH + 0.02), ylim=(-0.9, 4.9))
+    figure = plt.figure(figsize=(11, 6.4))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-1.25, 4 * WIDTH + 0.02), ylim=(-2.52, 4.9))
     axes.set_axis_off()
     box(axes, 0, 4.15, 4 * WIDTH - GAP, 0.7, GREY)
     centre = {"ha": "center", "va": "center"}
@@ -68,7 +74,7 @@ def draw(path: Path) -> None:
         axes.text(-0.12, bottom(row) + HEIGHT / 2, title, ha="right", va="center", weight="bold", color=colour)
     for cell in CELLS:
         draw_cell(axes, cell)
-    axes.text(0, -0.5, OTHERS, va="center", linespacing=1.5)
+    axes.text(0, -2.12, OTHERS, va="center", linespacing=1.5)
     save(figure, path, text="path")
     plt.close(figure)
 

@@ -92,7 +92,7 @@ def test_a_file_with_a_reason_has_such_a_list(file):
         "LEARNED = ('t2r', 'hedgehog', 'linformer', 'linformer_conv')",
         "if name in {'elu', 'relu', 'local', 'another'}: pass",
         "WHY = {'elu': 1, 'relu': 2, 'local': 3}",
-        "@pytest.mark.parametrize('name', ['gla', 'ssd', 'delta', 'gated_delta', 'kda'])\ndef test(name): ...",
+        "@pytest.mark.parametrize('name', ['gla', 'ssd', 'delta', 'gated_delta', 'kda', 'rwkv7'])\ndef test(name): ...",
     ],
 )
 def test_lists_are_found(source):

@@ -90,6 +90,7 @@ MODELS = {
     "local+convolution": _model("local", window=64, rotary=10_000.0),
     "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
     "kda+convolution": _model("kda", rotary=None, head_norm=True),
+    "rwkv7+convolution": _model("rwkv7", rotary=None, head_norm=True),
     # two heads of windows and two others in each layer; three layers of the delta rule and one of windows
     "local+elu+convolution": _model("local+elu", window=64, rotary=10_000.0),
     "local+gated_delta+convolution": _model("local+gated_delta", window=64, rotary=None, head_norm=True),

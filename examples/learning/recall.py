@@ -86,6 +86,7 @@ EQUAL_STATE = {
     "delta": _model("delta", head_norm=True),
     "gated_delta": _model("gated_delta", head_norm=True),
     "kda": _model("kda", head_norm=True),
+    "rwkv7": _model("rwkv7", head_norm=True),
 }
 # about 2,048: a name's number is that of its channels in queries and keys
 HALF_STATE = {

@@ -5,6 +5,7 @@ from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
 from linattn.attention.functional import attend
 from linattn.attention.gates import GateNeeds, Gates
+from linattn.attention.generalized_delta import GeneralizedDeltaAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
@@ -29,6 +30,7 @@ __all__ = [
     "DeltaAttention",
     "GateNeeds",
     "Gates",
+    "GeneralizedDeltaAttention",
     "InnerAttention",
     "LearnedProjection",
     "LinearAttention",

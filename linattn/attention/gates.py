@@ -6,13 +6,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step")
+DECAYS, WRITES = (None, "head", "channel"), (None, "strength", "step", "rate")
+
+
+_NOT_TOGETHER = {("step", None), ("step", "channel"), ("rate", None), ("rate", "head")}
 
 
 class GateNeeds(NamedTuple):
     """The gates that an inner attention needs per token, None for one that it does not need. `decay` is "head" or
-    "channel": a decay per key head or per channel of a key. `write` is "strength", the β of the delta rule, or "step",
-    the Δ of a state space model, which multiplies the value and also determines the decay."""
+    "channel": a decay per key head or per channel of a key. `write` is "strength", the β of the delta rule; "step", the
+    Δ of a state space model, which multiplies the value and also determines the decay; or "rate", the a of RWKV-7, per
+    channel of a key."""
 
     decay: str | None = None
     write: str | None = None
@@ -27,10 +31,11 @@ class SplitNeeds(NamedTuple):
 
 class Gates(NamedTuple):
     """`log_decay` ≤ 0 per token and key head, or per token and channel of a key; `beta`, a strength or a step, per
-    token and key head; None for a gate that is not needed. A `SplitHeads` takes a tuple with the gates of each part."""
+    token and key head, or a rate, per token and channel of a key; None for a gate that is not needed. A `SplitHeads`
+    takes a tuple with the gates of each part."""
 
     log_decay: Float[Tensor, "b hk n"] | Float[Tensor, "b hk n d"] | None = None
-    beta: Float[Tensor, "b hk n"] | None = None
+    beta: Float[Tensor, "b hk n"] | Float[Tensor, "b hk n d"] | None = None
 
 
 AnyNeeds = GateNeeds | SplitNeeds | None
@@ -39,10 +44,10 @@ AnyGates = Gates | tuple[Any, ...] | None
 
 def checked_needs(needs: GateNeeds) -> GateNeeds:
     known = isinstance(needs, GateNeeds) and needs.decay in DECAYS and needs.write in WRITES and needs != GateNeeds()
-    if not known or (needs.write == "step" and needs.decay != "head"):
+    if not known or (needs.write, needs.decay) in _NOT_TOGETHER:
         raise ValueError(
             'needs must be a GateNeeds with a decay, "head" or "channel", or a write, "strength" or, if the decay is '
-            f'"head", "step", but are {needs!r}'
+            f'"head", "step" or, if it is "channel", "rate", but are {needs!r}'
         )
     return needs
 
@@ -87,7 +92,7 @@ def checked_gates(attention: Any, gates: AnyGates, k: Tensor) -> tuple[AnyGates,
     if not isinstance(gates, Gates):
         raise ValueError(f"{name} needs Gates, but these are a {type(gates).__name__}")
     _check_gate("log_decay", gates.log_decay, k, {None: 0, "head": 3, "channel": 4}[needs.decay])
-    _check_gate("beta", gates.beta, k, 0 if needs.write is None else 3)
+    _check_gate("beta", gates.beta, k, {None: 0, "strength": 3, "step": 3, "rate": 4}[needs.write])
     return (gates,)
 
 

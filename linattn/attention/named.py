@@ -10,6 +10,7 @@ from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
 from linattn.attention.gates import GateNeeds
+from linattn.attention.generalized_delta import GeneralizedDeltaAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import (
     LearnedProjection,
@@ -71,6 +72,7 @@ ATTENTIONS: dict[str, Builder] = {
     "delta": lambda x: DeltaAttention(),
     "gated_delta": lambda x: DeltaAttention(decay="head"),
     "kda": lambda x: DeltaAttention(decay="channel"),
+    "rwkv7": lambda x: GeneralizedDeltaAttention(x.num_key_heads, x.head_dim),
     "roformer": lambda x: RotaryLinearAttention(ElementwiseFeatureMap("elu_plus_one"), causal=x.causal),
     "softmax": lambda x: SoftmaxAttention(causal=x.causal),
     "local": lambda x: LocalAttention(x.window, causal=x.causal),
@@ -103,6 +105,10 @@ SYNONYMS = {
     "gated_delta_net": "gated_delta",
     "kimi_delta_attention": "kda",
     "kimi_linear": "kda",
+    "rwkv": "rwkv7",
+    "rwkv_7": "rwkv7",
+    "goose": "rwkv7",
+    "generalized_delta": "rwkv7",
     "sliding_window": "local",
     "swa": "local",
     "window": "local",

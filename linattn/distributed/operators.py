@@ -61,23 +61,26 @@ def sharded_delta_attention(
     group: Group,
     log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "#b #h n"] | None = None,
+    removal_key: Float[Tensor, "b h n d"] | None = None,
     scale: float = 1.0,
 ) -> tuple[Float[Tensor, "b h n dv"], Float[Tensor, "b h d dv"]]:
     """Run `causal_delta_attention` over the tokens of all ranks of the `group`. Each rank passes its part of the
-    tokens, in the order of the ranks, as `q`, `k`, `v` and `beta`.
+    tokens, in the order of the ranks, as `q`, `k`, `v`, `beta` and `removal_key`.
 
-    `state`, `log_decay` and the results are as in `sharded_linear_attention`; `key_mask`, `scale` and errors are as in
-    `causal_delta_attention`."""
+    `state`, `log_decay` and the results are as in `sharded_linear_attention`; `key_mask`, `removal_key`, `scale` and
+    errors are as in `causal_delta_attention`."""
     line = Line(process_group(group))
-    _check(line, {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "key_mask": key_mask, "state": state})
+    options: Any = {"log_decay": log_decay, "key_mask": key_mask, "removal_key": removal_key}
+    _check(line, {"q": q, "k": k, "v": v}, options | {"state": state})
     tokens = 0 if line.is_last else k.shape[-2]
     keys, values, strengths = (x[:, :, :tokens].unsqueeze(2) for x in (k, v, beta))
     decays = None if log_decay is None else log_decay[:, :, :tokens].unsqueeze(2)
     mask = None if key_mask is None else key_mask[..., :tokens].unsqueeze(2)
-    own = delta_segment(keys, values, strengths, decays, mask)
+    removal = None if removal_key is None else removal_key[:, :, :tokens].unsqueeze(2)
+    own = delta_segment(keys, values, strengths, decays, mask, removal)
     q, past = gathered(line, own, q, None if state is None else DeltaAttentionState(state.unsqueeze(2)))
     before = None if past is None else past.S.squeeze(2)
-    return delta.causal_delta_attention(q, k, v, beta, before, log_decay=log_decay, key_mask=key_mask, scale=scale)
+    return delta.causal_delta_attention(q, k, v, beta, before, scale=scale, **options)
 
 
 def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from linattn.attention.base import InnerAttention
 from linattn.attention.decay import Decay
 from linattn.attention.delta import DeltaAttention
+from linattn.attention.generalized_delta import GeneralizedDeltaAttention
 from linattn.attention.linear import LinearAttention
 from linattn.attention.linformer import LearnedProjection, LinformerAttention, MeanPooling, StridedConvolution
 from linattn.attention.local import LocalAttention
@@ -25,7 +26,16 @@ from linattn.feature_maps.random_projection import RandomProjection
 from linattn.models.token_model import TokenModel
 from linattn.nn import FeedForward, GatedFeedForward, MultiheadAttention, ShortConvolution
 from linattn.nn.convolution import ProjectionConvolutions
-from linattn.nn.gates import ChannelDecay, HeadDecay, PartGates, SigmoidDecay, TokenGates, WriteStrength
+from linattn.nn.gates import (
+    BoundedDecay,
+    ChannelDecay,
+    ChannelRate,
+    HeadDecay,
+    PartGates,
+    SigmoidDecay,
+    TokenGates,
+    WriteStrength,
+)
 from linattn.nn.norms import HeadNorm
 
 # the parts of an attention: the dimension of each tensor, or of a linear layer's outputs, that belongs to heads; None
@@ -34,7 +44,10 @@ _RULES: dict[type[nn.Module], dict[str, int | None]] = {
     HeadDecay: {"proj": 0, "A_log": 0, "dt_bias": 0},
     ChannelDecay: {"in_proj": None, "out_proj": 0, "A_log": 0, "dt_bias": 0},
     SigmoidDecay: {"in_proj": None, "out_proj": 0},
+    BoundedDecay: {"in_proj": None, "out_proj": 0, "bias": 0},
+    ChannelRate: {"in_proj": None, "out_proj": 0},
     WriteStrength: {"proj": 0},
+    GeneralizedDeltaAttention: {"removal_weight": 0, "write_weight": 0},
     PerHeadLinear: {"weight": 0, "bias": 0},
     Decay: {"w": 0, "log_decay": 0},
     ShortConvolution: {"weight": None, "bias": None},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn.attention import GateNeeds, InnerAttention, LinearAttention, SplitHeads
-from linattn.nn.gates import HeadDecay, SigmoidDecay, TokenGates
+from linattn.nn.gates import BoundedDecay, HeadDecay, SigmoidDecay, TokenGates
 
 NEVER = -30.0
 
@@ -35,6 +35,10 @@ def initialize_decays(gates: nn.Module) -> None:
                 # −log σ(b) / 16 is near exp(−b) / 16
                 heads = _head_biases(len(decay.out_proj.bias) // decay.key_dim)
                 decay.out_proj.bias.copy_(-(heads + math.log(16)).repeat_interleave(decay.key_dim))
+            elif isinstance(decay, BoundedDecay):
+                # e^(−1/2) σ(b) is near exp(b − 1/2)
+                heads = _head_biases(len(decay.bias) // decay.key_dim) + 0.5
+                decay.bias.copy_(heads.repeat_interleave(decay.key_dim))
             else:
                 heads = _head_biases(len(decay.A_log.zero_()))
                 decay.dt_bias.copy_(heads.repeat_interleave(len(decay.dt_bias) // len(heads)))

@@ -43,6 +43,8 @@ SYNONYMS = {
     "layernorm": "layer",
     "swiglu": "gated",
     "glu": "gated",
+    "relu2": "squared_relu",
+    "relu_squared": "squared_relu",
 }
 
 _ARGUMENTS = inspect.signature(MultiheadAttention).parameters
@@ -100,9 +102,13 @@ class LanguageModelConfig:
     head_norm: bool = _attention_option("head_norm")
     gated_norm: bool = _attention_option("gated_norm")
     head_norm_eps: float = _attention_option("head_norm_eps")
-    feed_forward: str = _option("gated", "gated is SwiGLU, gelu the one of GPT-2", choices=("gated", "gelu", "none"))
+    feed_forward: str = _option(
+        "gated",
+        "gated is SwiGLU, gelu the one of GPT-2, squared_relu that of RWKV",
+        choices=("gated", "gelu", "squared_relu", "none"),
+    )
     mlp_ratio: float = _option(
-        4.0, "hidden units of the gelu feed-forward per channel of dim; gated has 2/3 of them and as many weights"
+        4.0, "hidden units of the feed-forward per channel of dim; gated has 2/3 of them and as many weights"
     )
     norm: str = _option("rms", "the norm before each half of a layer", choices=("rms", "layer"))
     tie_embeddings: bool = _option(True, "take the embeddings' matrix for the output")

@@ -13,9 +13,10 @@ from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
-from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
+from linattn.nn.gates import BoundedDecay, ChannelDecay, ChannelRate, HeadDecay, SigmoidDecay, WriteStrength
 from linattn.nn.positions import INIT_STD
 from linattn.nn.residual import Stack, Step
+from linattn.ops.elementwise import ELEMENTWISE
 from linattn.types import TokenIds, TokenMask, Tokens
 
 
@@ -89,7 +90,7 @@ class LanguageModel(TokenModel):
 
 # the modules whose projections get the initial weights of GPT-2
 _HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution)
-_HAVE_PROJECTIONS += (HeadDecay, ChannelDecay, SigmoidDecay, WriteStrength)
+_HAVE_PROJECTIONS += (BoundedDecay, ChannelDecay, ChannelRate, HeadDecay, SigmoidDecay, WriteStrength)
 
 
 @final
@@ -138,4 +139,7 @@ def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward
     if config.feed_forward == "none":
         return None
     kind = GatedFeedForward if config.feed_forward == "gated" else FeedForward
-    return kind(config.dim, config.hidden_dim, dropout=config.dropout)
+    options: dict[str, Any] = {"dropout": config.dropout}
+    if config.feed_forward == "squared_relu":
+        options |= {"activation": ELEMENTWISE["squared_relu"].function, "bias": False}
+    return kind(config.dim, config.hidden_dim, **options)

@@ -113,6 +113,23 @@ PRESETS = {
         key_width=0.75,
         value_width=1.5,
     ),
+    "rwkv7": Preset(
+        "RWKV-7",
+        "https://arxiv.org/abs/2503.14456",
+        ("rwkv7",),
+        {
+            "convolution": 2,
+            "head_norm": True,
+            "gate": True,
+            "gate_function": "sigmoid",
+            "rotary": None,
+            "norm": "layer",
+            "feed_forward": "squared_relu",
+        },
+        "a short convolution of width 2, one for q, k and v, instead of a token shift for each projection, gate and "
+        "feed-forward; the gate is σ(W x), the paper's W₂ σ(W₁ x); values have no share of the first layer's, and no "
+        "bonus of the token itself is added",
+    ),
     "kimi_linear": Preset(
         "Kimi Linear",
         "https://arxiv.org/abs/2510.26692",

@@ -47,8 +47,9 @@ def token_gates(
 
 @final
 class TokenGates(nn.Module):
-    """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` if there
-    is a write, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit` or the step Δ of the decay."""
+    """Makes the `Gates` that `needs` lists: log decays, per head (`HeadDecay`) or per channel (`ChannelDecay` with a
+    strength, `BoundedDecay` with a rate, else `SigmoidDecay`), and β, a `WriteStrength` of up to `beta_limit`, a
+    `ChannelRate` or the step Δ of the decay."""
 
     def __init__(self, needs: GateNeeds, dim: int, *, num_key_heads: int, key_dim: int, beta_limit: float, writes: int):
         super().__init__()
@@ -57,10 +58,12 @@ class TokenGates(nn.Module):
         if needs.decay == "head":
             self.decay = HeadDecay(dim, num_key_heads)
         elif needs.decay == "channel":
-            kind = SigmoidDecay if needs.write is None else ChannelDecay
+            kind = {None: SigmoidDecay, "strength": ChannelDecay, "rate": BoundedDecay}[needs.write]
             self.decay = kind(dim, num_key_heads, key_dim)
         if needs.write == "strength":
             self.strength = WriteStrength(dim, num_key_heads, limit=beta_limit, writes=writes)
+        if needs.write == "rate":
+            self.strength = ChannelRate(dim, num_key_heads, key_dim)
 
     def forward(self, x: Tokens) -> Gates:
         if self.needs.write == "step":
@@ -148,6 +151,43 @@ class SigmoidDecay(nn.Module):
 
 
 @final
+class BoundedDecay(nn.Module):
+    """log α = −e^(−1/2) σ(W₂ tanh(W₁ x) + b) per channel of a key and token, with `key_dim` numbers in between: α is
+    0.545 at least, as in RWKV-7. Peng et al., https://arxiv.org/abs/2503.14456"""
+
+    def __init__(self, dim: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.key_dim = key_dim
+        self.in_proj = nn.Linear(dim, key_dim, bias=False)
+        self.out_proj = nn.Linear(key_dim, num_heads * key_dim, bias=False)
+        self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.bias.copy_((_steps(self.bias, self.key_dim) * math.exp(0.5)).logit())
+
+    def forward(self, x: Tokens) -> PerChannel:
+        step = _wide(self.out_proj(self.in_proj(x).tanh())) + _wide(self.bias)
+        return -math.exp(-0.5) * step.sigmoid().unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+
+@final
+class ChannelRate(nn.Module):
+    """a = σ(W₂ W₁ x + b) per channel of a key and token, with `key_dim` numbers in between: the in-context learning
+    rate of RWKV-7. Peng et al., https://arxiv.org/abs/2503.14456"""
+
+    def __init__(self, dim: int, num_heads: int, key_dim: int):
+        super().__init__()
+        self.key_dim = key_dim
+        self.in_proj = nn.Linear(dim, key_dim, bias=False)
+        self.out_proj = nn.Linear(key_dim, num_heads * key_dim)
+
+    def forward(self, x: Tokens) -> PerChannel:
+        return self.out_proj(self.in_proj(x)).sigmoid().unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+
+@final
 class WriteStrength(nn.Module):
     """β = `limit` · σ(W x) per head and write of a token, with a limit of 1 or 2: above 1 a write changes the sign of
     what the state predicts for its key, so a layer can track states. Grazzi et al., https://arxiv.org/abs/2411.12537"""
@@ -173,8 +213,12 @@ def _reset_rate(A_log: Tensor) -> None:
 @torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
     """Set softplus(bias) to steps from 0.001 to 0.1, their logarithms evenly spaced in each run of `count` numbers."""
-    step = torch.exp(math.log(0.001) + math.log(100) * _places(bias, count))
+    step = _steps(bias, count)
     bias.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def _steps(x: Tensor, count: int) -> Tensor:
+    return torch.exp(math.log(0.001) + math.log(100) * _places(x, count))
 
 
 def _places(x: Tensor, count: int) -> Tensor:

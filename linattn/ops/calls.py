@@ -69,8 +69,9 @@ class ReadCall(NamedTuple):
 class DeltaCall(NamedTuple):
     """Checked arguments of `causal_delta_attention`. Tensors have equally many leading dimensions, each of size 1 or
     the size that all broadcast to; q has the latter. S (*b, d, dv) has the sizes that all but q broadcast to. `beta` is
-    (*b, n, 1), `log_decay` (*b, n, 1) or (*b, n, d). `scale` multiplies the outputs. There is no mask: masked tokens
-    have zeros for keys, values, β and log decays, and so do not change the state."""
+    (*b, n, 1), `log_decay` (*b, n, 1) or (*b, n, d), `removal_key` (*b, n, d) or, where it is k, None. `scale`
+    multiplies the outputs. There is no mask: masked tokens have zeros for keys, values, β and log decays, and so do not
+    change the state."""
 
     q: Tensor
     k: Tensor
@@ -78,4 +79,5 @@ class DeltaCall(NamedTuple):
     beta: Tensor
     S: Tensor
     log_decay: Tensor | None
+    removal_key: Tensor | None
     scale: float

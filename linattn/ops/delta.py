@@ -3,7 +3,8 @@
     S_t = α_t S_{t−1} + β_t k_t (v_t − (α_t S_{t−1})ᵀ k_t)ᵀ        y_t = S_tᵀ q_t
 
 DeltaNet, https://arxiv.org/abs/2406.06484, has α_t = 1, gated DeltaNet, https://arxiv.org/abs/2412.06464, a number per
-head, and Kimi Delta Attention, https://arxiv.org/abs/2510.26692, one per channel."""
+head, and Kimi Delta Attention, https://arxiv.org/abs/2510.26692, one per channel. In the generalized delta rule of
+RWKV-7, https://arxiv.org/abs/2503.14456, the key of the prediction is another than that of the write."""
 
 from numbers import Real
 
@@ -29,6 +30,7 @@ def causal_delta_attention(
     # (…, n), or (…, n, d): one annotation for both would take either for the other
     log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "*#b #n"] | None = None,
+    removal_key: Float[Tensor, "*#b n d"] | None = None,
     scale: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "*b n dv"], Float[Tensor, "*c d dv"]]:
@@ -39,8 +41,9 @@ def causal_delta_attention(
     with β = 0 nothing is added; β above 1 overshoots. A key with β|k|² > 2 makes states grow: normalize keys. α =
     exp(`log_decay`), with numbers ≤ 0 (None: zeros): one per channel if `log_decay` has k's last two sizes and at least
     as many dimensions as k, otherwise one per token. `key_mask` is True for each present token (None: all); leading
-    dimensions broadcast. `backend` is a name that `explain_backend` lists if it is called with `beta`, or None: the
-    first that can run.
+    dimensions broadcast. `removal_key` holds a key r per token, which reads the prediction in place of k:
+    S_t = diag(α_t) S_{t−1} + β_t k_t (v_t − (diag(α_t) S_{t−1})ᵀ r_t)ᵀ. `backend` is a name that `explain_backend`
+    lists if it is called with `beta`, or None: the first that can run.
 
     A masked token is a missing one: the state stays as it is. A log decay of −inf, or of −10⁴ and less, begins a new
     sequence. A positive one raises an error on a CPU, but is not checked on a GPU or in a compiled graph. The state is
@@ -50,7 +53,7 @@ def causal_delta_attention(
     the tokens of documents that may hold NaN.
 
     Raises ValueError for shapes and dtypes that do not fit, NotImplementedError if no backend can run the call."""
-    call = delta_call(q, k, v, beta, state, log_decay, key_mask, scale)
+    call = delta_call(q, k, v, beta, state, log_decay, key_mask, removal_key, scale)
     y, S = DELTA.choose(call, backend)(call)
     return y, S
 
@@ -63,6 +66,7 @@ def delta_call(
     state: Tensor | None,
     log_decay: Tensor | None,
     key_mask: Tensor | None,
+    removal_key: Tensor | None = None,
     scale: float = 1.0,
 ) -> DeltaCall:
     """Return checked arguments in the shapes of a `DeltaCall`, with zeros in the place of masked tokens."""
@@ -74,6 +78,7 @@ def delta_call(
         raise ValueError(f"scale must be a number, but is {scale!r}")
     beta = expanded(k, beta, "beta").unsqueeze(-1)
     log_decay = None if log_decay is None else per_channel(k, log_decay)
+    removal_key = None if removal_key is None else _checked_removal_key(k, removal_key)
     (n, d), dv = k.shape[-2:], v.shape[-1]
     if state is not None:
         if not on_one_device(k, state, state):
@@ -84,7 +89,8 @@ def delta_call(
         q, k, v = zero_masked_tokens(q, k, v, key_mask)
         beta = zero_masked(beta, key_mask)
         log_decay = None if log_decay is None else zero_masked(log_decay, key_mask)
-    sides = {"k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
+        removal_key = None if removal_key is None else zero_masked(removal_key, key_mask)
+    sides = {"k": k, "v": v, "beta": beta, "log_decay": log_decay, "removal_key": removal_key, "state": state}
     keys = broadcast(**{name: x.shape[:-2] for name, x in sides.items() if x is not None})
     lead = broadcast(q=q.shape[:-2], keys=keys)
     keys, ndim = (1,) * (len(lead) - len(keys)) + keys, len(lead) + 2
@@ -92,7 +98,18 @@ def delta_call(
         log_decay = align(checked_decay(log_decay), ndim)
     S = k.new_zeros(*keys, d, dv, dtype=accumulator(k.dtype)) if state is None else state
     k, v, beta = align(k, ndim), align(v, ndim), align(beta, ndim)
-    return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay, scale)
+    removal_key = None if removal_key is None else align(removal_key, ndim)
+    return DeltaCall(expand(q, (*lead, n, d)), k, v, beta, expand(S, (*keys, d, dv)), log_decay, removal_key, scale)
+
+
+def _checked_removal_key(k: Tensor, removal_key: Tensor) -> Tensor:
+    """Return the removal keys in the dtype of the keys k."""
+    if not on_one_device(k, removal_key, removal_key):
+        check_tensors(k=k, removal_key=removal_key)
+    if removal_key.shape[-2:] != k.shape[-2:] or not removal_key.dtype.is_floating_point:
+        came = f"{shape(removal_key)} of {removal_key.dtype}"
+        raise ValueError(f"removal_key must be floating-point and, as k is {shape(k)}, (..., n, d), but is {came}")
+    return removal_key.to(k.dtype)
 
 
 def _check_state(state: Tensor, d: int, dv: int, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from linattn.attention import (
     DeltaAttention,
+    GeneralizedDeltaAttention,
     InnerAttention,
     LearnedProjection,
     LinearAttention,
@@ -130,6 +131,8 @@ def gated(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, gates: Any) ->
         keys = [count // group for count in heads]
         pieces = zip(inner.parts, q.split(heads, 1), k.split(keys, 1), v.split(keys, 1), gates, strict=True)
         return torch.cat([gated(*piece) for piece in pieces], 1)
+    if isinstance(inner, GeneralizedDeltaAttention):
+        return generalized(inner, q, k, v, gates)
     corrects = isinstance(inner, DeltaAttention)
     if corrects:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
@@ -147,6 +150,20 @@ def gated(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, gates: Any) ->
         strength = 1 if gates.beta is None else gates.beta[:, :, i, None, None]
         S = S + strength * key * error
         ys.append(q[:, :, i].unsqueeze(-2) @ S.repeat_interleave(group, 1))
+    return torch.cat(ys, -2) if ys else torch.zeros(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
+
+
+def generalized(inner: GeneralizedDeltaAttention, q: Tensor, k: Tensor, v: Tensor, gates: Any) -> Tensor:
+    """The state is multiplied by the paper's matrix, diag(α) − (a ∘ r) rᵀ, and added to."""
+    removal = k * inner.removal_weight[:, None]
+    removal = removal / removal.norm(dim=-1, keepdim=True)
+    written = torch.lerp(k, k * gates.beta, inner.write_weight[:, None].expand_as(k))
+    S, ys, group = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), [], q.shape[1] // k.shape[1]
+    for i in range(k.shape[-2]):
+        r, rate, alpha = removal[:, :, i], gates.beta[:, :, i], gates.log_decay[:, :, i].exp()
+        transition = torch.diag_embed(alpha) - (rate * r).unsqueeze(-1) * r.unsqueeze(-2)
+        S = transition @ S + written[:, :, i].unsqueeze(-1) * v[:, :, i].unsqueeze(-2)
+        ys.append(q[:, :, i].unsqueeze(-2) @ S.repeat_interleave(group, 1) * q.shape[-1] ** -0.5)
     return torch.cat(ys, -2) if ys else torch.zeros(*q.shape[:-1], v.shape[-1], dtype=v.dtype)
 
 

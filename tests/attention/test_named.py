@@ -23,7 +23,7 @@ from linattn.feature_maps import (
 from linattn.nn import HeadNorm
 from tests.attention.cases import CAUSAL, GATED, GLOBAL, over
 
-LEARNED = [name for name in ATTENTIONS if traits(name).learned]
+LEARNED = [name for name in ATTENTIONS if traits(name).learned and not traits(name).gated]
 CALLABLE = [(name, causal) for name, causal in CAUSAL + GLOBAL if not (traits(name).learned or traits(name).gated)]
 
 

@@ -1,4 +1,5 @@
-"""The laws of `causal_delta_attention`, over its backends and its decays: none, per head and token, per channel."""
+"""The laws of `causal_delta_attention`, over its backends and its decays: none, per head and token, per channel; and
+per channel with removal keys."""
 
 import itertools
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from tests.recurrence import relative
 D, DV = 5, 3
 
 every_backend = pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent", "plain"])
-every_decay = pytest.mark.parametrize("decay", [None, "head", "channel"])
+every_decay = pytest.mark.parametrize("decay", [None, "head", "channel", "removal"])
+PER_CHANNEL = ("channel", "removal")
 
 
 def inputs(n: int, decay: str | None = None, lead: tuple[int, ...] = (2, 3), **sizes: Any) -> dict[str, Tensor]:
-    """Queries, keys of length 1, values, β in [0, 2], a state, and decays of which some begin a new sequence."""
+    """Queries, keys of length 1, values, β in [0, 2], a state, and decays of which some begin a new sequence. Removal
+    keys are near the keys, so that states do not grow."""
     d, dv, dtype = sizes.get("d", D), sizes.get("dv", DV), torch.float64
     found = {
         "q": torch.randn(*lead, n, d, dtype=dtype),
@@ -33,8 +36,10 @@ def inputs(n: int, decay: str | None = None, lead: tuple[int, ...] = (2, 3), **s
         "state": torch.randn(*lead, d, dv, dtype=dtype),
     }
     if decay:
-        log_decay = -torch.rand(*lead, n, *([d] if decay == "channel" else []), dtype=dtype)
+        log_decay = -torch.rand(*lead, n, *([d] if decay in PER_CHANNEL else []), dtype=dtype)
         found["log_decay"] = log_decay.masked_fill(torch.rand(log_decay.shape) < 0.03, -torch.inf)
+    if decay == "removal":
+        found["removal_key"] = normalize(found["k"] + 0.3 * torch.randn_like(found["k"]), dim=-1)
     return found
 
 
@@ -52,7 +57,7 @@ def run(*, backend: str, state: Tensor | None = None, **given: Tensor) -> tuple[
 
 def call(given: dict[str, Tensor], state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     q, k, v, beta = (given[name] for name in ("q", "k", "v", "beta"))
-    masks = {name: given[name] for name in ("log_decay", "key_mask") if name in given}
+    masks = {name: given[name] for name in ("log_decay", "key_mask", "removal_key") if name in given}
     return causal_delta_attention(q, k, v, beta, given.get("state") if state is None else state, **masks, **options)
 
 
@@ -70,6 +75,8 @@ def attention(backend: str, decay: str | None) -> Callable[..., Tensor]:
         given = {"q": q, "k": normalize(k, dim=-1), "v": v, "beta": torch.sigmoid(q[..., 0])}
         if decay:
             given["log_decay"] = -q[..., 0].exp() if decay == "head" else -q.exp()
+        if decay == "removal":
+            given["removal_key"] = normalize(k + v.mean(-1, keepdim=True), dim=-1)
         if key_mask is not None:
             given["key_mask"] = key_mask
         return run(backend=backend, **given)[0]
@@ -105,8 +112,8 @@ def test_agrees_with_the_formula(backend: str, decay: str | None) -> None:
     log_decay = given.get("log_decay", torch.zeros(20, dtype=torch.float64)).view(20, -1).expand(-1, D)
     y, last = run(**given, backend=backend)
     for t in range(20):
-        k, v, beta = given["k"][t], given["v"][t], given["beta"][t]
-        S = (eye - beta * torch.outer(k, k)) @ torch.diag(log_decay[t].exp()) @ S + beta * torch.outer(k, v)
+        k, v, beta, removal = given["k"][t], given["v"][t], given["beta"][t], given.get("removal_key", given["k"])[t]
+        S = (eye - beta * torch.outer(k, removal)) @ torch.diag(log_decay[t].exp()) @ S + beta * torch.outer(k, v)
         assert_close(y[t], S.mT @ given["q"][t])
     assert_close(last, S)
 
@@ -171,7 +178,7 @@ def test_the_past_does_not_see_the_future(backend: str, decay: str | None) -> No
 
 
 @every_backend
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["head", "channel", "removal"])
 @pytest.mark.parametrize("heads", [slice(0, 1), slice(0, 3)])
 def test_the_past_does_not_see_strong_decays_of_the_future(backend: str, decay: str, heads: slice) -> None:
     """To the last bit, where the others are weak: those of one head, or of all."""
@@ -228,19 +235,19 @@ def test_packed_sequences_do_not_see_each_other(backend: str, decay: str | None)
     given = {name: x for name, x in inputs(n, decay).items() if name != "state"}
     begins = packed_log_decay(ends, n).double()
     own = given.get("log_decay", torch.zeros(2, 3, n, dtype=torch.float64))
-    packed = own + (begins.unsqueeze(-1) if decay == "channel" else begins)
+    packed = own + (begins.unsqueeze(-1) if decay in PER_CHANNEL else begins)
     y, S = upstream_of(given)
     together = everything(given | {"log_decay": packed}, (y, 0 * S), backend=backend)
     for start, stop in itertools.pairwise(ends.tolist()):
         alone = everything(part(given, start, stop), (y[..., start:stop, :], 0 * S), backend="chunked")
-        for name in ("y", "q", "k", "v"):
+        for name in ("y", "q", "k", "v", *given.keys() & {"removal_key"}):
             assert_close(together[name][..., start:stop, :], alone[name])
         assert_close(together["beta"][..., start:stop], alone["beta"])
 
 
 @every_backend
 @every_decay
-@pytest.mark.parametrize("fewer", ["q", "v", "k v beta log_decay state", "k beta state"])
+@pytest.mark.parametrize("fewer", ["q", "v", "k v beta log_decay state removal_key", "k beta state", "removal_key"])
 def test_fewer_heads_are_shared(backend: str, decay: str | None, fewer: str) -> None:
     given = inputs(70, decay)
     for name in fewer.split():
@@ -273,7 +280,7 @@ def test_permuted_and_strided_inputs(backend: str, decay: str | None, batch: int
 
 
 @every_backend
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["head", "channel", "removal"])
 @pytest.mark.parametrize("strength", [-1e-3, -5.0, -1000.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype: torch.dtype) -> None:
@@ -290,7 +297,7 @@ def test_any_strength_of_decay(backend: str, decay: str, strength: float, dtype:
 
 
 @every_backend
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("decay", ["head", "channel", "removal"])
 @pytest.mark.parametrize("strength", [-2.6, -5.7, -13.0, -40.0])
 def test_gradients_of_decays_that_are_all_strong(backend: str, decay: str, strength: float) -> None:
     """In float32 beside float64: each gradient is as small as its decay, and must not be what rounding leaves of larger
@@ -325,6 +332,7 @@ def test_a_key_that_repeats_reads_what_was_written_last(backend: str, decay: str
     """Write, overwrite, read; in float32, where powers of the similarities of the keys would overflow."""
     given = inputs(200, decay)
     given |= {"k": given["k"][..., :1, :].expand(2, 3, 200, D), "beta": torch.ones(2, 3, 200)}
+    given |= {name: given["k"] for name in given.keys() & {"removal_key"}}
     given = {name: x.float() for name, x in given.items()}
     y, S = run(**given | {"q": given["k"]}, backend=backend)
     assert_close(y, given["v"], rtol=1e-5, atol=1e-5)
@@ -366,7 +374,7 @@ def test_low_precision_is_near_float64(backend: str, decay: str | None, mean: fl
     """On the same rounded inputs: outputs, states and all gradients, with values that have a mean too."""
     given = inputs(100 if backend == "recurrent" else 700, decay, d=16, dv=8)
     given["v"] += mean
-    given = {name: (x / 1.01 if name == "k" else x).bfloat16().double() for name, x in given.items()}
+    given = {name: (x / 1.01 if name in ("k", "removal_key") else x).bfloat16().double() for name, x in given.items()}
     upstream = tuple(x.bfloat16().double() for x in upstream_of(given))
     exact = everything(given, upstream, backend="reference")
     for dtype, bound in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)):
@@ -449,7 +457,7 @@ def test_queries_in_half_precision_are_scaled_in_float32(backend: str) -> None:
 
 
 def test_inputs_are_not_modified() -> None:
-    given = inputs(70, "channel") | {"key_mask": laws.masks(70)["holes"]}
+    given = inputs(70, "removal") | {"key_mask": laws.masks(70)["holes"]}
     copies = {name: x.clone() for name, x in given.items()}
     upstream = upstream_of(given)
     for backend in ("reference", "chunked"):
@@ -506,6 +514,7 @@ def test_wrong_calls_are_refused() -> None:
         "state": (given["state"].mT, r"the state must be \(..., 5, 3\) of torch.float64"),
         "v": (given["v"][..., :4, :], "every key must have a value"),
         "q": (given["q"][..., :4, :], "a query for every key"),
+        "removal_key": (given["k"][..., :4, :], r"removal_key must be .*, as k is \(2, 3, 9, 5\)"),
     }
     for name, (x, message) in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -526,11 +535,11 @@ def test_wrong_calls_are_refused() -> None:
 
 @every_backend
 @every_decay
-@pytest.mark.parametrize("name", ["q", "k", "v", "beta"])
-def test_a_nan_does_not_reach_earlier_tokens(backend: str, decay: str | None, name: str) -> None:
+def test_a_nan_does_not_reach_earlier_tokens(backend: str, decay: str | None) -> None:
     given, at = inputs(100, decay), 71
     expected, _ = run(**given, backend=backend)
-    for number in (torch.nan, torch.inf):
+    # a log decay of infinity is refused
+    for name, number in itertools.product(given.keys() - {"state", "log_decay"}, (torch.nan, torch.inf)):
         broken = given[name].clone()
         broken[1, 2, at] = number
         y, _ = run(**(given | {name: broken}), backend=backend)

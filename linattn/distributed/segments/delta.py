@@ -10,6 +10,7 @@ from torch import Tensor
 from linattn.attention.base import group_mask
 from linattn.attention.delta import DeltaAttention, DeltaAttentionState
 from linattn.attention.gates import AnyGates, Gates
+from linattn.attention.generalized_delta import GeneralizedDeltaAttention
 from linattn.distributed.segments.base import checked_inputs, pieces, segment
 from linattn.feature_maps.base import unit
 from linattn.ops.delta import causal_delta_attention
@@ -41,18 +42,28 @@ def _delta(
     return delta_segment(k, v, beta, log_decay, group_mask(key_mask))
 
 
+@segment.register
+def _generalized_delta(
+    module: GeneralizedDeltaAttention, k: Keys, v: Values, *, key_mask: KeyMask = None, gates: AnyGates = None
+) -> DeltaSegment:
+    own: Gates = checked_inputs(module, k, v, key_mask, gates)
+    k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
+    return delta_segment(*module.steps(k, v, key_mask, own))
+
+
 def delta_segment(
     k: Float[Tensor, "b hk 1 n d"],
     v: Float[Tensor, "b hk 1 n dv"],
     beta: Tensor | None,
     log_decay: Float[Tensor, "..."] | None = None,
     key_mask: Bool[Tensor, "#b #hk 1 n"] | None = None,
+    removal_key: Float[Tensor, "b hk 1 n d"] | None = None,
 ) -> DeltaSegment:
     """Return the map of tokens for `causal_delta_attention`, with its options."""
     d, dv = k.shape[-1], v.shape[-1]
     maps = torch.eye(d, d + dv, dtype=accumulator(v.dtype), device=v.device).expand(*k.shape[:3], -1, -1)
-    for keys, values, strengths, decays, mask in pieces(k, v, beta, log_decay, key_mask):
+    for keys, values, strengths, decays, mask, removal in pieces(k, v, beta, log_decay, key_mask, removal_key):
         # from the state [1 | 0], values [0 | v] lead to [T | U]; there are no queries, as nothing is read
-        values = F.pad(values, (d, 0))
-        _, maps = causal_delta_attention(keys[:, :, :0], keys, values, strengths, maps, log_decay=decays, key_mask=mask)
+        values, options = F.pad(values, (d, 0)), {"log_decay": decays, "key_mask": mask, "removal_key": removal}
+        _, maps = causal_delta_attention(keys[:, :, :0], keys, values, strengths, maps, **options)
     return DeltaSegment(maps[..., :d].contiguous(), maps[..., d:].contiguous())

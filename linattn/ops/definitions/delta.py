@@ -8,11 +8,20 @@ from linattn.ops.numerics import accumulator, check_exported_length, exactly
 from linattn.ops.operator import Backend
 
 
-def step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return y and S after one token (…, 1, d): S = diag(α) S, then S = S + β k (v − Sᵀ k)ᵀ and y = Sᵀ q."""
+def step(
+    S: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    removal_key: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return y and S after one token (…, 1, d): S = diag(α) S, then S = S + β k (v − Sᵀ r)ᵀ and y = Sᵀ q, where r is
+    the removal key (None: k)."""
     if log_decay is not None:
         S = log_decay.exp().mT * S
-    S = S + k.mT * (beta * (v - k @ S))
+    S = S + k.mT * (beta * (v - (k if removal_key is None else removal_key) @ S))
     return q @ S, S
 
 
@@ -21,10 +30,11 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     dtype, S = accumulator(call.q.dtype), call.S
     q, k, v, beta = (x.to(dtype) for x in call[:4])
     each = [x.split(1, -2) for x in (q, k, v, beta)]
-    decays = [None] * len(each[0]) if call.log_decay is None else call.log_decay.to(dtype).split(1, -2)
+    others = (call.log_decay, call.removal_key)
+    each += [[None] * len(each[0]) if x is None else x.to(dtype).split(1, -2) for x in others]
     ys = [q[..., :0, :] @ S]
     # a sequence without tokens splits into one part without tokens
-    for token in zip(*each, decays, strict=True) if q.shape[-2] else ():
+    for token in zip(*each, strict=True) if q.shape[-2] else ():
         y, S = step(S, *token)
         ys.append(y)
     return (torch.cat(ys, -2) * call.scale).to(call.v.dtype), S

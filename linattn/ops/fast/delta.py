@@ -9,6 +9,7 @@ decays D, r, w and a of decays.py, a chunk of queries q, keys k and values V has
 
 Token t adds β_t k_t e_tᵀ to the state, where the error e_t is v_t minus what the decayed state before it predicts for
 the key k_t. So keys read the state as queries do, and the predictions that they read are subtracted from the values.
+If the call has removal keys, these are the keys that read, and k only those that write.
 The form serves training and prefill. Yang et al., https://arxiv.org/abs/2406.06484, section 3.2 (WY)."""
 
 import math
@@ -78,18 +79,17 @@ def arrange(call: DeltaCall, *outputs: Tensor) -> tuple[DeltaCall, list[Tensor]]
     if call.S.ndim == 2:
         per_query = [x.unsqueeze(0) for x in per_query]
     q, *others = (group_view(x, lead, per_query[0].shape) for x in per_query)
-    k, v, beta, log_decay = (
-        None if x is None else x.expand(*lead, *x.shape[-2:]) for x in (call.k, call.v, call.beta, call.log_decay)
-    )
-    assert k is not None and v is not None and beta is not None
+    k, v, beta = (x.expand(*lead, *x.shape[-2:]) for x in call[1:4])
+    log_decay, removal_key = (None if x is None else x.expand(*lead, *x.shape[-2:]) for x in call[5:7])
     S = call.S.reshape(math.prod(lead), *call.S.shape[-2:])
-    return DeltaCall(q, k, v, beta, S, log_decay, call.scale), others
+    return DeltaCall(q, k, v, beta, S, log_decay, removal_key, call.scale), others
 
 
 class Block:
-    """The chunks of the block at `place`, in the accumulation dtype: `rows` (B g+1 C d), scaled queries and then keys,
-    `keys` β k (B C d), β (B C 1), the `decays` of rows and keys, the intra-chunk `products` [P, A] (B g+1 C C), and
-    M = (1 + A)⁻¹. `matrices` are [P, A, M] (c b g+2 C C) as the forward saved them; None: they are computed."""
+    """The chunks of the block at `place`, in the accumulation dtype: `rows` (B g+1 C d), scaled queries and then the
+    keys that read, k, `keys` β k (B C d), β (B C 1), the `decays` of rows and keys, the intra-chunk `products` [P, A]
+    (B g+1 C C), and M = (1 + A)⁻¹. `matrices` are [P, A, M] (c b g+2 C C) as the forward saved them; None: they are
+    computed."""
 
     def __init__(self, call: DeltaCall, place: Place, work: Workspace, matrices: Tensor | None = None):
         q, k, self.place, self.work, self.scale = place.chunks(call.q), place.chunks(call.k), place, work, call.scale
@@ -97,9 +97,10 @@ class Block:
         self.rows = work("rows", (math.prod(k.shape[:-2]), groups + 1, chunk, d))
         # a number would be multiplied in the dtype of q
         torch.mul(q, call.S.new_full((1,), call.scale), out=self.rows[:, :-1].view(q.shape))
-        k = self.rows[:, -1].view(k.shape).copy_(k).flatten(0, -3)
+        self.rows[:, -1].view(k.shape).copy_(k if call.removal_key is None else place.chunks(call.removal_key))
+        self.k = self.rows[:, -1] if call.removal_key is None else place.load(call.k, "k", work)
         self.beta = place.load(call.beta, "beta", work)
-        self.keys = torch.mul(k, self.beta, out=work("keys"))
+        self.keys = torch.mul(self.k, self.beta, out=work("keys"))
         log_decay = None if call.log_decay is None else place.load(call.log_decay, "log_decay", work)
         self.decays = intra_chunk(self.rows, self.keys, log_decay, work)
         self.rows_since_start = self.decays.rows_since_start.flatten(1, 2)

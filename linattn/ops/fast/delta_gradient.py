@@ -21,7 +21,8 @@ from linattn.ops.operator import Tensors
 
 
 def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
-    """Return gradients of q, k, v, β, S and the decays, from what `forward` saved and `grads`, those of y and S."""
+    """Return gradients of q, k, v, β, S, the decays and the removal keys, from what `forward` saved and `grads`, those
+    of y and S."""
     (S_saved, E_saved, matrices), (dy, dS) = saved, grads
     assert dy is not None and dS is not None
     if S_saved is None or E_saved is None or matrices is None or S_saved.shape[0] == 0:
@@ -30,22 +31,25 @@ def gradient(call: DeltaCall, saved: Tensors, grads: Tensors) -> Tensors:
     views, (dq_view, dy) = arrange(call, dq, dy)
     dk, dv, dbeta = (gradient_like(x, view.shape) for x, view in zip(call[1:4], views[1:4], strict=True))
     dlog_decay = None if views.log_decay is None else empty_like(dS, views.log_decay.shape)
-    totals, dS = (dq_view, dk, dv, dbeta, dlog_decay), dS.reshape(views.S.shape).clone()
+    dremoval = None if call.removal_key is None else gradient_like(call.removal_key, dk.shape)
+    totals, dS = (dq_view, dk, dv, dbeta, dlog_decay, dremoval), dS.reshape(views.S.shape).clone()
     for place in reversed(sizes(call).places(call.S.shape[:-2], call.q.shape[-2])):
         rows, block = place.states, Block(views, place, work, saved_view(matrices, place))
         E = saved_view(E_saved, place).flatten(0, 1)
         dS[rows] = _block_gradient(block, E, S_saved[place.position, rows], dy, dS[rows], totals)
     if call.log_decay is not None and dlog_decay is not None:
         dlog_decay = decay_gradient(dlog_decay, call.log_decay)
-    return dq, summed(dk, call.k), summed(dv, call.v), summed(dbeta, call.beta), dS.view_as(call.S), dlog_decay
+    dk, dv, dbeta = (summed(g, x) for g, x in zip((dk, dv, dbeta), call[1:4], strict=True))
+    dremoval = None if dremoval is None or call.removal_key is None else summed(dremoval, call.removal_key)
+    return dq, dk, dv, dbeta, dS.view_as(call.S), dlog_decay, dremoval
 
 
 def _block_gradient(
     block: Block, E: Tensor, S_start: Tensor, dy: Tensor, dS_end: Tensor, totals: tuple[Any, ...]
 ) -> Tensor:
-    """Write the gradients of the block's queries, keys, values, β and decays to `totals`, the gradients of all tokens
-    in this order. Return that of `S_start`, the state before the block. E (B C dv) are the block's errors, `dy` is the
-    gradient of all tokens' outputs, `dS_end` that of the state after the block."""
+    """Write the gradients of the block's queries, keys, values, β, decays and removal keys to `totals`, the gradients
+    of all tokens in this order. Return that of `S_start`, the state before the block. E (B C dv) are the block's
+    errors, `dy` is the gradient of all tokens' outputs, `dS_end` that of the state after the block."""
     work, place, S, dy = block.work, block.place, block.states(E, S_start), block.place.chunks(dy)
     upstream = work("upstream", (*block.rows.shape[:-1], E.shape[-1]))
     upstream[:, :-1].view(dy.shape).copy_(dy)
@@ -58,10 +62,14 @@ def _block_gradient(
     dkeys = torch.bmm(E, dS.mT, out=work("dkeys"))
     da = torch.mul(S, dS, out=work("scratch")).sum(-1, keepdim=True)
     dlog_decay = block.decays.gradient(block.products, dproducts, drows, dkeys, da)
-    dbeta = torch.mul(block.rows[:, -1], dkeys, out=work("scratch")).sum(-1, keepdim=True)
-    dq_total, dk_total, dv_total, dbeta_total, dlog_total = totals
+    dbeta = torch.mul(block.k, dkeys, out=work("scratch")).sum(-1, keepdim=True)
+    dq_total, dk_total, dv_total, dbeta_total, dlog_total, dremoval_total = totals
     place.write(dq_total, drows[:, :-1], combine=partial(torch.mul, other=block.scale))
-    place.write(dk_total, drows[:, -1], block.beta, dkeys, combine=torch.addcmul)
+    if dremoval_total is None:
+        place.write(dk_total, drows[:, -1], block.beta, dkeys, combine=torch.addcmul)
+    else:
+        place.write(dk_total, block.beta, dkeys, combine=torch.mul)
+        place.write(dremoval_total, drows[:, -1])
     place.write(dv_total, upstream[:, -1], combine=partial(torch.mul, other=-1))
     place.write(dbeta_total, dbeta)
     if dlog_decay is not None:

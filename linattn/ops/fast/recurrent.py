@@ -44,7 +44,7 @@ def linear(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 def delta(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     dtype = accumulator(call.q.dtype)
     q, k, v, beta = (x.to(dtype) for x in call[:4])
-    y, S = step(call.S, q, k, v, beta, None if call.log_decay is None else call.log_decay.to(dtype))
+    y, S = step(call.S, q, k, v, beta, *(None if x is None else x.to(dtype) for x in call[5:7]))
     return (y * call.scale).to(call.v.dtype), S
 
 

@@ -21,10 +21,10 @@ STEPS = 26
 
 def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     dtype, (d, dv), n = accumulator(call.q.dtype), call.S.shape[-2:], call.q.shape[-2]
-    q, k, v, beta = (cut(x.to(dtype), CHUNK).split(1, -2) for x in (call.q, call.k, F.pad(call.v, (d, 0)), call.beta))
-    decays = [None] * CHUNK if call.log_decay is None else cut(call.log_decay.to(dtype), CHUNK).split(1, -2)
-    maps, reads = torch.eye(d, d + dv, dtype=dtype, device=q[0].device), []
-    for token in zip(q, k, v, beta, decays, strict=True):
+    tensors = call.q, call.k, F.pad(call.v, (d, 0)), call.beta, call.log_decay, call.removal_key
+    each = [[None] * CHUNK if x is None else cut(x.to(dtype), CHUNK).split(1, -2) for x in tensors]
+    maps, reads = torch.eye(d, d + dv, dtype=dtype, device=call.q.device), []
+    for token in zip(*each, strict=True):
         read, maps = step(maps, *token)
         reads.append(read)
     states = _states(maps, call.S, _steps(maps.shape[-3]))
