@@ -19,7 +19,7 @@ from linattn import LanguageModel, LanguageModelConfig
 # bytes of a batch, and bytes that are predicted to measure by
 BATCH, TEST = 2_048, 131_072
 HELD_OUT = 15
-SECONDS = 260.0
+SECONDS, LONG_SECONDS = 260.0, 1_800.0
 
 
 @cache
@@ -105,11 +105,11 @@ SILU = {
 }
 
 
-def _task(name: str, title: str, length: int, prepare: Callable[..., Data]) -> Task:
+def _task(name: str, title: str, length: int, prepare: Callable[..., Data], seconds: float = SECONDS) -> Task:
     return Task(
         name=f"{name}{length}",
         title=f"{title}, {length:,} at a time",
-        training=Training(steps=100_000, seconds=SECONDS, lr=2e-3, every=250),
+        training=Training(steps=100_000, seconds=seconds, lr=2e-3, every=250),
         metric="bits",
         length=length,
         methods=MODELS | SILU,
@@ -118,4 +118,5 @@ def _task(name: str, title: str, length: int, prepare: Callable[..., Data]) -> T
 
 
 TASKS = tuple(_task("bytes", "bytes", length, _code) for length in (256, 1_024, 4_096))
+LONG = (_task("long", "bytes for half an hour", 256, _code, seconds=LONG_SECONDS),)
 PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))

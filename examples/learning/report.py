@@ -22,7 +22,7 @@ from linattn import LanguageModel, map_state
 Run = dict[str, Any]
 OPTIMIZERS = ("adamw", "muon")
 # tasks that compare each method at its best learning rate
-TUNED = {"bytes": library.TASKS, "prose": library.PROSE}
+TUNED = {"bytes": library.TASKS, "long": library.LONG, "prose": library.PROSE}
 
 
 def state_size(task: Task, method: str) -> int:

@@ -21,6 +21,7 @@ TASKS: dict[str, Task] = {
         *tracking.TASKS,
         characters.TASK,
         *library.TASKS,
+        *library.LONG,
         *library.PROSE,
         copying.TASK,
     )
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed, name, *values in itertools.product(options.seed, options.task, *given.values()):
         task, chosen = TASKS[name], zip(given, values, strict=True)
         training = replace(task.training, **{name: value for name, value in chosen if value is not None})
+        # a number of steps stands for itself
+        training = replace(training, seconds=None) if options.steps else training
         for method in options.method or task.methods:
             if method in task.methods:
                 _run(replace(task, training=training), method, seed, options)
@@ -71,11 +74,11 @@ def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = sorted({method for task in TASKS.values() for method in task.methods})
-    usual = [name for name in TASKS if name not in {task.name for task in library.PROSE}]
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help="(all but prose, with its own --data)")
+    usual = [name for name in TASKS if name not in {task.name for task in (*library.LONG, *library.PROSE)}]
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help="(all but those of --data, half an hour or ten models)")
     parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number")
+    parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number or time")
     parser.add_argument("--optimizer", nargs="+", choices=("adamw", "muon"), help="instead of the task's own")
     parser.add_argument("--lr", nargs="+", type=float, help="instead of the task's own learning rate")
     parser.add_argument("--warmup", nargs="+", type=int, help="instead of the task's own steps of warm-up")
