@@ -58,7 +58,7 @@ class Characters:
         return {"loss": loss, "accuracy": accuracy}
 
 
-def _model(attention: str, **options: Any) -> LanguageModelConfig:
+def _model(attention: str | tuple[str, ...], **options: Any) -> LanguageModelConfig:
     return LanguageModelConfig(
         vocab_size=VOCABULARY,
         dim=128,
@@ -101,6 +101,13 @@ TASK = Task(
             "linear_unnormalized", convolution=4, convolution_on="projections", head_norm=True
         ),
         "gated_delta+silu4": _model("gated_delta", convolution=4, convolution_on="projections", head_norm=True),
+        # three layers of the delta rule and one of windows
+        "hybrid+silu4": _model(
+            ("gated_delta", "gated_delta", "gated_delta", "local"),
+            convolution=4,
+            convolution_on="projections",
+            head_norm=True,
+        ),
     },
     prepare=Characters,
 )

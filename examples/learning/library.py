@@ -16,6 +16,8 @@ from torch import Tensor
 from examples.learning.task import Data, Task, Training, loss_and_accuracy
 from linattn import LanguageModel, LanguageModelConfig
 
+# channels of models with 0.2 to 10 million weights
+WIDTHS = (64, 128, 192, 288, 448)
 # bytes of a batch, and bytes that are predicted to measure by
 BATCH, TEST = 2_048, 131_072
 HELD_OUT = 15
@@ -118,5 +120,21 @@ def _task(name: str, title: str, length: int, prepare: Callable[..., Data], seco
 
 
 TASKS = tuple(_task("bytes", "bytes", length, _code) for length in (256, 1_024, 4_096))
+SCALING = Task(
+    name="scaling",
+    title="bytes, 512 at a time, 300 steps",
+    training=Training(steps=300, lr=5e-3, optimizer="muon", every=100),
+    metric="bits",
+    length=512,
+    # heads of 32 channels; a name's number is that of the model's
+    methods={
+        f"{name}:{dim}": replace(SILU[f"{name}+silu4"], dim=dim, num_heads=dim // 32)
+        for name in ("softmax", "gated_delta", "hybrid")
+        for dim in WIDTHS
+    },
+    prepare=partial(_code, length=512),
+)
 LONG = (_task("long", "bytes for half an hour", 256, _code, seconds=LONG_SECONDS),)
 PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))
+# what is run only if it is named: it takes long, or a text
+RARE = (SCALING, *LONG, *PROSE)

@@ -4,7 +4,7 @@ Trains by `linattn train` on Python's standard library, with and without `--carr
 each part of them from 256 bytes before it, as if there were no longer past. A run is a line of JSON; what the file has
 is not run again. The table and the picture go into the page.
 
-    python -m examples.learning.positions --method local+elu gated_delta --carry 0 0.9 --out docs/positions.jsonl
+    python -m examples.learning.positions --method hybrid gated_delta --carry 0 0.9 --out docs/positions.jsonl
     python -m examples.learning.positions --out docs/positions.jsonl --page docs/learning.md"""
 
 import argparse
@@ -35,14 +35,15 @@ HELD_OUT, SHORTEST = 12, 16_384
 # bytes of a past that is cut off, and one part in so many of those that are read in this way
 SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
 
-SIZES, BATCH = "--optimizer adamw --dim 128 --num-heads 4 --window 64 --convolution 4 --convolution-on inputs", 2_048
+SIZES, BATCH = "--dim 128 --num-heads 4 --window 64", 2_048
 METHODS = {
-    "softmax": "--attention softmax",
-    "local+elu": "--attention local:2+elu:2",
-    **{
-        name: f"--attention {name} --rotary none --head-norm"
-        for name in ("gated_delta", "ssd", "gla", "kda", "retention")
-    },
+    # the command's own choice of layers
+    "hybrid": "",
+    "softmax": "--attention softmax --convolution-on projections",
+    "local": "--attention local --convolution-on projections",
+    "local+elu": "--attention local:2+elu:2 --convolution-on projections",
+    "retention": "--attention retention --convolution-on projections --rotary none --head-norm",
+    **{name: f"--attention {name}" for name in ("gated_delta", "ssd", "gla", "kda")},
 }
 
 
@@ -191,10 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", nargs="+", choices=METHODS, default=[])
     parser.add_argument("--carry", nargs="+", type=float, default=[0.0, 0.9], help="0: without --carry")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--page", type=Path, help="the page whose table and picture show the file")
     options = parser.parse_args(arguments)

@@ -21,8 +21,7 @@ TASKS: dict[str, Task] = {
         *tracking.TASKS,
         characters.TASK,
         *library.TASKS,
-        *library.LONG,
-        *library.PROSE,
+        *library.RARE,
         copying.TASK,
     )
 }
@@ -74,8 +73,9 @@ def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> Non
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = sorted({method for task in TASKS.values() for method in task.methods})
-    usual = [name for name in TASKS if name not in {task.name for task in (*library.LONG, *library.PROSE)}]
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help="(all but those of --data, half an hour or ten models)")
+    rare = [task.name for task in library.RARE]
+    usual = [name for name in TASKS if name not in rare]
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=usual, help=f"(all but {', '.join(rare)})")
     parser.add_argument("--method", nargs="+", choices=methods, help="those that a task has not are left out (all)")
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", nargs="+", type=int, help="instead of the task's own number or time")
