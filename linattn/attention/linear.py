@@ -50,6 +50,8 @@ class LinearAttention(InnerAttention):
             raise unknown_name("normalize", normalize, (*NORMALIZATIONS, "default"))
         if needs is not None and checked_needs(needs).write is not None and normalize is not None:
             raise ValueError(f"a write belongs to un-normalised attention, but normalize is {normalize!r}")
+        if needs is not None and needs.write == "rate":
+            raise ValueError(f"a rate is of the generalized delta rule, which removes by it, but needs are {needs!r}")
         self.feature_map, self.decay, self.needs = feature_map, decay, needs
         self.causal, self.normalize, self.scales_products = causal, normalize, feature_map.scales_products
 

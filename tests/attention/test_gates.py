@@ -28,6 +28,10 @@ def fading(feature_map=ELU, **options) -> LinearAttention:
     return LinearAttention(feature_map, causal=True, needs=GateNeeds(decay="head"), **options)
 
 
+def adding(needs: GateNeeds) -> LinearAttention:
+    return LinearAttention(ELU, causal=True, normalize=None, needs=needs)
+
+
 def favor() -> FavorFeatureMap:
     return FavorFeatureMap(CHANNELS, 40).double()
 
@@ -177,6 +181,9 @@ def test_rotary_hands_gates_on():
         (lambda: LinearAttention(ELU, causal=True, needs="head"), "needs must be a GateNeeds"),
         (lambda: LinearAttention(ELU, causal=True, normalize=None, needs=GateNeeds("channel", "step")), "needs must"),
         (lambda: DeltaAttention(decay="heads"), "needs must be a GateNeeds"),
+        (lambda: adding(GateNeeds(None, "rate")), "needs must be a GateNeeds"),
+        (lambda: adding(GateNeeds("head", "rate")), "needs must be a GateNeeds"),
+        (lambda: adding(GateNeeds("channel", "rate")), "a rate is of the generalized delta rule"),
         (lambda: TorchMultiheadAttention(8, 2, inner=DeltaAttention()), "TorchMultiheadAttention makes no gates"),
     ],
 )

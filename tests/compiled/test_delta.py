@@ -13,13 +13,15 @@ from linattn.ops import causal_delta_attention
 
 
 def inputs(n: int) -> list[Tensor]:
-    shapes = (2, 3, n, 8), (2, 3, n, 8), (2, 3, n, 4), (2, 3, n), (2, 3, 8, 4), (2, 3, n, 8)
-    q, k, v, beta, S, log_decay = (torch.randn(shape) for shape in shapes)
-    return [x.requires_grad_() for x in (q, normalize(k, dim=-1), v, beta.sigmoid(), S, -log_decay.exp())]
+    shapes = (2, 3, n, 8), (2, 3, n, 8), (2, 3, n, 4), (2, 3, n), (2, 3, 8, 4), (2, 3, n, 8), (2, 3, n, 8)
+    q, k, v, beta, S, log_decay, removal = (torch.randn(shape) for shape in shapes)
+    k = normalize(k, dim=-1)
+    removal = normalize(k + 0.3 * removal, dim=-1)
+    return [x.requires_grad_() for x in (q, k, v, beta.sigmoid(), S, -log_decay.exp(), removal)]
 
 
 def attend(*x: Tensor) -> tuple[Tensor, Tensor]:
-    return causal_delta_attention(*x[:5], log_decay=x[5], scale=0.3)
+    return causal_delta_attention(*x[:5], log_decay=x[5], removal_key=x[6], scale=0.3)
 
 
 def derivatives(run: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -53,7 +55,7 @@ def test_exports_for_one_length(n: int) -> None:
 # with a decay per head and with none, as attentions in test_export.py
 def test_exports_for_any_length_in_torchs_own_operators() -> None:
     layer, n = Layer(), torch.export.Dim("n", min=2, max=100_000)
-    sizes = (({2: n},) * 4 + ({}, {2: n}),)
+    sizes = (({2: n},) * 4 + ({}, {2: n}, {2: n}),)
     program = torch.export.export(layer, tuple(x.detach() for x in inputs(70)), dynamic_shapes=sizes)
     assert not any("linattn" in str(node.target) for node in program.graph.nodes)
     for length in (2, 16, 129, 3000):

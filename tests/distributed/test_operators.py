@@ -1,5 +1,6 @@
 """The operators over several processes are the operators of one."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def decays(kind: str | None) -> Tensor | None:
 def compare(rank: int, size: int, name: str, inputs: dict[str, Tensor], state: Any, **options: Any) -> None:
     """Outputs, last state, and the gradients of all inputs and of the state, of the operator `name`."""
     group, calls = dist.group.WORLD, []
-    learned = {"log_decay": options.get("log_decay")} | inputs
+    learned = {key: options.get(key) for key in ("log_decay", "removal_key")} | inputs
     learned = {key: x.detach().requires_grad_() for key, x in learned.items() if x is not None}
     first = None if state is None else tuple(x.detach().requires_grad_() for x in state)
     for part, package in ((None, ops), (rank, distributed)):
@@ -41,11 +42,11 @@ def compare(rank: int, size: int, name: str, inputs: dict[str, Tensor], state: A
         mask = options.get("key_mask")
         mask = mask if part is None or mask is None else mask.split(CUTS[size], 2)[part]
         own = {} if part is None else {"group": group}
-        rest = {key: x for key, x in options.items() if key not in ("log_decay", "key_mask")}
+        rest = {key: cut.get(key, x) for key, x in options.items() if key != "key_mask"}
         before = None if first is None else first[0] if "beta" in inputs else LinearState(*first)
         arguments = [cut[key] for key in inputs]
         call = getattr(package, name.replace("causal", "causal" if part is None else "sharded"))
-        y, end = call(*arguments, before, log_decay=cut.get("log_decay"), key_mask=mask, **own, **rest)
+        y, end = call(*arguments, before, key_mask=mask, **own, **rest)
         calls.append((y, [end] if isinstance(end, Tensor) else list(end)))
     (whole, last), (y, end) = calls
     assert error(y, whole.split(CUTS[size], 2)[rank]) <= CLOSE, (name, options)
@@ -79,8 +80,8 @@ def every_call(rank: int, size: int) -> None:
             options = {"normalize": None, "key_mask": mask}
             compare(rank, size, "causal_linear_attention", inputs, state, **shared, **options)
             delta = inputs | {"beta": drawn(N).sigmoid()}
-            for past in (None, state[:1]):
-                options = {"scale": 0.5, "key_mask": mask}
+            for past, removal_key in itertools.product((None, state[:1]), (None, drawn(N, D) / 2)):
+                options = {"scale": 0.5, "key_mask": mask, "removal_key": removal_key}
                 compare(rank, size, "causal_delta_attention", delta, past, **shared, **options)
     with pytest.raises(ValueError, match=r"q must be \(b, h, n, d\), but is \(5, 4\)"):
         sharded_linear_attention(torch.ones(5, 4), drawn(5, 4), drawn(5, 4), group=dist.group.WORLD)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from linattn.linearize import convert, linearized_layers, load_linearized, plan
+from tests.attention.cases import FADING
 from tests.integrations.transformers.stock_attention.families import DECODERS, make
 from tests.integrations.transformers.stock_attention.test_attention import logits, tokens
 
@@ -21,7 +22,7 @@ def decays(method: str) -> list[torch.Tensor]:
     return [layer.prepare(x, None, None)[1][0].log_decay for layer in layers]
 
 
-@pytest.mark.parametrize("method", ["elu", "gated_delta", "kda", "gla"])
+@pytest.mark.parametrize("method", ["elu", *(name for name in FADING if name != "ssd")])
 def test_the_first_head_remembers_and_others_forget_slowly(method):
     for log_decay in decays(method):
         # the same for every token, as the weights are zeros

@@ -4,8 +4,10 @@ import json
 
 import jaxtyping
 import pytest
+import torch
+from torch.testing import assert_close
 
-from linattn.models import LanguageModelConfig
+from linattn.models import LanguageModel, LanguageModelConfig
 from linattn.nn import MultiheadAttention
 
 FIELDS = {field.name: field for field in dataclasses.fields(LanguageModelConfig)}
@@ -130,3 +132,12 @@ def test_the_gated_feed_forward_is_rounded_up_to_a_multiple_of_8(dim):
 def test_the_gated_feed_forward_has_as_many_weights():
     gated = LanguageModelConfig(vocab_size=7, dim=96)
     assert 3 * gated.hidden_dim == 2 * LanguageModelConfig(vocab_size=7, dim=96, feed_forward="gelu").hidden_dim
+
+
+def test_the_feed_forward_of_rwkv_is_squared():
+    """The preset of RWKV-7 has one without biases: y = W₂ relu(W₁ x)²."""
+    model = LanguageModel(LanguageModelConfig(vocab_size=7, dim=16, num_heads=2, feed_forward="squared_relu")).double()
+    feed_forward, x = model.blocks[0].feed_forward, torch.randn(2, 5, 16).double()
+    hidden = torch.clamp(x @ feed_forward.up_proj.weight.T, min=0)
+    assert_close(feed_forward(x), hidden * hidden @ feed_forward.down_proj.weight.T)
+    assert feed_forward.up_proj.bias is None and feed_forward.down_proj.bias is None

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from linattn.attention import GateNeeds, named_attention
 from linattn.attention.gates import SplitNeeds
 from linattn.nn import MultiheadAttention, token_gates
-from linattn.nn.gates import ChannelDecay, HeadDecay, SigmoidDecay, WriteStrength
+from linattn.nn.gates import BoundedDecay, ChannelDecay, ChannelRate, HeadDecay, SigmoidDecay, WriteStrength
 from tests.attention.cases import GATED
 
 DIM, HEADS, KEY_DIM = 24, 4, 6
@@ -39,6 +39,28 @@ def test_a_decay_per_channel_without_writes_is_that_of_gated_linear_attention():
     decay, x = SigmoidDecay(DIM, HEADS, KEY_DIM).double(), some_inputs()
     alpha = (x @ (decay.out_proj.weight @ decay.in_proj.weight).T + decay.out_proj.bias).sigmoid() ** (1 / 16)
     assert_close(decay(x).exp(), alpha.view(2, 9, HEADS, KEY_DIM).transpose(1, 2))
+
+
+def test_a_decay_with_a_rate_is_that_of_rwkv7_and_at_least_0_545():
+    decay, x = BoundedDecay(DIM, HEADS, KEY_DIM).double(), some_inputs()
+    hidden = (x @ decay.in_proj.weight.T).tanh() @ decay.out_proj.weight.T + decay.bias
+    expected = torch.exp(-(math.e**-0.5) * hidden.sigmoid()).view(2, 9, HEADS, KEY_DIM)
+    assert_close(decay(x).exp(), expected.transpose(1, 2))
+    with torch.no_grad():
+        decay.bias.fill_(1e3)
+    assert_close(decay(x).exp(), torch.full((2, HEADS, 9, KEY_DIM), 0.545).double(), rtol=1e-3, atol=0)
+
+
+def test_each_bounded_decay_starts_with_channels_from_slow_to_fast():
+    decay = BoundedDecay(DIM, HEADS, KEY_DIM).double()
+    found = -decay(torch.zeros(1, 1, DIM).double())[0, :, 0]
+    assert_close(found, torch.logspace(-3, -1, KEY_DIM, dtype=torch.float64).expand(HEADS, -1), rtol=1e-5, atol=0)
+
+
+def test_a_rate_is_a_sigmoid_per_channel():
+    rate, x = ChannelRate(DIM, HEADS, KEY_DIM).double(), some_inputs()
+    expected = x @ (rate.out_proj.weight @ rate.in_proj.weight).T + rate.out_proj.bias
+    assert_close(rate(x), expected.sigmoid().view(2, 9, HEADS, KEY_DIM).transpose(1, 2))
 
 
 @pytest.mark.parametrize("limit", [1.0, 2.0])
@@ -83,7 +105,12 @@ def test_each_head_starts_with_channels_from_slow_to_fast():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decays_are_not_rounded_to_half_precision(dtype):
     """A decay of 0.999 would be 1 in bfloat16, and the past would never fade."""
-    for needs in (GateNeeds("head", "step"), GateNeeds("channel", "strength"), GateNeeds("channel")):
+    for needs in (
+        GateNeeds("head", "step"),
+        GateNeeds("channel", "strength"),
+        GateNeeds("channel", "rate"),
+        GateNeeds("channel"),
+    ):
         gates = token_gates(needs, DIM, num_key_heads=HEADS, key_dim=KEY_DIM)
         assert gates is not None
         x = some_inputs().to(dtype)
