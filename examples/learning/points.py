@@ -1,6 +1,6 @@
 """Pictures of what the methods reached in the end: by the size of their state, and by the place in the sequence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,31 @@ def draw_places(tasks: Sequence[Task], runs: Sequence[Run], path: Path) -> None:
                     accuracies = [100 * run["curve"][-1][f"accuracy_{end}"] for end in ends]
                     axes.plot(ends, accuracies, label=label(method), **style[method])
         axes.set_xticks(range(0, LENGTH + 1, 2 * BLOCK))
+    _save(figure, panels, path)
+
+
+def draw_scaling(
+    scales: Mapping[str, Callable[[Run], float]],
+    points: Callable[[Sequence[Run], Callable[[Run], float]], Mapping[str, Sequence[tuple[float, float]]]],
+    fit: Callable[[Sequence[tuple[float, float]]], Callable[[float], float]],
+    runs: Sequence[Run],
+    path: Path,
+) -> None:
+    """Draw bits against each scale, a panel each, with both axes logarithmic; the dashed lines are fitted."""
+    plt.rcParams["font.size"] = 11
+    figure, panels = plt.subplots(1, len(scales), figsize=(10, 4.4), sharey=True, layout="constrained")
+    for axes, (title, scale) in zip(panels, scales.items(), strict=True):
+        found = points(runs, scale)
+        for kind, style in styles(found).items():
+            law, (first, *_, last) = fit(found[kind]), [x for x, _ in found[kind]]
+            axes.plot(*zip(*found[kind], strict=True), linestyle="none", label=label(kind), **style)
+            axes.plot([first, last], [law(first), law(last)], linestyle="--", color=style["color"], linewidth=1)
+        axes.set(xlabel=title, xscale="log", yscale="log")
+        axes.yaxis.set_major_formatter(lambda bits, _: f"{bits:.1f}")
+        axes.yaxis.set_minor_formatter(lambda bits, _: f"{bits:.1f}")
+        axes.grid(alpha=0.3, which="both")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("bits per byte")
     _save(figure, panels, path)
 
 

@@ -5,7 +5,9 @@
 
 import argparse
 import itertools
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,12 @@ from linattn import LanguageModel, map_state
 Run = dict[str, Any]
 OPTIMIZERS = ("adamw", "muon")
 # tasks that compare each method at its best learning rate
+KIND = ("steps", "method", "optimizer", "warmup")
+# what a model of another size has more of
+SCALES: dict[str, Callable[[Run], float]] = {
+    "weights": lambda run: run["parameters"],
+    "processor time of training, s": lambda run: run["curve"][-1]["seconds"],
+}
 TUNED = {"bytes": library.TASKS, "long": library.LONG, "prose": library.PROSE}
 
 
@@ -103,13 +111,12 @@ def _sooner(column: Column, run: Run) -> str:
 
 
 def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
-    """A row for each method that was trained by Muon, with both optimizers at the task's learning rate."""
-    runs = [run for run in sorted(runs, key=_seed) if run["task"] == task.name and run["lr"] == task.training.lr]
+    """A row for each method that was trained by Muon, with both optimizers at their best learning rate."""
     lines = [["method", "state", "AdamW", "Muon"]]
     for method in task.methods:
-        by_optimizer = [
-            [run for run in runs if (run["method"], run["optimizer"]) == (method, name)] for name in OPTIMIZERS
-        ]
+        key = task.name, method
+        own = [run for run in runs if (run["task"], run["method"]) == key]
+        by_optimizer = [best(task, [run for run in own if run["optimizer"] == name]) for name in OPTIMIZERS]
         if by_optimizer[1]:
             size = f"{state_size(task, method):,}"
             lines.append(
@@ -119,7 +126,9 @@ def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
 
 
 def tuned_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
-    """A row for each method and optimizer, with the runs of its best learning rate and warm-up at each task."""
+    """A row for each method and optimizer, with the runs of its best learning rate and warm-up at each task; all have
+    the task's time."""
+    runs = [run for run in runs if run["steps"] == TASKS[run["task"]].training.steps]
     head = ["method", "optimizer", "state", *(cell for task in tasks for cell in (task.title, "rate, warm-up"))]
     lines = []
     for method, optimizer in itertools.product(tasks[0].methods, OPTIMIZERS):
@@ -140,26 +149,76 @@ def tuned_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
 
 def best(task: Task, runs: Sequence[Run]) -> list[Run]:
     """Return the runs, one per seed, of a learning rate and warm-up: of those with the most seeds, the ones with which
-    the first seed has the least loss."""
+    the first seed is best."""
     chosen: list[list[Run]] = [
         [run for run in sorted(runs, key=_seed) if (run["lr"], run["warmup"]) == setting]
         for setting in {(run["lr"], run["warmup"]) for run in runs}
     ]
-    return min(chosen, key=lambda own: (-len(own), at(own[0], task.metric, None)), default=[])
+    sign = -1 if task.metric == "accuracy" else 1
+    return min(chosen, key=lambda own: (-len(own), sign * own[0]["curve"][-1][task.metric]), default=[])
 
 
 def rates_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
-    """The figures of the first seed with each learning rate, where there are several."""
-    runs = [run for run in runs if run["seed"] == 0 and run["task"] in {task.name for task in tasks}]
+    """The figures of the first seed with each learning rate, of runs that have a number of steps instead of a time."""
+    names = {task.name: task for task in tasks}
+    runs = [run for run in runs if run["seed"] == 0 and run["steps"] < names[run["task"]].training.steps]
     rates = sorted({run["lr"] for run in runs})
-    lines = [["task", "method", "optimizer", "warm-up", *(f"{rate:g}" for rate in rates)]]
-    for task, method, optimizer in itertools.product(tasks, tasks[0].methods, OPTIMIZERS):
-        own = [run for run in runs if (run["task"], run["method"], run["optimizer"]) == (task.name, method, optimizer)]
-        for warmup in sorted({run["warmup"] for run in own}) if len(own) > 1 else ():
-            figures = {run["lr"]: show(task, at(run, task.metric, None)) for run in own if run["warmup"] == warmup}
-            lines.append(
-                [task.title, label(method), optimizer, str(warmup), *(figures.get(rate, "") for rate in rates)]
-            )
+    lines = [["task", "steps", "method", "optimizer", "warm-up", *(f"{rate:g}" for rate in rates)]]
+    kinds = {(run["task"], run["steps"], run["method"], run["optimizer"], run["warmup"]) for run in runs}
+    tasks_first, methods = list(names), list(tasks[0].methods)
+    for kind in sorted(kinds, key=lambda kind: (tasks_first.index(kind[0]), kind[1], methods.index(kind[2]), kind[3:])):
+        name, steps, method, optimizer, warmup = kind
+        own = [run for run in runs if (run["task"], *(run[key] for key in KIND)) == kind]
+        figures = {run["lr"]: show(names[name], at(run, names[name].metric, None)) for run in own}
+        cells = [names[name].title, f"{steps:,}", label(method), optimizer, str(warmup)]
+        lines.append([*cells, *(figures.get(rate, "") for rate in rates)])
+    return markdown(lines)
+
+
+class PowerLaw(NamedTuple):
+    """y = `factor` · x^−`exponent`, fitted to the logarithms; no point is farther from it than `deviation`."""
+
+    factor: float
+    exponent: float
+    deviation: float
+
+    def __call__(self, x: float) -> float:
+        return self.factor * x**-self.exponent
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> "PowerLaw":
+        slope, offset = statistics.linear_regression(
+            *zip(*((math.log(x), math.log(y)) for x, y in points), strict=True)
+        )
+        law = cls(math.exp(offset), -slope, 0.0)
+        return law._replace(deviation=max(abs(law(x) - y) for x, y in points))
+
+
+def by_size(runs: Sequence[Run], scale: Callable[[Run], float]) -> dict[str, list[tuple[float, float]]]:
+    """Return for each method of the task of scaling the points (scale, bits) of its sizes, in their order."""
+    runs = sorted(_of_scaling(runs).values(), key=scale)
+    kinds = dict.fromkeys(name.partition(":")[0] for name in library.SCALING.methods)
+    points = {
+        kind: [(scale(run), run["bits"]) for run in runs if run["method"].partition(":")[0] == kind] for kind in kinds
+    }
+    return {kind: own for kind, own in points.items() if own}
+
+
+def _of_scaling(runs: Sequence[Run]) -> dict[str, Run]:
+    """Return the runs of the task of scaling with the first seed, by method."""
+    return {run["method"]: run for run in runs if run["task"] == library.SCALING.name and run["seed"] == 0}
+
+
+def scaling_table(runs: Sequence[Run]) -> str:
+    """A row for each method, with the bits and the seconds of training of each size, and what the fits say: the
+    exponent, and in brackets the largest distance of a point."""
+    fits = [f"exponent, {name.partition(',')[0]}" for name in SCALES]
+    lines = [["method", *(f"{width} channels" for width in library.WIDTHS), *fits]]
+    laws = [{kind: PowerLaw.fit(own) for kind, own in by_size(runs, scale).items()} for scale in SCALES.values()]
+    for kind in laws[0]:
+        own = [_of_scaling(runs).get(f"{kind}:{width}") for width in library.WIDTHS]
+        figures = ["" if run is None else f"{run['bits']:.3f} ({run['curve'][-1]['seconds']:,.0f} s)" for run in own]
+        lines.append([kind, *figures, *(f"{law[kind].exponent:.3f} ({law[kind].deviation:.3f})" for law in laws)])
     return markdown(lines)
 
 
@@ -218,15 +277,17 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the tables of the tasks that were run, by name."""
     at_best = {task.name: name for name, tasks in TUNED.items() for task in tasks}
     tuned, others = [run for run in runs if run["task"] in at_best], usual(runs)
+    of_bytes = [run for run in tuned if at_best[run["task"]] == "bytes"]
     tuned_names = {at_best[run["task"]] for run in tuned}
     done = {run["task"] for run in others} - at_best.keys()
     together = {name: columns for name, columns in TOGETHER.items() if done & {column.task.name for column in columns}}
-    alone = done - {column.task.name for columns in together.values() for column in columns}
+    alone = done - {library.SCALING.name} - {column.task.name for columns in together.values() for column in columns}
     return {
         **{name: joint_table(columns, others) for name, columns in together.items()},
         **{name: table(TASKS[name], others) for name in alone},
         **{name: tuned_table(TUNED[name], tuned) for name in tuned_names},
-        **({"rates": rates_table(library.TASKS, tuned)} if "bytes" in tuned_names else {}),
+        **({"rates": rates_table(library.TASKS, of_bytes)} if of_bytes else {}),
+        **({"scaling": scaling_table(runs)} if library.SCALING.name in done else {}),
         **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in _of_both(runs) - at_best.keys()},
     }
 
@@ -268,6 +329,7 @@ def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
         **{name: partial(curves.draw, task) for name, task in TASKS.items()},
         "states": partial(points.draw_states, recall.TASKS, state_size),
         "places": partial(points.draw_places, tracking.TASKS),
+        "scaling": partial(points.draw_scaling, SCALES, by_size, PowerLaw.fit),
     }
 
 

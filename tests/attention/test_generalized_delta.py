@@ -5,6 +5,7 @@ from torch.testing import assert_close
 
 from linattn.attention import DeltaAttention, Gates, GeneralizedDeltaAttention
 from tests.attention.cases import gates_of, heads
+from tests.attention.definitions import generalized
 
 
 def test_one_key_and_a_rate_of_one_are_the_delta_rule():
@@ -23,7 +24,9 @@ def test_decays_as_strong_as_float16_can_undo():
     q, k, v = (x.float() for x in heads(40))
     inner = GeneralizedDeltaAttention(k.shape[1], k.shape[3])
     gates = gates_of(inner.needs, k)._replace(log_decay=torch.full_like(k, -9.9))
-    exact = inner.double()(*(x.double() for x in (q, k, v)), gates=Gates(*(x.double() for x in gates)))
+    doubles = [x.double() for x in (q, k, v)]
+    exact = generalized(inner.double(), *doubles, Gates(*(x.double() for x in gates)))
+    assert_close(inner(*doubles, gates=gates), exact, rtol=1e-5, atol=1e-7)
     for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
         y = inner.to(dtype)(*(x.to(dtype) for x in (q, k, v)), gates=Gates(*gates))
         assert (y.double() - exact).norm() <= bound * exact.norm()

@@ -9,7 +9,7 @@ from examples.learning import library, points, report, run
 from examples.learning.curves import draw, styles
 from examples.learning.training import settings
 
-NAMES = (*report.TOGETHER, *report.TUNED, "rates", "recall64-optimizers", "characters", "copying")
+NAMES = (*report.TOGETHER, *report.TUNED, "rates", "scaling", "recall64-optimizers", "characters", "copying")
 PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in NAMES)
 
 
@@ -18,7 +18,7 @@ def fake(task, method, seed, figures):
     training = run.TASKS[task].training
     points = [{"step": training.every * (i + 1), "loss": x, "accuracy": x} for i, x in enumerate(figures)]
     record = {"task": task, "method": method, "seed": seed, "curve": points, "cpu_seconds": 12.3, "parameters": 4567}
-    return record | settings(training)
+    return record | {"steps": training.steps} | settings(training)
 
 
 def tuned(task, method, seed, bits, **chosen):
@@ -147,10 +147,53 @@ def test_a_row_has_the_runs_of_the_rate_that_is_best_with_the_first_seed():
     ]
     (*_, adamw, muon) = cells(report.tuned_table(library.TASKS, runs))
     assert adamw[3:5] == ["1.400 (900) / 1.600 (900)", "0.002, 30"] and muon[3] == "1.100 (900)"
-    head, _, *rates = cells(report.rates_table(library.TASKS, runs))
-    # one run is no choice
-    assert head[4:] == ["0.001", "0.002", "0.003"] and all(row[2] == "adamw" for row in rates)
-    assert [row[3:] for row in rates] == [["30", "", "1.400", ""], ["100", "1.500", "", "1.200"]]
+    # a run that has its own number of steps is not compared with those of equal time
+    short = tuned("bytes256", "softmax+silu4", 0, 1.0, steps=400)
+    assert report.tuned_table(library.TASKS, [*runs, short]) == report.tuned_table(library.TASKS, runs)
+
+
+def test_rates_are_compared_after_equal_steps():
+    runs = [
+        tuned("bytes1024", "softmax+silu4", 0, 1.9, steps=400),
+        tuned("bytes256", "hybrid+silu4", 0, 1.5, steps=400, lr=1e-3, optimizer="muon"),
+        tuned("bytes256", "hybrid+silu4", 0, 1.4, steps=400, lr=2e-3, optimizer="muon"),
+        tuned("bytes256", "hybrid+silu4", 0, 1.3, steps=400, lr=2e-3, optimizer="muon", warmup=30),
+        tuned("bytes256", "hybrid+silu4", 1, 1.2, steps=400, lr=2e-3, optimizer="muon"),
+        # of equal time
+        tuned("bytes256", "hybrid+silu4", 0, 1.1, lr=3e-3, optimizer="muon"),
+    ]
+    head, _, *rows = cells(report.rates_table(library.TASKS, runs))
+    assert head == ["task", "steps", "method", "optimizer", "warm-up", "0.001", "0.002"]
+    first = ["bytes, 256 at a time", "400", "hybrid + silu4", "muon"]
+    assert rows == [
+        [*first, "30", "", "1.300"],
+        [*first, "100", "1.500", "1.400"],
+        ["bytes, 1,024 at a time", "400", "softmax + silu4", "adamw", "100", "", "1.900"],
+    ]
+
+
+def scaling(kind, bits):
+    """Runs of a method with sizes of which each has ten times the weights of the one before, and takes twice as long"""
+    for i, (width, x) in enumerate(zip(library.WIDTHS, bits, strict=False)):
+        run = fake("scaling", f"{kind}:{width}", 0, []) | {"bits": x, "parameters": 10**i}
+        yield run | {"curve": [{"step": 300, "seconds": 2.0**i, "bits": x}]}
+
+
+def test_scaling_says_what_a_fit_says(tmp_path):
+    # ten times the weights have half of the bits, which is 0.301 in the logarithm
+    runs = [*scaling("hybrid", (4.0, 2.0, 1.0)), *scaling("softmax", (4.0, 2.0, 1.5))]
+    head, _, softmax, hybrid = cells(report.scaling_table(runs))
+    assert head[1] == "64 channels" and head[-2:] == ["exponent, weights", "exponent, processor time of training"]
+    assert hybrid == ["hybrid", "4.000 (1 s)", "2.000 (2 s)", "1.000 (4 s)", "", "", "0.301 (0.000)", "1.000 (0.000)"]
+    exponent, deviation = softmax[-2].split()
+    assert 0.2 < float(exponent) < 0.22 and 0.2 < float(deviation.strip("()")) < 0.4
+    law = report.PowerLaw.fit([(1, 4.0), (10, 2.0), (100, 1.0)])
+    assert law(1000) == pytest.approx(0.5)
+    report.pictures()["scaling"](runs, tmp_path / "scaling.svg")
+    shown = (tmp_path / "scaling.svg").read_text()
+    assert ">hybrid<" in shown and ">softmax<" in shown and "gated" not in shown
+    page = report.with_tables(PAGE, runs)
+    assert page.count("| hybrid |") == 1 and page.count("old") == len(NAMES) - 1
 
 
 def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
@@ -160,8 +203,10 @@ def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
     assert page.count("70.0 %") == 1 and page.count("| 50.0 % / 40.0 % |") == 2
     *_, row = cells(report.optimizers_table(run.TASKS["recall64"], runs))
     assert row == ["elu", "4,288", "50.0 % / 40.0 %", "70.0 %"]
-    # another learning rate is another comparison
-    assert len(cells(report.optimizers_table(run.TASKS["recall64"], [other | {"lr": 0.5}]))) == 2
+    # each optimizer has its best learning rate
+    better = fake("recall64", "elu", 0, [0.9] * 10) | {"optimizer": "muon", "lr": 0.5}
+    *_, row = cells(report.optimizers_table(run.TASKS["recall64"], [*runs, better]))
+    assert row == ["elu", "4,288", "50.0 % / 40.0 %", "90.0 %"]
 
 
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
