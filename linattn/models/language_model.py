@@ -13,7 +13,7 @@ from linattn.models.config import LanguageModelConfig
 from linattn.models.storage import TOKENIZER, read_config, read_tensors, write_model
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedPositions, MultiheadAttention
-from linattn.nn.gates import BoundedDecay, ChannelDecay, ChannelRate, HeadDecay, SigmoidDecay, WriteStrength
+from linattn.nn.gates import HeadDecay, PerChannelGate, WriteStrength
 from linattn.nn.positions import INIT_STD
 from linattn.nn.residual import Stack, Step
 from linattn.ops.elementwise import ELEMENTWISE
@@ -90,7 +90,7 @@ class LanguageModel(TokenModel):
 
 # the modules whose projections get the initial weights of GPT-2
 _HAVE_PROJECTIONS = (LanguageModel, MultiheadAttention, FeedForward, GatedFeedForward, GatedConvolution)
-_HAVE_PROJECTIONS += (BoundedDecay, ChannelDecay, ChannelRate, HeadDecay, SigmoidDecay, WriteStrength)
+_HAVE_PROJECTIONS += (HeadDecay, PerChannelGate, WriteStrength)
 
 
 @final

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 _ON_PROJECTIONS = {"convolution": 4, "convolution_on": "projections"}
@@ -24,8 +25,7 @@ class Preset(NamedTuple):
 
     def fields(self, *, dim: int, depth: int, num_heads: int) -> dict[str, Any]:
         """Return the options for these sizes. Widths of heads are rounded up."""
-        repeated = self.attention * math.ceil(depth / len(self.attention))
-        attention = self.attention[0] if len(self.attention) == 1 else repeated[:depth]
+        attention = self.attention[0] if len(self.attention) == 1 else tuple(islice(cycle(self.attention), depth))
         widths = {}
         if (self.key_width, self.value_width) != (1, 1):
             widths = {

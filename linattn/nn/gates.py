@@ -111,16 +111,26 @@ class HeadDecay(nn.Module):
         return -_wide(self.A_log).exp().unsqueeze(-1) * step
 
 
+class PerChannelGate(nn.Module):
+    """Two projections, with `inner_dim` numbers in between, to a number per channel of a key."""
+
+    def __init__(self, dim: int, num_heads: int, key_dim: int, *, inner_dim: int, bias: bool = False):
+        super().__init__()
+        self.key_dim = key_dim
+        self.in_proj = nn.Linear(dim, inner_dim, bias=False)
+        self.out_proj = nn.Linear(inner_dim, num_heads * key_dim, bias=bias)
+
+    def split(self, x: Float[Tensor, "b n hc"]) -> PerChannel:
+        return x.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+
+
 @final
-class ChannelDecay(nn.Module):
+class ChannelDecay(PerChannelGate):
     """log α = −exp(A_log) · softplus(W₂ W₁ x + dt_bias) per channel of a key and token, with A_log per head and
     `key_dim` numbers in between, as in Kimi Delta Attention. Kimi Team, https://arxiv.org/abs/2510.26692"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
-        super().__init__()
-        self.key_dim = key_dim
-        self.in_proj = nn.Linear(dim, key_dim, bias=False)
-        self.out_proj = nn.Linear(key_dim, num_heads * key_dim, bias=False)
+        super().__init__(dim, num_heads, key_dim, inner_dim=key_dim)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
@@ -131,35 +141,28 @@ class ChannelDecay(nn.Module):
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _softplus(self.out_proj(self.in_proj(x)), self.dt_bias)
-        return -_wide(self.A_log).exp()[:, None, None] * step.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return -_wide(self.A_log).exp()[:, None, None] * self.split(step)
 
 
 @final
-class SigmoidDecay(nn.Module):
+class SigmoidDecay(PerChannelGate):
     """α = σ(W₂ W₁ x + b)^(1/16) per channel of a key and token, with 16 numbers in between, as in gated linear
     attention. Yang et al., https://arxiv.org/abs/2312.06635, section 4.4"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
-        super().__init__()
-        self.key_dim = key_dim
-        self.in_proj = nn.Linear(dim, 16, bias=False)
-        self.out_proj = nn.Linear(16, num_heads * key_dim)
+        super().__init__(dim, num_heads, key_dim, inner_dim=16, bias=True)
 
     def forward(self, x: Tokens) -> PerChannel:
-        log_decay = F.logsigmoid(_wide(self.out_proj(self.in_proj(x)))) / 16
-        return log_decay.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return self.split(F.logsigmoid(_wide(self.out_proj(self.in_proj(x)))) / 16)
 
 
 @final
-class BoundedDecay(nn.Module):
+class BoundedDecay(PerChannelGate):
     """log α = −e^(−1/2) σ(W₂ tanh(W₁ x) + b) per channel of a key and token, with `key_dim` numbers in between: α is
     0.545 at least, as in RWKV-7. Peng et al., https://arxiv.org/abs/2503.14456"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
-        super().__init__()
-        self.key_dim = key_dim
-        self.in_proj = nn.Linear(dim, key_dim, bias=False)
-        self.out_proj = nn.Linear(key_dim, num_heads * key_dim, bias=False)
+        super().__init__(dim, num_heads, key_dim, inner_dim=key_dim)
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
 
@@ -169,22 +172,19 @@ class BoundedDecay(nn.Module):
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _wide(self.out_proj(self.in_proj(x).tanh())) + _wide(self.bias)
-        return -math.exp(-0.5) * step.sigmoid().unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return -math.exp(-0.5) * self.split(step.sigmoid())
 
 
 @final
-class ChannelRate(nn.Module):
+class ChannelRate(PerChannelGate):
     """a = σ(W₂ W₁ x + b) per channel of a key and token, with `key_dim` numbers in between: the in-context learning
     rate of RWKV-7. Peng et al., https://arxiv.org/abs/2503.14456"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
-        super().__init__()
-        self.key_dim = key_dim
-        self.in_proj = nn.Linear(dim, key_dim, bias=False)
-        self.out_proj = nn.Linear(key_dim, num_heads * key_dim)
+        super().__init__(dim, num_heads, key_dim, inner_dim=key_dim, bias=True)
 
     def forward(self, x: Tokens) -> PerChannel:
-        return self.out_proj(self.in_proj(x)).sigmoid().unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        return self.split(self.out_proj(self.in_proj(x)).sigmoid())
 
 
 @final
