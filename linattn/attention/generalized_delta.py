@@ -37,7 +37,8 @@ class Steps(NamedTuple):
 
 @final
 class GeneralizedDeltaAttention(InnerAttention):
-    """S_t = diag(α_t) S_{t−1} − (a_t ∘ r_t) r_tᵀ S_{t−1} + w_t v_tᵀ and y_t = S_tᵀ q_t / √d, always causal.
+    """S_t = diag(α_t) S_{t−1} − (a_t ∘ r_t) r_tᵀ S_{t−1} + w_t v_tᵀ and y_t = S_tᵀ q_t / √d, always causal, for
+    `num_key_heads` heads of `head_dim` = d channels.
 
     The gates are log α, at least −10 or −∞, and the rates a, between 0 and 1, both per channel. r = unit(ξ ∘ k) is the
     removal key, and w = k ∘ (1 + μ ∘ (a − 1)) the key that is written; ξ and μ are learned, per key head and channel.
