@@ -1,7 +1,6 @@
 """The generalized delta rule on split heads: a token removes what the state holds at one key, and writes with another.
 Peng et al., RWKV-7, https://arxiv.org/abs/2503.14456"""
 
-from itertools import repeat
 from typing import Any, NamedTuple, final
 
 import torch
@@ -76,16 +75,14 @@ class GeneralizedDeltaAttention(InnerAttention):
             check_part("S", state.S, accumulator(v.dtype), hk, 1, d, dv)
         assert gates is not None
         q = group_queries(q, hk)
-        tensors = pairs(torch.zeros_like(q), q), *self.steps(k, v, key_mask, gates)
+        tensors, past = (pairs(torch.zeros_like(q), q), *self.steps(k, v, key_mask, gates)), state and state.S
+        if k.shape[-2] != 1:
+            y, S = _delta(*tensors, past)
+            return y.unflatten(-2, (-1, 2))[..., 1, :].flatten(1, 2), DeltaAttentionState(S)
         # to generate, two calls of one token each are faster than one of two
-        size = 1 if k.shape[-2] == 1 else 2 * k.shape[-2]
-        pieces = zip(*(repeat(None) if x is None else x.split(size, 3) for x in tensors), strict=False)
-        y, S = v[..., :0], None if state is None else state.S
-        for queries, keys, values, beta, log_decay, mask, removal_key in pieces:
-            options: Any = {"log_decay": log_decay, "key_mask": mask, "removal_key": removal_key, "scale": d**-0.5}
-            y, S = causal_delta_attention(queries, keys, values, beta, S, **options)
-        assert S is not None
-        return y[..., (size - 1) % 2 :: 2, :].flatten(1, 2), DeltaAttentionState(S)
+        first, second = zip(*((None, None) if x is None else x.split(1, 3) for x in tensors), strict=True)
+        y, S = _delta(*second, _delta(*first, past)[1])
+        return y.flatten(1, 2), DeltaAttentionState(S)
 
     def steps(self, k: Keys, v: Values, key_mask: KeyMask, gates: Gates) -> Steps:
         assert gates.beta is not None and gates.log_decay is not None
@@ -105,6 +102,20 @@ class GeneralizedDeltaAttention(InnerAttention):
             None if mask is None else mask.unsqueeze(2),
             pairs((removal * undone).to(k.dtype), torch.zeros_like(k)).unsqueeze(2),
         )
+
+
+def _delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    key_mask: Tensor | None,
+    removal_key: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options: Any = {"log_decay": log_decay, "key_mask": key_mask, "removal_key": removal_key}
+    return causal_delta_attention(q, k, v, beta, state, scale=q.shape[-1] ** -0.5, **options)
 
 
 def pairs(first: Tensor, second: Tensor) -> Tensor:

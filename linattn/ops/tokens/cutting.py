@@ -16,9 +16,20 @@ def earlier(n: int, device: torch.device) -> Tensor:
 def cut(x: Tensor, length: int) -> Tensor:
     """Cut x (… n d) into chunks (… c length d), of which the last is filled up with zeros."""
     n = x.shape[-2]
-    # two at least: torch would export another graph for one
-    count = (n + 2 * length - 1) // length
+    count = _count(n, length)
     return F.pad(x, (0, 0, 0, count * length - n)).unflatten(-2, (count, length))
+
+
+def _count(n: int, length: int) -> int:
+    """Return the number of chunks: two at least, as torch would export another graph for one."""
+    if isinstance(n, torch.SymInt):
+        # imported here, because it takes sympy
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        # torch knows bounds of (n + c) // length, but not of (2 n + c) // length
+        if statically_known_true(n % 2 == 0):
+            n, length = n // 2, length // 2
+    return (n + 2 * length - 1) // length
 
 
 def join(chunks: Tensor, n: int) -> Tensor:
