@@ -1,6 +1,7 @@
 """The generalized delta rule on split heads: a token removes what the state holds at one key, and writes with another.
 Peng et al., RWKV-7, https://arxiv.org/abs/2503.14456"""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -75,13 +76,14 @@ class GeneralizedDeltaAttention(InnerAttention):
             check_part("S", state.S, accumulator(v.dtype), hk, 1, d, dv)
         assert gates is not None
         q = group_queries(q, hk)
-        tensors, past = (pairs(torch.zeros_like(q), q), *self.steps(k, v, key_mask, gates)), state and state.S
+        tensors = (pairs(torch.zeros_like(q), q), *self.steps(k, v, key_mask, gates))
+        past = None if state is None else state.S
         if k.shape[-2] != 1:
-            y, S = _delta(*tensors, past)
+            y, S = _delta(tensors, past)
             return y.unflatten(-2, (-1, 2))[..., 1, :].flatten(1, 2), DeltaAttentionState(S)
         # to generate, two calls of one token each are faster than one of two
         first, second = zip(*((None, None) if x is None else x.split(1, 3) for x in tensors), strict=True)
-        y, S = _delta(*second, _delta(*first, past)[1])
+        y, S = _delta(second, _delta(first, past)[1])
         return y.flatten(1, 2), DeltaAttentionState(S)
 
     def steps(self, k: Keys, v: Values, key_mask: KeyMask, gates: Gates) -> Steps:
@@ -104,16 +106,9 @@ class GeneralizedDeltaAttention(InnerAttention):
         )
 
 
-def _delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    key_mask: Tensor | None,
-    removal_key: Tensor,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _delta(tensors: Iterable[Any], state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Call `causal_delta_attention` with queries and `Steps`."""
+    q, k, v, beta, log_decay, key_mask, removal_key = tensors
     options: Any = {"log_decay": log_decay, "key_mask": key_mask, "removal_key": removal_key}
     return causal_delta_attention(q, k, v, beta, state, scale=q.shape[-1] ** -0.5, **options)
 
