@@ -159,7 +159,8 @@ class SigmoidDecay(PerChannelGate):
 @final
 class BoundedDecay(PerChannelGate):
     """log α = −e^(−1/2) σ(W₂ tanh(W₁ x) + b) per channel of a key and token, with `key_dim` numbers in between: α is
-    0.545 at least, as in RWKV-7. Peng et al., https://arxiv.org/abs/2503.14456"""
+    0.545 at least, as in RWKV-7. The channels of a head begin by forgetting within a thousand to two tokens. Peng et
+    al., https://arxiv.org/abs/2503.14456"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
         super().__init__(dim, num_heads, key_dim, inner_dim=key_dim)
@@ -168,7 +169,7 @@ class BoundedDecay(PerChannelGate):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.bias.copy_((_steps(self.bias, self.key_dim) * math.exp(0.5)).logit())
+        self.bias.copy_((_steps(self.bias, self.key_dim, longest=0.5) * math.exp(0.5)).logit())
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _wide(self.out_proj(self.in_proj(x).tanh())) + _wide(self.bias)
@@ -217,8 +218,8 @@ def _reset_step(bias: Tensor, count: int) -> None:
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def _steps(x: Tensor, count: int) -> Tensor:
-    return torch.exp(math.log(0.001) + math.log(100) * _places(x, count))
+def _steps(x: Tensor, count: int, *, longest: float = 0.1) -> Tensor:
+    return torch.exp(math.log(0.001) + math.log(longest / 0.001) * _places(x, count))
 
 
 def _places(x: Tensor, count: int) -> Tensor:

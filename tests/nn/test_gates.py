@@ -54,7 +54,8 @@ def test_a_decay_with_a_rate_is_that_of_rwkv7_and_at_least_0_545():
 def test_each_bounded_decay_starts_with_channels_from_slow_to_fast():
     decay = BoundedDecay(DIM, HEADS, KEY_DIM).double()
     found = -decay(torch.zeros(1, 1, DIM).double())[0, :, 0]
-    assert_close(found, torch.logspace(-3, -1, KEY_DIM, dtype=torch.float64).expand(HEADS, -1), rtol=1e-5, atol=0)
+    steps = torch.logspace(-3, math.log10(0.5), KEY_DIM, dtype=torch.float64)
+    assert_close(found, steps.expand(HEADS, -1), rtol=1e-5, atol=0)
 
 
 def test_a_rate_is_a_sigmoid_per_channel():
