@@ -161,7 +161,8 @@ def _cells(runs: Sequence[dict[str, Any]], number: int, name: str, form: str) ->
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the bits in each range, and how many of them the past beyond 256 bytes saves; without --carry dashed. Only
-    runs with the shortest context, without and with the share 0.9, are drawn."""
+    runs with the shortest context, without and with the share 0.9, are drawn. Softmax, which fails beyond its context,
+    may leave the picture."""
     from examples.learning.curves import plt, styles
     from examples.pictures import save
 
@@ -169,12 +170,17 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     style = styles([name for name in METHODS if any(run["method"] == name for run in runs)])
     shortest = min(run["context"] for run in runs)
-    for run in runs:
-        if run["seed"] == 0 and run["context"] == shortest and run["carry"] in (0, 0.9):
+    shown = [run for run in runs if run["seed"] == 0 and run["context"] == shortest and run["carry"] in (0, 0.9)]
+    for axes, name in zip(panels, ("bits", "short_past"), strict=True):
+        for run in shown:
             look = style[run["method"]] | ({} if run["carry"] else {"linestyle": "--", "markerfacecolor": "none"})
-            for axes, name in zip(panels, ("bits", "short_past"), strict=True):
-                points = [(label(each), each[name]) for each in run["ranges"] if name in each]
-                axes.plot(*zip(*points, strict=True), label=run["method"] if run["carry"] else "_", **look)
+            axes.plot(*zip(*_points(run, name), strict=True), **look)
+        bounded = [run for run in shown if run["method"] != "softmax"] or shown
+        figures = [figure for run in bounded for _, figure in _points(run, name)]
+        margin = 0.2 * (max(figures) - min(figures)) + 1e-3
+        axes.set_ylim(min(figures) - margin, max(figures) + margin)
+    for method in dict.fromkeys(run["method"] for run in shown):
+        panels[0].plot([], [], label=method, **style[method])
     panels[0].set_title("bits per byte, read from the beginning", fontsize=11, loc="left")
     panels[1].set_title("bits that the past beyond 256 bytes saves", fontsize=11, loc="left")
     panels[1].axhline(0, color="#bbbbbb", zorder=0)
@@ -185,6 +191,10 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     panels[0].legend(frameon=False)
     save(figure, path)
     plt.close(figure)
+
+
+def _points(run: dict[str, Any], name: str) -> list[tuple[str, float]]:
+    return [(label(each), each[name]) for each in run["ranges"] if name in each]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
