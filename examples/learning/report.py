@@ -23,13 +23,14 @@ from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
 OPTIMIZERS = ("adamw", "muon")
-# tasks that compare each method at its best learning rate
+# what runs with a number of steps are told apart by, beside the task and the learning rate
 KIND = ("steps", "method", "optimizer", "warmup")
 # what a model of another size has more of
 SCALES: dict[str, Callable[[Run], float]] = {
     "weights": lambda run: run["parameters"],
     "processor time of training, s": lambda run: run["curve"][-1]["seconds"],
 }
+# tasks that compare each method at its best learning rate
 TUNED = {"bytes": library.TASKS, "long": library.LONG, "prose": library.PROSE}
 
 

@@ -15,12 +15,13 @@ from linattn.checks import check_sizes, check_types
 from linattn.feature_maps.base import unit
 from linattn.ops.delta import causal_delta_attention
 from linattn.ops.nested import check_part
-from linattn.ops.numerics import accumulator, zero_masked
+from linattn.ops.numerics import accumulator, is_readable, zero_masked
 from linattn.ops.tokens.compaction import present_heads
 from linattn.types import KeyMask, Keys, Outputs, Queries, Values
 
-# the strongest log decay by which a removal key is divided: float16 holds the quotient
-STRONGEST = -10.0
+# the strongest log decay by which a removal key is divided: float16 holds the quotient; and from where on the operator
+# forgets all
+STRONGEST, FORGETS = -10.0, -1e4
 
 
 class Steps(NamedTuple):
@@ -40,7 +41,8 @@ class GeneralizedDeltaAttention(InnerAttention):
     """S_t = diag(α_t) S_{t−1} − (a_t ∘ r_t) r_tᵀ S_{t−1} + w_t v_tᵀ and y_t = S_tᵀ q_t / √d, always causal, for
     `num_key_heads` heads of `head_dim` = d channels.
 
-    The gates are log α, at least −10 or −∞, and the rates a, between 0 and 1, both per channel. r = unit(ξ ∘ k) is the
+    The gates are log α, at least −10 or −∞ (others raise ValueError on a CPU), and the rates a, between 0 and 1, both
+    per channel. r = unit(ξ ∘ k) is the
     removal key, and w = k ∘ (1 + μ ∘ (a − 1)) the key that is written; ξ and μ are learned, per key head and channel.
 
     Where α is 0 a new sequence begins, and nothing is read from the state before."""
@@ -58,7 +60,7 @@ class GeneralizedDeltaAttention(InnerAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.removal_weight, 0.85)
+        nn.init.ones_(self.removal_weight)
         nn.init.ones_(self.write_weight)
 
     def _extend(
@@ -91,8 +93,13 @@ class GeneralizedDeltaAttention(InnerAttention):
         rate, log_decay = zero_masked(gates.beta, key_mask), zero_masked(gates.log_decay, key_mask)
         removal = unit(self.removal_weight.unsqueeze(1) * k)
         written = k * (1 + self.write_weight.unsqueeze(1) * (rate - 1))
+        if is_readable(log_decay) and ((log_decay < STRONGEST) & (log_decay > FORGETS)).any():
+            raise ValueError(
+                f"log decays must be at least {STRONGEST:g}, or -inf where a sequence begins, as what they remove is "
+                "read from the state before it fades"
+            )
         # the operator reads the state after it has faded
-        undone = torch.where(log_decay == -torch.inf, 0, log_decay.clamp(min=STRONGEST)).neg().exp()
+        undone = log_decay.clamp(min=STRONGEST).neg().exp()
         beta = torch.ones_like(log_decay[..., 0]).repeat_interleave(2, -1)
         mask = None if key_mask is None else key_mask.repeat_interleave(2, -1)
         # with a dimension for the groups of query heads

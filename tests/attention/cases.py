@@ -77,6 +77,9 @@ def gates_of(needs: AnyNeeds, k: Tensor) -> Any:
         return tuple(map(gates_of, needs.parts, k.split(sizes, 1)))
     mean, first = k.mean(-1), k[..., 0]
     log_decay = {None: None, "head": -F.softplus(mean - 1), "channel": -F.softplus(k - mean.unsqueeze(-1) - 1)}
+    if needs.write == "rate":
+        # stronger ones than e⁻¹⁰ are refused, however large the keys
+        log_decay["channel"] = -6 * (k - mean.unsqueeze(-1) - 1).sigmoid()
     beta = {None: None, "strength": 2 * first.sigmoid(), "step": F.softplus(first), "rate": k.sigmoid()}
     return Gates(log_decay[needs.decay], beta[needs.write])
 

@@ -1,5 +1,6 @@
 """What the generalized delta rule promises, beside the laws of every attention."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -30,6 +31,16 @@ def test_decays_as_strong_as_float16_can_undo():
     for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 2e-3)):
         y = inner.to(dtype)(*(x.to(dtype) for x in (q, k, v)), gates=Gates(*gates))
         assert (y.double() - exact).norm() <= bound * exact.norm()
+
+
+@pytest.mark.parametrize("strength", [-10.5, -9e3])
+def test_decays_that_cannot_be_undone_are_refused(strength):
+    q, k, v = heads(5)
+    inner = GeneralizedDeltaAttention(k.shape[1], k.shape[3]).double()
+    gates = gates_of(inner.needs, k)
+    gates.log_decay[1, 0, 3, 2] = strength
+    with pytest.raises(ValueError, match="log decays must be at least -10, or -inf where a sequence begins"):
+        inner(q, k, v, gates=gates)
 
 
 def test_where_a_sequence_begins_nothing_is_read_from_before():
