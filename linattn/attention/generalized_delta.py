@@ -42,8 +42,8 @@ class GeneralizedDeltaAttention(InnerAttention):
     `num_key_heads` heads of `head_dim` = d channels.
 
     The gates are log α, at least −10 or −∞ (others raise ValueError on a CPU), and the rates a, between 0 and 1, both
-    per channel. r = unit(ξ ∘ k) is the
-    removal key, and w = k ∘ (1 + μ ∘ (a − 1)) the key that is written; ξ and μ are learned, per key head and channel.
+    per channel. r = unit(ξ ∘ k) is the removal key, and w = k ∘ (1 + μ ∘ (a − 1)) the key that is written; ξ and μ are
+    learned, per key head and channel.
 
     Where α is 0 a new sequence begins, and nothing is read from the state before."""
 
