@@ -159,8 +159,8 @@ class SigmoidDecay(PerChannelGate):
 @final
 class BoundedDecay(PerChannelGate):
     """log α = −e^(−1/2) σ(W₂ tanh(W₁ x) + b) per channel of a key and token, with `key_dim` numbers in between: α is
-    0.545 at least, as in RWKV-7. The channels of a head begin by forgetting within a thousand to two tokens. Peng et
-    al., https://arxiv.org/abs/2503.14456"""
+    0.545 at least, as in RWKV-7. Decays begin as those of `ChannelDecay`, but at 0.607 at least, where each can still
+    be learned. Peng et al., https://arxiv.org/abs/2503.14456"""
 
     def __init__(self, dim: int, num_heads: int, key_dim: int):
         super().__init__(dim, num_heads, key_dim, inner_dim=key_dim)
@@ -169,7 +169,9 @@ class BoundedDecay(PerChannelGate):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.bias.copy_((_steps(self.bias, self.key_dim, longest=0.5) * math.exp(0.5)).logit())
+        rates = _rates(self.bias, len(self.bias) // self.key_dim, self.key_dim)
+        log_decays = (rates * _steps(self.bias, self.key_dim)).clamp(max=0.5)
+        self.bias.copy_((log_decays * math.exp(0.5)).logit())
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _wide(self.out_proj(self.in_proj(x).tanh())) + _wide(self.bias)
@@ -207,8 +209,7 @@ class WriteStrength(nn.Module):
 
 @torch.no_grad()
 def _reset_rate(A_log: Tensor) -> None:
-    """Set the rates to evenly spaced ones between 1 and 16, ascending."""
-    A_log.copy_((1 + 15 * _places(A_log, len(A_log))).log())
+    A_log.copy_(_rates(A_log, len(A_log)).log())
 
 
 @torch.no_grad()
@@ -218,14 +219,20 @@ def _reset_step(bias: Tensor, count: int) -> None:
     bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def _steps(x: Tensor, count: int, *, longest: float = 0.1) -> Tensor:
-    return torch.exp(math.log(0.001) + math.log(longest / 0.001) * _places(x, count))
+def _rates(x: Tensor, heads: int, channels: int = 1) -> Tensor:
+    """Return evenly spaced rates between 1 and 16 for so many heads, ascending, each for all of its channels."""
+    return 1 + 15 * _places(x, heads, each=channels)
 
 
-def _places(x: Tensor, count: int) -> Tensor:
-    """Return (i mod `count`) / (`count` − 1) for each index i of x, sharded as x is; zeros if `count` is 1."""
+def _steps(x: Tensor, count: int) -> Tensor:
+    return torch.exp(math.log(0.001) + math.log(100) * _places(x, count))
+
+
+def _places(x: Tensor, count: int, each: int = 1) -> Tensor:
+    """Return (⌊i / `each`⌋ mod `count`) / (`count` − 1) for each index i of x, sharded as x is; zeros if `count` is
+    1."""
     place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
-    return place % count / max(1, count - 1)
+    return (place / each).floor() % count / max(1, count - 1)
 
 
 def _softplus(x: Tensor, bias: Tensor) -> Tensor:
