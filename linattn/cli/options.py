@@ -35,7 +35,8 @@ MODEL_PARSING: dict[str, parse.Parsing] = {
 }
 # the layers that learn best in equal time (docs/learning.md), repeated to the depth
 PATTERN = ("gated_delta", "gated_delta", "gated_delta", "local")
-MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4}
+# and the width of which a CPU learns most in ten minutes (there)
+MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4, "dim": 128}
 # of a model with a layer that has gates: these mark the order of tokens, and their outputs have any size
 GATED_DEFAULTS = {"convolution_on": "projections", "head_norm": True, "rotary": None}
 
@@ -100,7 +101,7 @@ class TrainOptions(ModelOptions):
     tensor_parallel: int = training(
         1, "with several processes: so many share the heads and hidden units of each layer", free=True
     )
-    batch: int = training(16, "sequences per process, or group of them that share sequences, and batch", free=True)
+    batch: int = training(4, "sequences per process, or group of them that share sequences, and batch", free=True)
     accumulate: int = training(1, "batches per update", free=True)
     optimizer: str = training(
         "muon",
