@@ -134,7 +134,20 @@ SCALING = Task(
     },
     prepare=partial(_code, length=512),
 )
+# which width for which time: the models of the default layers, with half of the usual warm-up, as few steps are taken
+SIZES = tuple(
+    Task(
+        name=f"minutes{minutes}",
+        title=f"{minutes} minutes",
+        training=Training(steps=100_000, seconds=60.0 * minutes, lr=5e-3, optimizer="muon", every=100_000, warmup=50),
+        metric="bits",
+        length=512,
+        methods={name: model for name, model in SCALING.methods.items() if name.startswith("hybrid")},
+        prepare=partial(_code, length=512),
+    )
+    for minutes in (2, 10, 60)
+)
 LONG = (_task("long", "bytes for half an hour", 256, _code, seconds=LONG_SECONDS),)
 PROSE = tuple(_task("prose", "bytes of prose", length, _prose) for length in (256, 1_024))
 # what is run only if it is named: it takes long, or a text
-RARE = (SCALING, *LONG, *PROSE)
+RARE = (SCALING, *SIZES, *LONG, *PROSE)

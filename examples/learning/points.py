@@ -6,7 +6,6 @@ from typing import Any
 
 from examples.learning.curves import plt, shown_methods, styles
 from examples.learning.task import Task, label
-from examples.learning.tracking import BLOCK, LENGTH, TRAIN_LENGTH
 from examples.pictures import save
 
 Run = dict[str, Any]
@@ -41,20 +40,25 @@ def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: S
     _save(figure, panels, path)
 
 
-def draw_places(tasks: Sequence[Task], runs: Sequence[Run], path: Path) -> None:
-    """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line."""
+def draw_places(
+    tasks: Sequence[Task], runs: Sequence[Run], path: Path, *, trained: int, base: int | None = None
+) -> None:
+    """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line. A base is
+    that of the axis of places, which is linear without."""
     tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "place in the sequence")
     style = styles(shown_methods(tasks, runs))
-    ends = range(BLOCK, LENGTH + 1, BLOCK)
     for task, axes in zip(tasks, panels, strict=True):
-        axes.axvline(TRAIN_LENGTH, color="#bbbbbb", linewidth=6, zorder=0)
-        for method in task.methods:
-            for run in runs:
-                if (run["task"], run["method"], run["seed"]) == (task.name, method, 0):
-                    accuracies = [100 * run["curve"][-1][f"accuracy_{end}"] for end in ends]
-                    axes.plot(ends, accuracies, label=label(method), **style[method])
-        axes.set_xticks(range(0, LENGTH + 1, 2 * BLOCK))
+        axes.axvline(trained, color="#bbbbbb", linewidth=6, zorder=0)
+        own = {run["method"]: _by_place(run) for run in runs if (run["task"], run["seed"]) == (task.name, 0)}
+        for method in shown_methods([task], runs):
+            if method in own:
+                axes.plot(*zip(*own[method], strict=True), label=label(method), **style[method])
+        if base is not None:
+            axes.set_xscale("log", base=base)
+        ticks = sorted({place for points in own.values() for place, _ in points})
+        ticks = ticks if base else ticks[1::2]
+        axes.set_xticks(ticks, [f"{place:,}" for place in ticks])
     _save(figure, panels, path)
 
 
@@ -85,6 +89,12 @@ def draw_scaling(
 
 def _run(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
     return [task for task in tasks if shown_methods([task], runs)]
+
+
+def _by_place(run: Run) -> list[tuple[int, float]]:
+    """Return the last places of the parts of a sequence that have an accuracy of their own, and these in percent."""
+    figures, prefix = run["curve"][-1], "accuracy_"
+    return [(int(name.removeprefix(prefix)), 100 * x) for name, x in figures.items() if name.startswith(prefix)]
 
 
 def _kind(method: str) -> str:

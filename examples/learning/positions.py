@@ -1,8 +1,8 @@
 """Bits per byte against the position in a document that is read from its beginning: what is a long past worth?
 
 Trains by `linattn train` on Python's standard library, with and without `--carry`, and reads held-out files: whole, and
-each part of them from 256 bytes before it, as if there were no longer past. A run is a line of JSON; what the file has
-is not run again. The table and the picture go into the page.
+each part of them from 256 bytes before it, as if there were no longer past. It also reads a passage again after some
+other text. A run is a line of JSON; what the file has is not run again. The table and the picture go into the page.
 
     python -m examples.learning.positions --method hybrid gated_delta --carry 0 0.9 --out docs/positions.jsonl
     python -m examples.learning.positions --out docs/positions.jsonl --page docs/learning.md"""
@@ -12,7 +12,8 @@ import math
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ RANGES = list(pairwise(EDGES))
 HELD_OUT, SHORTEST = 12, 16_384
 # bytes of a past that is cut off, and one part in so many of those that are read in this way
 SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
+# bytes of a passage that is read twice, and of another document between the two
+PASSAGE, GAPS = 128, (64, 1_024, 4_096, 16_384)
 
 SIZES, BATCH = "--dim 128 --num-heads 4 --window 64", 2_048
 METHODS = {
@@ -108,6 +111,22 @@ def measure(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[di
     ]
 
 
+def repeats(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[dict[str, Any]]:
+    """Return for each gap up to `last` the mean bits of a passage that comes again after it, and how many more they are
+    where it comes for the first time there; passages are from the middle of the next document."""
+    found = []
+    for gap in (gap for gap in GAPS if gap <= last):
+        again, first = [], []
+        for tokens, other in zip(texts, [*texts[1:], texts[0]], strict=True):
+            middle = len(other) // 2
+            passage, between = other[middle : middle + PASSAGE], tokens[1 : gap + 1]
+            again.append(bits_of(model, torch.cat([tokens[:1], passage, between, passage]))[-PASSAGE:])
+            first.append(bits_of(model, torch.cat([tokens[:1], between, passage]))[-PASSAGE:])
+        bits, saved = torch.cat(again).mean(), (torch.cat(first) - torch.cat(again)).mean()
+        found.append({"gap": gap, "bits": round(float(bits), 4), "saved": round(float(saved), 4)})
+    return found
+
+
 def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of one run."""
     training, held_out = split()
@@ -125,8 +144,9 @@ def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> 
         seconds = time.process_time() - before
         model = LanguageModel.load(run)
     # softmax keeps every key, and is far from what it was trained on
-    ranges = measure(model, texts, EDGES[-3] if method == "softmax" else EDGES[-1])
-    return key(method, carry, seed, options) | {"cpu_seconds": round(seconds), "ranges": ranges}
+    last = EDGES[-3] if method == "softmax" else EDGES[-1]
+    measured = {"ranges": measure(model, texts, last), "repeats": repeats(model, texts, last)}
+    return key(method, carry, seed, options) | {"cpu_seconds": round(seconds), **measured}
 
 
 def key(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +155,11 @@ def key(method: str, carry: float, seed: int, options: argparse.Namespace) -> di
 
 
 def label(range_: dict[str, Any]) -> str:
-    return "–".join(f"{edge // 1024} k" if edge >= 1024 else str(edge) for edge in (range_["from"], range_["to"]))
+    return "–".join(_short(edge) for edge in (range_["from"], range_["to"]))
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024} k" if count >= 1024 else str(count)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -143,58 +167,71 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     longest = max((run["ranges"] for run in runs), key=len)
     ranges = [label(each) for each in longest]
     worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
-    lines = [["method", "context", "`--carry`", *ranges, *worth, "CPU s"]]
+    again = [f"again after {_short(gap)}" for gap in GAPS]
+    lines = [["method", "context", "`--carry`", *ranges, *worth, *again, "CPU s"]]
     names = list(METHODS)
     for context, index, carry in sorted({(run["context"], names.index(run["method"]), run["carry"]) for run in runs}):
         kind = (context, names[index], carry)
         seeds = [run for run in runs if (run["context"], run["method"], run["carry"]) == kind]
-        figures = [_cells(seeds, number, "bits", "{:.3f}") for number in range(len(longest))]
-        past = [_cells(seeds, i, "short_past", "{:+.3f}") for i, each in enumerate(longest) if "short_past" in each]
+        figures = [_cells(seeds, "ranges", number, "bits", "{:.3f}") for number in range(len(longest))]
+        past = [
+            _cells(seeds, "ranges", number, "short_past", "{:+.3f}")
+            for number, each in enumerate(longest)
+            if "short_past" in each
+        ]
+        saved = [_cells(seeds, "repeats", number, "saved", "{:+.3f}") for number in range(len(GAPS))]
         seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
-        lines.append([names[index], f"{context:,}", f"{carry:g}" if carry else "", *figures, *past, seconds])
+        lines.append([names[index], f"{context:,}", f"{carry:g}" if carry else "", *figures, *past, *saved, seconds])
     return markdown(lines)
 
 
-def _cells(runs: Sequence[dict[str, Any]], number: int, name: str, form: str) -> str:
-    return " / ".join(form.format(run["ranges"][number][name]) for run in runs if number < len(run["ranges"]))
+def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, form: str) -> str:
+    return " / ".join(form.format(run[part][number][name]) for run in runs if number < len(run[part]))
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the bits in each range, and how many of them the past beyond 256 bytes saves; without --carry dashed. Only
-    runs with the shortest context, without and with the share 0.9, are drawn. Softmax, which fails beyond its context,
-    may leave the picture."""
+    """Draw the bits in each range, how many of them the past beyond 256 bytes saves, and how many of a passage its
+    first reading; with --carry dashed. Only runs with the shortest context, without and with the share 0.9, are drawn.
+    Softmax, which fails beyond its context, may leave the picture."""
     from examples.learning.curves import plt, styles
     from examples.pictures import save
 
     plt.rcParams["font.size"] = 11
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     style = styles([name for name in METHODS if any(run["method"] == name for run in runs)])
     shortest = min(run["context"] for run in runs)
     shown = [run for run in runs if run["seed"] == 0 and run["context"] == shortest and run["carry"] in (0, 0.9)]
-    for axes, name in zip(panels, ("bits", "short_past"), strict=True):
+    for axes, (title, curve) in zip(panels, CURVES.items(), strict=True):
         for run in shown:
-            look = style[run["method"]] | ({} if run["carry"] else {"linestyle": "--", "markerfacecolor": "none"})
-            axes.plot(*zip(*_points(run, name), strict=True), **look)
+            look = style[run["method"]] | ({"linestyle": "--", "markerfacecolor": "none"} if run["carry"] else {})
+            axes.plot(*zip(*curve(run), strict=True), **look)
         bounded = [run for run in shown if run["method"] != "softmax"] or shown
-        figures = [figure for run in bounded for _, figure in _points(run, name)]
+        figures = [figure for run in bounded for _, figure in curve(run)]
         margin = 0.2 * (max(figures) - min(figures)) + 1e-3
         axes.set_ylim(min(figures) - margin, max(figures) + margin)
-    for method in dict.fromkeys(run["method"] for run in shown):
-        panels[0].plot([], [], label=method, **style[method])
-    panels[0].set_title("bits per byte, read from the beginning", fontsize=11, loc="left")
-    panels[1].set_title("bits that the past beyond 256 bytes saves", fontsize=11, loc="left")
-    panels[1].axhline(0, color="#bbbbbb", zorder=0)
-    for axes in panels:
-        axes.set_xlabel("position in the document (dashed: without --carry)")
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlabel("position in the document (dashed: with --carry)")
+        axes.axhline(0, color="#bbbbbb", zorder=0)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
+    panels[-1].set_xlabel("bytes between the two readings")
+    for method in dict.fromkeys(run["method"] for run in shown):
+        panels[0].plot([], [], label=method, **style[method])
+    panels[0].legend(frameon=False, fontsize=9)
     save(figure, path)
     plt.close(figure)
 
 
 def _points(run: dict[str, Any], name: str) -> list[tuple[str, float]]:
     return [(label(each), each[name]) for each in run["ranges"] if name in each]
+
+
+# what a panel shows of a run, by its title
+CURVES: dict[str, Callable[[dict[str, Any]], list[tuple[str, float]]]] = {
+    "bits per byte, read from the beginning": partial(_points, name="bits"),
+    "bits that the past beyond 256 bytes saves": partial(_points, name="short_past"),
+    "bits saved by reading a passage again": lambda run: [(_short(x["gap"]), x["saved"]) for x in run["repeats"]],
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -101,7 +101,7 @@ def with_silu(method: str) -> str:
     return f"{kind}+silu{colon}{channels}"
 
 
-def _with_silu(models: Mapping[str, LanguageModelConfig]) -> dict[str, LanguageModelConfig]:
+def models_with_silu(models: Mapping[str, LanguageModelConfig]) -> dict[str, LanguageModelConfig]:
     """The models with a SiLU on q, k and v, as DeltaNet has. The convolution of width 1 is a factor and a bias."""
     return {
         with_silu(name): replace(model, convolution=1, convolution_on="projections") for name, model in models.items()
@@ -123,7 +123,7 @@ def _task(name: str, methods: Mapping[str, LanguageModelConfig], *, length: int,
 WITHOUT_SILU = {"softmax": _model("softmax"), **EQUAL_STATE, **HALF_STATE}
 # more channels in queries and keys: a state of 7,808 numbers, less than half of softmax's
 LARGER = {"delta:120": _model("delta", head_norm=True, key_dim=120)}
-HARDER = WITHOUT_SILU | _with_silu(WITHOUT_SILU | LARGER)
+HARDER = WITHOUT_SILU | models_with_silu(WITHOUT_SILU | LARGER)
 OTHERS = {
     "taylor2": _model("taylor2", key_dim=16),
     "relu": _model("relu"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from examples.learning import library, recall, tracking
+from examples.learning import haystack, library, recall, tracking
 from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
 from examples.learning.training import settings
@@ -78,6 +78,8 @@ TOGETHER = {
         for task in tracking.TASKS
         for metric, tokens in (("accuracy_32", "17–32"), (task.metric, "33–128"))
     ],
+    "haystack": [Column(f"{length:,} tokens", haystack.TASK, f"accuracy_{length}") for length in haystack.LENGTHS],
+    "sizes": [Column(task.title, task, task.metric) for task in library.SIZES],
 }
 
 
@@ -329,7 +331,8 @@ def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
     return {
         **{name: partial(curves.draw, task) for name, task in TASKS.items()},
         "states": partial(points.draw_states, recall.TASKS, state_size),
-        "places": partial(points.draw_places, tracking.TASKS),
+        "places": partial(points.draw_places, tracking.TASKS, trained=tracking.TRAIN_LENGTH),
+        "haystack": partial(points.draw_places, [haystack.TASK], trained=haystack.LENGTHS[0], base=2),
         "scaling": partial(points.draw_scaling, SCALES, by_size, PowerLaw.fit),
     }
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from examples.learning import characters, copying, library, recall, tracking
+from examples.learning import characters, copying, haystack, library, recall, tracking
 from examples.learning.task import Task
 from examples.learning.training import settings, train
 
@@ -19,6 +19,7 @@ TASKS: dict[str, Task] = {
     for task in (
         *recall.TASKS,
         *tracking.TASKS,
+        haystack.TASK,
         characters.TASK,
         *library.TASKS,
         *library.RARE,

@@ -14,8 +14,8 @@ from linattn import LanguageModel, LanguageModelConfig
 IGNORED = -100
 """The target where nothing is asked."""
 
-# sequences that are evaluated at once
-CHUNK = 64
+# tokens that are evaluated at once
+CHUNK = 16_384
 
 
 class Data(Protocol):
@@ -84,7 +84,8 @@ def loss_and_accuracy(model: LanguageModel, tokens: Tensor, targets: Tensor) -> 
     """Means over all places where something is asked."""
     model.eval()
     loss, right, count = 0.0, 0, 0
-    for piece in zip(tokens.split(CHUNK), targets.split(CHUNK), strict=True):
+    rows = max(1, CHUNK // tokens.shape[1])
+    for piece in zip(tokens.split(rows), targets.split(rows), strict=True):
         logits, wanted = answers(model, *piece)
         loss += F.cross_entropy(logits, wanted, reduction="sum").item()
         right += int((logits.argmax(-1) == wanted).sum())

@@ -55,6 +55,28 @@ def test_a_window_loses_nothing_by_a_short_past_and_a_sum_does():
     assert ranges[2]["short_past"] != pytest.approx(0, abs=1e-3)
 
 
+def test_a_passage_is_read_again_after_another_document(monkeypatch):
+    monkeypatch.setattr(positions, "GAPS", (20, 100, 300))
+    texts = [torch.cat([torch.tensor([256]), torch.randint(256, (400,))]) for _ in range(2)]
+    own, passages = model("elu"), [text[200:328] for text in texts[::-1]]
+    found = positions.repeats(own, texts, 200)
+    assert [each["gap"] for each in found] == [20, 100]
+    for each in found:
+        again, first = (
+            torch.cat(
+                [
+                    bits(own, torch.cat([text[:1], *before, text[1 : each["gap"] + 1], passage]))[-128:]
+                    for text, passage, before in zip(texts, passages, pasts, strict=True)
+                ]
+            ).mean()
+            for pasts in ([(passage,) for passage in passages], [(), ()])
+        )
+        assert each["bits"] == pytest.approx(float(again), abs=1e-3)
+        assert each["saved"] == pytest.approx(float(first - again), abs=1e-3) and each["saved"] != 0
+    # the first reading is outside the window
+    assert [each["saved"] for each in positions.repeats(model("local", window=8), texts, 200)] == [0, 0]
+
+
 def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     """What the file has is not run again."""
     files = [tmp_path / f"{i}.py" for i in range(3)]
@@ -69,11 +91,16 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     positions.main([*arguments, "--page", str(page)])
     records = read(out)
     assert [(record["carry"], len(record["ranges"])) for record in records] == [(0, 5), (0.9, 5)]
+    assert all([x["gap"] for x in record["repeats"]] == [64, 1024, 4096, 16_384] for record in records)
     monkeypatch.setattr(positions, "train", lambda *_: pytest.fail("run twice"))
     positions.main(arguments)
     torch.set_num_threads(threads)
     head, _, first, second = [line.split(" | ") for line in page.read_text().splitlines()[2:6]]
     assert head[3:6] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
+    assert head[-5:-1] == ["again after 64", "again after 1 k", "again after 4 k", "again after 16 k"]
+    assert [float(cell) for cell in first[-5:-1]] == pytest.approx(
+        [x["saved"] for x in records[0]["repeats"]], abs=6e-4
+    )
     assert first[1:3] == ["256", ""] and second[1:3] == ["256", "0.9"] and float(first[3]) > 5
     assert ">local+elu<" in (tmp_path / "page-positions.svg").read_text()
 

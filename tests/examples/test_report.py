@@ -196,6 +196,20 @@ def test_scaling_says_what_a_fit_says(tmp_path):
     assert page.count("| hybrid |") == 1 and page.count("old") == len(NAMES) - 1
 
 
+def test_sizes_have_a_column_for_each_time():
+    runs = [
+        fake(f"minutes{minutes}", f"hybrid:{width}", 0, []) | {"curve": [{"step": 900, "bits": bits}]}
+        for minutes, width, bits in ((2, 128, 2.5), (10, 128, 2.25), (10, 64, 2.4))
+    ]
+    head, _, *rows = cells(report.joint_table(report.TOGETHER["sizes"], runs))
+    assert head[2:] == ["2 minutes", "10 minutes", "60 minutes"]
+    assert [[row[0], *row[2:]] for row in rows] == [
+        ["hybrid:128", "2.500 (900)", "2.250 (900)", ""],
+        ["hybrid:64", "", "2.400 (900)", ""],
+    ]
+    assert report.with_tables(PAGE, runs).count("old") == len(NAMES) - 1
+
+
 def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
     other = fake("recall64", "elu", 0, [0.7] * 10) | {"optimizer": "muon"}
     runs = [fake("recall64", "elu", seed, [x] * 10) for seed, x in ((1, 0.4), (0, 0.5))] + [other]
@@ -223,11 +237,24 @@ def test_pictures_of_places_name_their_methods(tmp_path):
     record = fake("parity", "elu", 0, [0.5])
     record["curve"][0] |= {f"accuracy_{end}": 0.5 for end in range(16, 129, 16)}
     path = tmp_path / "places.svg"
-    points.draw_places([run.TASKS["parity"], run.TASKS["permutations"]], [record, *RUNS], path)
+    tasks = [run.TASKS["parity"], run.TASKS["permutations"]]
+    points.draw_places(tasks, [record, *RUNS], path, trained=32)
     shown = path.read_text()
     assert ">elu<" in shown and ">softmax<" not in shown and "parity of bits" in shown
     # a task that was not run has no panel
     assert "permutations" not in shown
+
+
+def test_the_haystack_has_a_column_and_a_place_for_each_length(tmp_path):
+    record = fake("haystack", "elu+silu", 0, [0.25])
+    record["curve"][0] |= {"accuracy_256": 1.0, "accuracy_1024": 0.75, "accuracy_4096": 0.5, "accuracy_16384": 0.25}
+    head, _, row = cells(report.joint_table(report.TOGETHER["haystack"], [record]))
+    assert head[2:] == ["256 tokens", "1,024 tokens", "4,096 tokens", "16,384 tokens"]
+    assert row == ["elu + silu", "4,288", "100.0 %", "75.0 %", "50.0 %", "25.0 %"]
+    path = tmp_path / "haystack.svg"
+    report.pictures()["haystack"]([record, *RUNS], path)
+    shown = path.read_text()
+    assert all(f">{text}<" in shown for text in ("elu + silu", "256", "1,024", "4,096", "16,384"))
 
 
 def test_only_pictures_that_the_page_shows_are_drawn(tmp_path):

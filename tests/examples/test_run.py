@@ -22,9 +22,10 @@ def text(tmp_path):
 @pytest.fixture(autouse=True)
 def small_tests(monkeypatch):
     """Train and measure on a few sequences."""
-    for module, sequences in (("recall", 10), ("copying", 10), ("tracking", 10), ("library", 4_096)):
+    for module, sequences in (("recall", 10), ("haystack", 2), ("copying", 10), ("tracking", 10), ("library", 4_096)):
         monkeypatch.setattr(f"examples.learning.{module}.TEST", sequences)
     monkeypatch.setattr("examples.learning.recall.BATCH", 8)
+    monkeypatch.setattr("examples.learning.haystack.LENGTHS", (32, 128))
     monkeypatch.setattr("examples.learning.library.BATCH", 1_024)
     monkeypatch.setattr(
         "examples.learning.library.split", lambda text=None: (torch.arange(8_192) % 251, torch.arange(8_192) % 251)
@@ -157,5 +158,5 @@ def test_what_takes_long_or_a_text_is_run_only_if_it_is_named(tmp_path, monkeypa
     monkeypatch.setattr(run, "train", fake_train(calls))
     run.main(["--out", str(tmp_path / "runs.jsonl")])
     assert {name for name, _, _ in calls} == {
-        name for name in run.TASKS if not name.startswith(("prose", "long", "scaling"))
+        name for name in run.TASKS if not name.startswith(("prose", "long", "scaling", "minutes"))
     }
