@@ -290,7 +290,7 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
         **{name: table(TASKS[name], others) for name in alone},
         **{name: tuned_table(TUNED[name], tuned) for name in tuned_names},
         **({"rates": rates_table(library.TASKS, of_bytes)} if of_bytes else {}),
-        **({"scaling": scaling_table(runs)} if library.SCALING.name in done else {}),
+        **({"scaling": scaling_table(others)} if library.SCALING.name in done else {}),
         **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in _of_both(runs) - at_best.keys()},
     }
 

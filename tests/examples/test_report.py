@@ -192,7 +192,10 @@ def test_scaling_says_what_a_fit_says(tmp_path):
     report.pictures()["scaling"](runs, tmp_path / "scaling.svg")
     shown = (tmp_path / "scaling.svg").read_text()
     assert ">hybrid<" in shown and ">softmax<" in shown and "gated" not in shown
-    page = report.with_tables(PAGE, runs)
+    # another rate is not in the table
+    other = next(scaling("hybrid", (3.0,))) | {"lr": 0.5}
+    page = report.with_tables(PAGE, [*runs, other])
+    assert page == report.with_tables(PAGE, runs) and "4.000 (1 s)" in page
     assert page.count("| hybrid |") == 1 and page.count("old") == len(NAMES) - 1
 
 
