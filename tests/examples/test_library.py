@@ -2,6 +2,7 @@
 
 import math
 import sysconfig
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from examples.learning import library
 from linattn import LanguageModel
+from linattn.cli.options import GATED_DEFAULTS, TrainOptions
 
 
 @pytest.fixture
@@ -72,3 +74,13 @@ def test_as_many_bytes_are_measured_at_any_length(small, length):
 def test_bits_are_those_of_the_loss(small):
     figures = library.Library(0, length=16).measure(LanguageModel(library.TASKS[0].methods["softmax+convolution"]))
     assert figures["bits"] == pytest.approx(figures["loss"] / math.log(2))
+
+
+def test_the_commands_defaults_are_what_was_measured():
+    """The model of its table of widths, but for the size of windows and the separator, and as many bytes per update."""
+    options = TrainOptions()
+    own = replace(TrainOptions(**GATED_DEFAULTS).language_model(256), window=64)
+    measured = library.SIZES[0]
+    assert own == measured.methods["hybrid:128"]
+    assert (options.context, options.batch * options.context) == (measured.length, library.BATCH)
+    assert (options.lr, options.optimizer) == (measured.training.lr, measured.training.optimizer)
