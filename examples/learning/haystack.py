@@ -20,14 +20,18 @@ KEYS, VALUES, OTHERS = 1, 64, 128
 def generate(rng: np.random.Generator, count: int, *, length: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets (count, length): the target of a key at the end is its value."""
     tokens = rng.integers(OTHERS, recall.VOCABULARY, size=(count, length))
-    keys = rng.permuted(np.tile(np.arange(KEYS, VALUES), (count, 1)), axis=1)[:, :PAIRS]
-    values = rng.permuted(np.tile(np.arange(VALUES, OTHERS), (count, 1)), axis=1)[:, :PAIRS]
+    keys, values = (_orders(rng, range(*ends), count)[:, :PAIRS] for ends in ((KEYS, VALUES), (VALUES, OTHERS)))
     tokens[:, 0 : 2 * PAIRS : 2], tokens[:, 1 : 2 * PAIRS : 2] = keys, values
-    order = rng.permuted(np.tile(np.arange(PAIRS), (count, 1)), axis=1)
+    order = _orders(rng, range(PAIRS), count)
     targets = np.full((count, length), IGNORED)
     tokens[:, -PAIRS:] = np.take_along_axis(keys, order, axis=1)
     targets[:, -PAIRS:] = np.take_along_axis(values, order, axis=1)
     return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def _orders(rng: np.random.Generator, numbers: range, count: int) -> np.ndarray:
+    """Return so many random orders of the numbers, each in a row."""
+    return rng.permuted(np.tile(numbers, (count, 1)), axis=1)
 
 
 class Haystack:

@@ -136,14 +136,12 @@ SCALING = Task(
 )
 # which width for which time: the models of the default layers, with half of the usual warm-up, as few steps are taken
 SIZES = tuple(
-    Task(
+    replace(
+        SCALING,
         name=f"minutes{minutes}",
         title=f"{minutes} minutes",
-        training=Training(steps=100_000, seconds=60.0 * minutes, lr=5e-3, optimizer="muon", every=100_000, warmup=50),
-        metric="bits",
-        length=512,
+        training=replace(SCALING.training, steps=100_000, seconds=60.0 * minutes, every=100_000, warmup=50),
         methods={name: model for name, model in SCALING.methods.items() if name.startswith("hybrid")},
-        prepare=partial(_code, length=512),
     )
     for minutes in (2, 10, 60)
 )

@@ -40,11 +40,8 @@ def draw_states(tasks: Sequence[Task], size: Callable[[Task, str], int], runs: S
     _save(figure, panels, path)
 
 
-def draw_places(
-    tasks: Sequence[Task], runs: Sequence[Run], path: Path, *, trained: int, base: int | None = None
-) -> None:
-    """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line. A base is
-    that of the axis of places, which is linear without."""
+def draw_places(tasks: Sequence[Task], runs: Sequence[Run], path: Path, *, trained: int, scale: str = "linear") -> None:
+    """Draw accuracies against the place in the sequence, a panel per task; training ended at the grey line."""
     tasks = _run(tasks, runs)
     figure, panels = _panels(tasks, "place in the sequence")
     style = styles(shown_methods(tasks, runs))
@@ -54,11 +51,10 @@ def draw_places(
         for method in shown_methods([task], runs):
             if method in own:
                 axes.plot(*zip(*own[method], strict=True), label=label(method), **style[method])
-        if base is not None:
-            axes.set_xscale("log", base=base)
-        ticks = sorted({place for points in own.values() for place, _ in points})
-        ticks = ticks if base else ticks[1::2]
-        axes.set_xticks(ticks, [f"{place:,}" for place in ticks])
+        axes.set_xscale(scale)
+        places = sorted({place for points in own.values() for place, _ in points})
+        axes.set_xticks(places, [f"{place:,}" for place in places])
+        axes.xaxis.minorticks_off()
     _save(figure, panels, path)
 
 

@@ -332,7 +332,7 @@ def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:
         **{name: partial(curves.draw, task) for name, task in TASKS.items()},
         "states": partial(points.draw_states, recall.TASKS, state_size),
         "places": partial(points.draw_places, tracking.TASKS, trained=tracking.TRAIN_LENGTH),
-        "haystack": partial(points.draw_places, [haystack.TASK], trained=haystack.LENGTHS[0], base=2),
+        "haystack": partial(points.draw_places, [haystack.TASK], trained=haystack.LENGTHS[0], scale="log"),
         "scaling": partial(points.draw_scaling, SCALES, by_size, PowerLaw.fit),
     }
 

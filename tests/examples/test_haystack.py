@@ -47,15 +47,14 @@ def test_accuracies_are_those_of_their_lengths(monkeypatch):
     """The answers of a model that finds one pair of the four beyond 1,000 tokens."""
     data, model = haystack.Haystack(0), LanguageModel(haystack.TASK.methods["elu+silu"])
     asked = iter(data.tests.values())
-    monkeypatch.setattr(haystack, "loss_and_accuracy", lambda model, tokens, targets: measured(tokens, targets))
 
-    def measured(tokens, targets):
+    def measured(model, tokens, targets):
         expected = next(asked)
         assert torch.equal(tokens, expected[0]) and torch.equal(targets, expected[1])
         return tokens.shape[1] / 1000, 1.0 if tokens.shape[1] < 1000 else 0.25
 
-    figures = data.measure(model)
-    assert figures == {
+    monkeypatch.setattr(haystack, "loss_and_accuracy", measured)
+    assert data.measure(model) == {
         "loss": 0.256,
         "accuracy": 0.25,
         "accuracy_256": 1.0,
@@ -71,7 +70,7 @@ def test_all_methods_are_asked_without_positions():
 
 
 def test_a_window_that_does_not_reach_the_pairs_can_know_nothing():
-    """Two sequences that differ in their values only have the same answers, however large the weights."""
+    """Two sequences that differ in their values only have the same answers; a sum has others."""
     tokens, _ = sequences(count=2)
     other = tokens.clone()
     other[:, 1 : 2 * PAIRS : 2] = haystack.VALUES
