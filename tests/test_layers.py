@@ -23,7 +23,7 @@ DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # neighbours that may look at each other, one way
 BESIDE = {("feature_maps", "ops"), ("compat", "integrations")}
 # the files that every layer may import
-BELOW = ("version", "types", "names", "checks", "files")
+BELOW = ("version", "types", "names", "checks", "files", "initialization")
 # where a package of others may be imported, wherever in the file that happens
 GUESTS = {
     "aiohttp": ("linattn/serving/",),

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.checks import check_sizes, check_types
+from linattn.initialization import assign, places
 
 
 @final
@@ -27,12 +28,11 @@ class Decay(nn.Module):
             self.register_buffer("log_decay", torch.empty(num_key_heads))
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         target = self.w if self.learned else self.log_decay
-        kept = 1 - torch.exp2(-5.0 - torch.arange(self.num_key_heads, device=target.device))
+        kept = 1 - torch.exp2(-5.0 - places(target))
         # softplus(log(1/kept − 1)) = −log(kept)
-        target.copy_((1 / kept - 1).log() if self.learned else kept.log())
+        assign(target, (1 / kept - 1).log() if self.learned else kept.log())
 
     def forward(self) -> Float[Tensor, "hk 1"]:
         return (-nn.functional.softplus(self.w) if self.learned else self.log_decay).unsqueeze(-1)

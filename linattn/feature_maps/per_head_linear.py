@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linattn.initialization import assign, places
+
 
 @final
 class PerHeadLinear(nn.Module):
@@ -22,7 +24,7 @@ class PerHeadLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.bias is None:
-            self.weight.copy_(torch.eye(*self.weight.shape[1:], device=self.weight.device))
+            assign(self.weight, places(self.weight[0], 0) == places(self.weight[0], 1))
             return
         bound = 1 / math.sqrt(self.weight.shape[1])
         self.weight.uniform_(-bound, bound)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from linattn.attention.gates import AnyNeeds, GateNeeds, Gates, SplitNeeds
 from linattn.checks import check_types
+from linattn.initialization import assign, places
 from linattn.ops.numerics import accumulator
 from linattn.types import Tokens
 
@@ -167,11 +168,10 @@ class BoundedDecay(PerChannelGate):
         self.bias = nn.Parameter(torch.empty(num_heads * key_dim))
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         rates = _rates(self.bias, len(self.bias) // self.key_dim, self.key_dim)
         log_decays = (rates * _steps(self.bias, self.key_dim)).clamp(max=0.5)
-        self.bias.copy_((log_decays * math.exp(0.5)).logit())
+        assign(self.bias, (log_decays * math.exp(0.5)).logit())
 
     def forward(self, x: Tokens) -> PerChannel:
         step = _wide(self.out_proj(self.in_proj(x).tanh())) + _wide(self.bias)
@@ -207,16 +207,14 @@ class WriteStrength(nn.Module):
         return beta.unflatten(-1, (-1, self.writes)).transpose(1, 2).flatten(2)
 
 
-@torch.no_grad()
 def _reset_rate(A_log: Tensor) -> None:
-    A_log.copy_(_rates(A_log, len(A_log)).log())
+    assign(A_log, _rates(A_log, len(A_log)).log())
 
 
-@torch.no_grad()
 def _reset_step(bias: Tensor, count: int) -> None:
     """Set softplus(bias) to steps from 0.001 to 0.1, their logarithms evenly spaced in each run of `count` numbers."""
     step = _steps(bias, count)
-    bias.copy_(step + torch.log(-torch.expm1(-step)))
+    assign(bias, step + torch.log(-torch.expm1(-step)))
 
 
 def _rates(x: Tensor, heads: int, channels: int = 1) -> Tensor:
@@ -231,8 +229,7 @@ def _steps(x: Tensor, count: int) -> Tensor:
 def _places(x: Tensor, count: int, each: int = 1) -> Tensor:
     """Return (⌊i / `each`⌋ mod `count`) / (`count` − 1) for each index i of x, sharded as x is; zeros if `count` is
     1."""
-    place = torch.ones_like(x, dtype=torch.float32).cumsum(0) - 1
-    return (place / each).floor() % count / max(1, count - 1)
+    return (places(x) / each).floor() % count / max(1, count - 1)
 
 
 def _softplus(x: Tensor, bias: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Two processes train as one: data in two halves, gradients averaged, or every weight in two halves."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from linattn.attention.decay import Decay
 from linattn.models import LanguageModel, LanguageModelConfig
+from tests.models.causal import MODELS, NAMES, VOCABULARY
 from tests.processes import needs_processes, run_in_two
 
 CONFIG = LanguageModelConfig(
@@ -35,8 +39,8 @@ def train(model: nn.Module, batches: list[torch.Tensor]) -> None:
         optimizer.step()
 
 
-def shard(model: LanguageModel) -> LanguageModel:
-    for block in model.blocks:
+def shard(model: Any) -> Any:
+    for block in getattr(model, "blocks", ()):
         fully_shard(block)
     return fully_shard(model)
 
@@ -59,25 +63,35 @@ def work(rank: int, folder: Path, how: str) -> None:
 
 
 def work_from_meta(rank: int) -> None:
+    # of one head, one of the two processes has all that is a number per head
+    for options in (*MODELS.values(), *({"attention": name, "num_heads": 1} for name in NAMES)):
+        config = LanguageModelConfig(**({"vocab_size": VOCABULARY, "dim": 16, "depth": 2, "window": 7} | options))
+        model = initialised_where_it_lies(lambda config=config: LanguageModel(config))
+        logits = model(torch.arange(10).unsqueeze(0))
+        everyones = [torch.empty_like(logits) for _ in range(2)]
+        dist.all_gather(everyones, logits.detach())
+        assert torch.equal(everyones[0], everyones[1]), options
+    for heads in (1, 3):
+        initialised_where_it_lies(lambda heads=heads: Decay(heads, learned=True))
+
+
+def initialised_where_it_lies(make: Callable[[], Any]) -> Any:
+    """A sharded model whose weights have the values of a whole one, or, where those are random, their deviation."""
     with torch.device("meta"):
-        model = LanguageModel(CONFIG)
+        model = make()
     shard(model).to_empty(device="cpu")
     torch.manual_seed(0)
     model.reset_parameters()
-    plain = LanguageModel(CONFIG).state_dict()
+    plain, other = (make().state_dict() for _ in range(2))
     for name, tensor in model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        alike = plain[name] == other[name]
+        assert_close(whole[alike], plain[name][alike], msg=lambda text, name=name: f"{name}: {text}")
         assert whole.isfinite().all(), name
-        # initial decays depend on the places of heads and channels, which each process has a part of
-        if ".decay." in name and whole.ndim == 1:
-            torch.testing.assert_close(whole, plain[name], msg=name)
-        if name.endswith("q_proj.weight"):
-            assert 0.015 < whole.std() < 0.025, name
-            assert not torch.equal(*whole.chunk(2)), name
-    logits = model(torch.arange(10).unsqueeze(0))
-    everyones = [torch.empty_like(logits) for _ in range(2)]
-    dist.all_gather(everyones, logits.detach())
-    assert torch.equal(everyones[0], everyones[1])
+        if name.endswith("_proj.weight"):
+            assert 0.5 < whole.std() / plain[name].std() < 2, name
+            assert not torch.equal(*whole.flatten()[: whole.numel() // 2 * 2].chunk(2)), name
+    return model
 
 
 @needs_processes

@@ -1,0 +1,15 @@
+"""Initial values that follow from a number's place in a tensor, also where processes have a part of the tensor each."""
+
+import torch
+from torch import Tensor
+
+
+def places(x: Tensor, dim: int = 0) -> Tensor:
+    """Return for each number of x its index along `dim`, sharded as x is."""
+    return torch.ones_like(x, dtype=torch.float32).cumsum(dim) - 1
+
+
+@torch.no_grad()
+def assign(x: Tensor, values: Tensor) -> None:
+    # torch copies a number, but no vector with one, into a sharded vector
+    x.copy_(values.squeeze(0))
