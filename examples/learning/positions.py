@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -163,16 +163,16 @@ def _short(count: int) -> str:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a row per context, method and share of `--carry`, in this order; seeds are side by side."""
+    """Return a row per number of updates, context, method and share of `--carry`, in this order; seeds are side by
+    side."""
     longest = max((run["ranges"] for run in runs), key=len)
     ranges = [label(each) for each in longest]
     worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
     again = [f"again after {_short(gap)}" for gap in GAPS]
-    lines = [["method", "context", "`--carry`", *ranges, *worth, *again, "CPU s"]]
-    names = list(METHODS)
-    for context, index, carry in sorted({(run["context"], names.index(run["method"]), run["carry"]) for run in runs}):
-        kind = (context, names[index], carry)
-        seeds = [run for run in runs if (run["context"], run["method"], run["carry"]) == kind]
+    lines = [["method", "updates", "context", "`--carry`", *ranges, *worth, *again, "CPU s"]]
+    in_order = sorted(runs, key=lambda run: (*_place(run), run["seed"]))
+    for (steps, context, _, carry), group in groupby(in_order, key=_place):
+        seeds = list(group)
         figures = [_cells(seeds, "ranges", number, "bits", "{:.3f}") for number in range(len(longest))]
         past = [
             _cells(seeds, "ranges", number, "short_past", "{:+.3f}")
@@ -181,8 +181,14 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         ]
         saved = [_cells(seeds, "repeats", number, "saved", "{:+.3f}") for number in range(len(GAPS))]
         seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
-        lines.append([names[index], f"{context:,}", f"{carry:g}" if carry else "", *figures, *past, *saved, seconds])
+        row = [seeds[0]["method"], f"{steps:,}", f"{context:,}", f"{carry:g}" if carry else ""]
+        lines.append([*row, *figures, *past, *saved, seconds])
     return markdown(lines)
+
+
+def _place(run: dict[str, Any]) -> tuple[int, int, int, float]:
+    """Return what a row of the table is placed by."""
+    return run["steps"], run["context"], list(METHODS).index(run["method"]), run["carry"]
 
 
 def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, form: str) -> str:
@@ -191,19 +197,25 @@ def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, fo
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the bits in each range, how many of them the past beyond 256 bytes saves, and how many of a passage its
-    first reading; with --carry dashed. Only runs with the shortest context, without and with the share 0.9, are drawn.
-    Softmax, which fails beyond its context, may leave the picture."""
+    first reading; with --carry dashed. Only the first seed of runs with the shortest context and of those with more
+    updates than others is drawn, without --carry and with the share 0.9. Softmax, which fails beyond its context, may
+    leave the picture."""
     from examples.learning.curves import plt, styles
     from examples.pictures import save
 
     plt.rcParams["font.size"] = 11
     figure, panels = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
-    style = styles([name for name in METHODS if any(run["method"] == name for run in runs)])
-    shortest = min(run["context"] for run in runs)
-    shown = [run for run in runs if run["seed"] == 0 and run["context"] == shortest and run["carry"] in (0, 0.9)]
+    shortest, fewest = (min(run[name] for run in runs) for name in ("context", "steps"))
+    shown = [run for run in runs if run["context"] == shortest or run["steps"] > fewest]
+    shown = [run for run in shown if run["seed"] == 0 and run["carry"] in (0, 0.9)]
+
+    def name(run: dict[str, Any]) -> str:
+        return run["method"] + f", {run['steps']:,} updates" * (run["steps"] > fewest)
+
+    style = styles(dict.fromkeys(name(run) for run in sorted(shown, key=_place)))
     for axes, (title, curve) in zip(panels, CURVES.items(), strict=True):
         for run in shown:
-            look = style[run["method"]] | ({"linestyle": "--", "markerfacecolor": "none"} if run["carry"] else {})
+            look = style[name(run)] | ({"linestyle": "--", "markerfacecolor": "none"} if run["carry"] else {})
             axes.plot(*zip(*curve(run), strict=True), **look)
         bounded = [run for run in shown if run["method"] != "softmax"] or shown
         figures = [figure for run in bounded for _, figure in curve(run)]
@@ -215,8 +227,8 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("bytes between the two readings")
-    for method in dict.fromkeys(run["method"] for run in shown):
-        panels[0].plot([], [], label=method, **style[method])
+    for text, look in style.items():
+        panels[0].plot([], [], label=text, **look)
     panels[0].legend(frameon=False, fontsize=9)
     save(figure, path)
     plt.close(figure)

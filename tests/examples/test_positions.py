@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from examples.learning import positions
-from examples.learning.run import read
+from examples.learning.run import append, read
 from linattn import LanguageModel, LanguageModelConfig
 
 
@@ -91,17 +91,22 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     records = read(out)
     assert [(record["carry"], len(record["ranges"])) for record in records] == [(0, 5), (0.9, 5)]
     assert all([x["gap"] for x in record["repeats"]] == [64, 1024, 4096, 16_384] for record in records)
+    # the same run with more updates, and one that no picture shows
+    append(out, records[0] | {"steps": 2_000})
+    append(out, records[0] | {"context": 512})
     monkeypatch.setattr(positions, "train", lambda *_: pytest.fail("run twice"))
-    positions.main(arguments)
+    positions.main([*arguments, "--page", str(page)])
     torch.set_num_threads(threads)
-    head, _, first, second = [line.split(" | ") for line in page.read_text().splitlines()[2:6]]
-    assert head[3:6] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
+    head, _, first, second, *others = [line.split(" | ") for line in page.read_text().splitlines()[2:8]]
+    assert head[4:7] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
     assert head[-5:-1] == ["again after 64", "again after 1 k", "again after 4 k", "again after 16 k"]
     assert [float(cell) for cell in first[-5:-1]] == pytest.approx(
         [x["saved"] for x in records[0]["repeats"]], abs=6e-4
     )
-    assert first[1:3] == ["256", ""] and second[1:3] == ["256", "0.9"] and float(first[3]) > 5
-    assert ">local+elu<" in (tmp_path / "page-positions.svg").read_text()
+    assert first[1:4] == ["1", "256", ""] and second[1:4] == ["1", "256", "0.9"] and float(first[4]) > 5
+    assert [row[1:4] for row in others] == [["1", "512", ""], ["2,000", "256", ""]]
+    picture = (tmp_path / "page-positions.svg").read_text()
+    assert ">local+elu<" in picture and ">local+elu, 2,000 updates<" in picture
 
 
 def test_the_demos_files_are_split():
