@@ -204,7 +204,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     from examples.pictures import save
 
     plt.rcParams["font.size"] = 11
-    figure, panels = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
     shortest, fewest = (min(run[name] for run in runs) for name in ("context", "steps"))
     shown = [run for run in runs if run["context"] == shortest or run["steps"] > fewest]
     shown = [run for run in shown if run["seed"] == 0 and run["carry"] in (0, 0.9)]
@@ -229,7 +229,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     panels[-1].set_xlabel("bytes between the two readings")
     for text, look in style.items():
         panels[0].plot([], [], label=text, **look)
-    panels[0].legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside right center", frameon=False, fontsize=10)
     save(figure, path)
     plt.close(figure)
 
