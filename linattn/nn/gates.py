@@ -227,8 +227,7 @@ def _steps(x: Tensor, count: int) -> Tensor:
 
 
 def _places(x: Tensor, count: int, each: int = 1) -> Tensor:
-    """Return (⌊i / `each`⌋ mod `count`) / (`count` − 1) for each index i of x, sharded as x is; zeros if `count` is
-    1."""
+    """Return (⌊i / `each`⌋ mod `count`) / (`count` − 1) for each index i of x; zeros if `count` is 1."""
     return (places(x) / each).floor() % count / max(1, count - 1)
 
 
