@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def places(x: Tensor, dim: int = 0) -> Tensor:
-    """Return for each number of x its index along `dim`, as a DTensor if x is one."""
-    return torch.ones_like(x, dtype=torch.float32).cumsum(dim) - 1
+    """Return for each number of x its index along `dim`, at least in float32, as a DTensor if x is one."""
+    return torch.ones_like(x, dtype=torch.promote_types(x.dtype, torch.float32)).cumsum(dim) - 1
 
 
 @torch.no_grad()

@@ -184,6 +184,9 @@ def test_decay_is_that_of_retention(learned: bool) -> None:
     empty.to_empty(device="cpu")
     empty.reset_parameters()
     assert_close(empty().exp().squeeze(-1), expected)
+    double = decay.double()
+    double.reset_parameters()
+    assert_close(double().exp().squeeze(-1), expected.double(), rtol=1e-14, atol=0)
 
 
 def test_a_learned_decay_learns() -> None:
