@@ -118,7 +118,7 @@ def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
     lines = [["method", "state", "AdamW", "Muon"]]
     for method in task.methods:
         key = task.name, method
-        own = [run for run in runs if (run["task"], run["method"]) == key]
+        own = [run for run in of_usual_length(runs) if (run["task"], run["method"]) == key]
         by_optimizer = [best(task, [run for run in own if run["optimizer"] == name]) for name in OPTIMIZERS]
         if by_optimizer[1]:
             size = f"{state_size(task, method):,}"
@@ -268,7 +268,12 @@ def _costs(task: Task, method: str, by_seed: dict[int, Run]) -> list[str]:
 
 def usual(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with the settings of their tasks."""
-    return [run for run in runs if settings(TASKS[run["task"]].training).items() <= run.items()]
+    return [run for run in of_usual_length(runs) if settings(TASKS[run["task"]].training).items() <= run.items()]
+
+
+def of_usual_length(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with the number of steps of their tasks."""
+    return [run for run in runs if run["steps"] == TASKS[run["task"]].training.steps]
 
 
 def _of_both(runs: Sequence[Run]) -> set[str]:

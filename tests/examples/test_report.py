@@ -224,6 +224,9 @@ def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
     better = fake("recall64", "elu", 0, [0.9] * 10) | {"optimizer": "muon", "lr": 0.5}
     *_, row = cells(report.optimizers_table(run.TASKS["recall64"], [*runs, better]))
     assert row == ["elu", "4,288", "50.0 % / 40.0 %", "90.0 %"]
+    # runs with another number of steps are in no table
+    longer = [each | {"steps": 9_000, "seed": 2} for each in runs]
+    assert report.with_tables(PAGE, [*runs, *longer]) == report.with_tables(PAGE, runs)
 
 
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):
