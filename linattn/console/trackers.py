@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 from linattn.console.errors import CommandError, explained
@@ -50,7 +51,8 @@ class Trackers:
 
         run = sha256(identity.encode()).hexdigest()[:16]
         options = {
-            "tensorboard": {"purge_step": step + 1} if step else {},
+            # without the suffix, tensorboardX empties the file of an attempt that began within the same second
+            "tensorboard": {"filename_suffix": f".{time_ns()}", **({"purge_step": step + 1} if step else {})},
             "wandb": {"name": folder.name, "id": run, "resume": "allow", "dir": str(folder)},
         }
         plain = {name: x if isinstance(x, bool | int | float | str) else str(x) for name, x in settings.items()}

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from types import ModuleType
 
 import accelerate.tracking
@@ -92,6 +93,17 @@ def test_tensorboard_gets_the_curves(text, tmp_path):
     content = file.read_bytes()
     names = {name for record in open_run(run).records() for name in record if name != "step"}
     assert all(name.encode() in content for name in names)
+
+
+def test_a_second_attempt_within_a_second_keeps_the_file_of_the_first(tmp_path, monkeypatch):
+    """tensorboardX names a file by its second and its machine, and would empty the first one."""
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for number in range(3):
+        trackers = Trackers(["tensorboard"], tmp_path, {}, identity="x")
+        trackers.log({f"loss{number}": 1.0}, 1)
+        trackers.close()
+    files = sorted((tmp_path / "tensorboard").glob("events.*"))
+    assert [f"loss{number}".encode() in file.read_bytes() for number, file in enumerate(files)] == [True] * 3
 
 
 @pytest.mark.parametrize(
