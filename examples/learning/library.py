@@ -91,6 +91,8 @@ MODELS = {
     "softmax+convolution": _model("softmax", rotary=10_000.0),
     "local+convolution": _model("local", window=64, rotary=10_000.0),
     "gated_delta+convolution": _model("gated_delta", rotary=None, head_norm=True),
+    "ssd+convolution": _model("ssd", rotary=None, head_norm=True),
+    "gla+convolution": _model("gla", rotary=None, head_norm=True),
     "kda+convolution": _model("kda", rotary=None, head_norm=True),
     "rwkv7+convolution": _model("rwkv7", rotary=None, head_norm=True),
     # two heads of windows and two others in each layer; three layers of the delta rule and one of windows

@@ -42,6 +42,7 @@ SIZES, BATCH = "--dim 128 --num-heads 4 --window 64", 2_048
 METHODS = {
     # the command's own choice of layers
     "hybrid": "",
+    "hybrid+keys128": "--key-dim 128",
     "softmax": "--attention softmax --convolution-on projections",
     "local": "--attention local --convolution-on projections",
     "local+elu": "--attention local:2+elu:2 --convolution-on projections",

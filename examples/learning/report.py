@@ -19,6 +19,7 @@ from examples.learning import haystack, library, recall, tracking
 from examples.learning.run import TASKS, read
 from examples.learning.task import Task, label
 from examples.learning.training import settings
+from examples.learning.variants import VARIANTS
 from linattn import LanguageModel, map_state
 
 Run = dict[str, Any]
@@ -281,8 +282,40 @@ def _of_both(runs: Sequence[Run]) -> set[str]:
     return {run["task"] for run in runs if run["optimizer"] != TASKS[run["task"]].training.optimizer}
 
 
+def unchanged(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of models as their tasks have them."""
+    return [run for run in runs if "variant" not in run]
+
+
+# what variants are compared by: after equal steps
+COMPARED = [
+    Column(f"bits, {library.TASKS[0].title}", library.TASKS[0], "bits"),
+    *(Column(f"haystack, {column.heading}", *column[1:]) for column in TOGETHER["haystack"]),
+]
+
+
+def variants_table(runs: Sequence[Run]) -> str:
+    """A row for each method of which variants were run, and one for each of these, after as many steps and with the
+    same rates."""
+    setting = ("task", "method", "steps", "optimizer", "lr", "warmup")
+    changed = {tuple(run[name] for name in setting) for run in runs if "variant" in run}
+    runs = [run for run in sorted(runs, key=_seed) if tuple(run[name] for name in setting) in changed]
+    names = dict.fromkeys(name.partition("+")[0] for task in (library.TASKS[0], haystack.TASK) for name in task.methods)
+    lines = [["method", "changed", *(column.heading for column in COMPARED)]]
+    for name, variant in itertools.product(names, (None, *VARIANTS)):
+        own = [run for run in runs if (run["method"].partition("+")[0], run.get("variant")) == (name, variant)]
+        if own:
+            cells = [
+                " / ".join(show(task, at(run, metric, None)) for run in own if run["task"] == task.name)
+                for _, task, metric, _ in COMPARED
+            ]
+            lines.append([name, variant or "", *cells])
+    return markdown(lines)
+
+
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the tables of the tasks that were run, by name."""
+    every, runs = runs, unchanged(runs)
     at_best = {task.name: name for name, tasks in TUNED.items() for task in tasks}
     tuned, others = [run for run in runs if run["task"] in at_best], usual(runs)
     of_bytes = [run for run in tuned if at_best[run["task"]] == "bytes"]
@@ -296,6 +329,7 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
         **{name: tuned_table(TUNED[name], tuned) for name in tuned_names},
         **({"rates": rates_table(library.TASKS, of_bytes)} if of_bytes else {}),
         **({"scaling": scaling_table(others)} if library.SCALING.name in done else {}),
+        **({"variants": variants_table(every)} if len(every) > len(runs) else {}),
         **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in _of_both(runs) - at_best.keys()},
     }
 
@@ -326,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, draw in pictures().items():
         path = options.page.with_name(f"{options.page.stem}-{name}.svg")
         if path.name in page:
-            draw(usual(runs), path)
+            draw(usual(unchanged(runs)), path)
 
 
 def pictures() -> dict[str, Callable[[Sequence[Run], Path], None]]:

@@ -13,6 +13,7 @@ from typing import Any
 from examples.learning import characters, copying, haystack, library, recall, tracking
 from examples.learning.task import Task
 from examples.learning.training import settings, train
+from examples.learning.variants import VARIANTS
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -45,9 +46,9 @@ def append(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record).encode() + b"\n")
 
 
-def is_done(record: dict[str, Any], task: Task, method: str, seed: int) -> bool:
+def is_done(record: dict[str, Any], task: Task, method: str, seed: int, variant: str | None = None) -> bool:
     key = {"task": task.name, "method": method, "seed": seed, "steps": task.training.steps, **settings(task.training)}
-    return key.items() <= record.items()
+    return key.items() <= record.items() and record.get("variant") == variant
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,17 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training = replace(task.training, **{name: value for name, value in chosen if value is not None})
         # a number of steps stands for itself
         training = replace(training, seconds=None) if options.steps else training
-        for method in options.method or task.methods:
+        for method, variant in itertools.product(options.method or task.methods, options.variant):
             if method in task.methods:
-                _run(replace(task, training=training), method, seed, options)
+                _run(replace(task, training=training), method, seed, variant, options)
 
 
-def _run(task: Task, method: str, seed: int, options: argparse.Namespace) -> None:
-    if any(is_done(record, task, method, seed) for record in read(options.out)):
+def _run(task: Task, method: str, seed: int, variant: str | None, options: argparse.Namespace) -> None:
+    if any(is_done(record, task, method, seed, variant) for record in read(options.out)):
         return
-    label = " ".join(map(str, (task.name, method, "seed", seed, *settings(task.training).values())))
-    record = train(task, method, seed, data=options.data, report=lambda point: print(label, point, flush=True))
-    append(options.out, record)
+    label = " ".join(map(str, (task.name, method, variant or "", "seed", seed, *settings(task.training).values())))
+    told = {"variant": variant, "data": options.data, "report": lambda point: print(label, point, flush=True)}
+    append(options.out, train(task, method, seed, **told))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", nargs="+", choices=("adamw", "muon"), help="instead of the task's own")
     parser.add_argument("--lr", nargs="+", type=float, help="instead of the task's own learning rate")
     parser.add_argument("--warmup", nargs="+", type=int, help="instead of the task's own steps of warm-up")
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=[None], help="models with one thing changed")
     parser.add_argument("--data", type=Path, help="the text for characters and prose")
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     return parser

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from examples.learning.task import Data, Task, Training, answers
+from examples.learning.variants import VARIANTS
 from linattn import LanguageModel
 from linattn.console.muon import Muon, language_model_groups
 
@@ -42,12 +43,20 @@ def make_optimizer(model: LanguageModel, training: Training) -> torch.optim.Adam
     return torch.optim.AdamW(groups, lr=training.lr, betas=training.betas, fused=True)
 
 
-def train(task: Task, method: str, seed: int, *, data: Path | None = None, report: Report = print) -> dict[str, Any]:
+def train(
+    task: Task,
+    method: str,
+    seed: int,
+    *,
+    variant: str | None = None,
+    data: Path | None = None,
+    report: Report = print,
+) -> dict[str, Any]:
     """One run, and all there is to say about it."""
     torch.set_num_threads(1)
     source, training = task.prepare(seed, data), task.training
     torch.manual_seed(seed)
-    model = LanguageModel(task.methods[method])
+    model = VARIANTS[variant].model(task.methods[method]) if variant else LanguageModel(task.methods[method])
     started = time.perf_counter(), time.process_time()
     curve = fit(model, source, training, report)
     wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
@@ -55,6 +64,7 @@ def train(task: Task, method: str, seed: int, *, data: Path | None = None, repor
         "task": task.name,
         "method": method,
         "seed": seed,
+        **({"variant": variant} if variant else {}),
         "steps": training.steps,
         **settings(training),
         task.metric: curve[-1][task.metric],

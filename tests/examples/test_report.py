@@ -5,11 +5,20 @@ import json
 import pytest
 from matplotlib.axes import Axes
 
-from examples.learning import library, points, report, run
+from examples.learning import haystack, library, points, report, run
 from examples.learning.curves import draw, styles
 from examples.learning.training import settings
 
-NAMES = (*report.TOGETHER, *report.TUNED, "rates", "scaling", "recall64-optimizers", "characters", "copying")
+NAMES = (
+    *report.TOGETHER,
+    *report.TUNED,
+    "rates",
+    "scaling",
+    "variants",
+    "recall64-optimizers",
+    "characters",
+    "copying",
+)
 PAGE = "\n".join(f"before {name}\n<!-- table {name} -->\nold\n<!-- end -->\nafter" for name in NAMES)
 
 
@@ -227,6 +236,37 @@ def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
     # runs with another number of steps are in no table
     longer = [each | {"steps": 9_000, "seed": 2} for each in runs]
     assert report.with_tables(PAGE, [*runs, *longer]) == report.with_tables(PAGE, runs)
+
+
+def test_variants_are_beside_what_they_change_and_nowhere_else():
+    """After as many steps, with the same rate."""
+    chosen = {"steps": 400, "optimizer": "muon", "lr": 5e-3}
+    ours = [
+        tuned("bytes256", "gla+silu4", 1, 1.2, **chosen),
+        tuned("bytes256", "gla+silu4", 0, 1.1, **chosen),
+        tuned("bytes256", "gla+silu4", 1, 1.4, **chosen, variant="unit_keys"),
+        tuned("bytes256", "gla+silu4", 0, 1.3, **chosen, variant="unit_keys"),
+        fake("haystack", "gla+silu", 0, [0.5]) | {"variant": "zero_outputs"},
+        fake("haystack", "gla+silu", 0, [0.4]),
+    ]
+    for record in ours[-2:]:
+        record["curve"][0] |= {f"accuracy_{length}": record["curve"][0]["accuracy"] for length in haystack.LENGTHS}
+    others = [
+        tuned("bytes256", "gla+silu4", 0, 1.5, **chosen | {"lr": 1e-2}),
+        tuned("bytes256", "ssd+silu4", 0, 1.6, **chosen),
+        fake("haystack", "gla+silu", 1, [0.3]) | {"steps": 5},
+    ]
+    head, _, *rows = cells(report.variants_table([*ours, *others]))
+    assert head[:2] == ["method", "changed"] and len(head) == 7
+    assert rows == [
+        ["gla", "", "1.100 / 1.200", *["40.0 %"] * 4],
+        ["gla", "unit_keys", "1.300 / 1.400", *[""] * 4],
+        ["gla", "zero_outputs", "", *["50.0 %"] * 4],
+    ]
+    shown = report.tables([*ours, *others])
+    assert shown["variants"] == report.variants_table([*ours, *others])
+    plain = [record for record in [*ours, *others] if "variant" not in record]
+    assert shown == report.tables(plain) | {"variants": shown["variants"]}
 
 
 def test_a_line_joins_the_sizes_of_a_method(tmp_path, monkeypatch):

@@ -57,10 +57,10 @@ def test_a_step_of_everything(tmp_path, text, task, method):
 
 
 def fake_train(calls):
-    def train(task, method, seed, *, data, report):
+    def train(task, method, seed, *, variant, data, report):
         calls.append((task.name, method, seed))
-        steps = task.training.steps
-        return {"task": task.name, "method": method, "seed": seed, "steps": steps, **settings(task.training)}
+        steps, changed = task.training.steps, {"variant": variant} if variant else {}
+        return {"task": task.name, "method": method, "seed": seed, "steps": steps, **changed, **settings(task.training)}
 
     return train
 
@@ -82,6 +82,10 @@ def test_what_the_file_has_is_not_run_again(tmp_path, monkeypatch):
     assert len(calls) == 6 + 2 * (8 - 1) == len(run.read(out))
     run.main([*arguments, "--seed", "0", *others])
     assert len(calls) == 20
+    # and a model with one thing changed
+    for _ in range(2):
+        run.main([*arguments, "--seed", "0", "--variant", "zero_outputs", "unit_keys"])
+        assert len(calls) == 24
 
 
 def test_a_line_that_was_cut_off_counts_as_none_and_is_replaced(tmp_path, monkeypatch):
