@@ -38,7 +38,7 @@ SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
 # bytes of a passage that is read twice, and of another document between the two
 PASSAGE, GAPS = 128, (64, 1_024, 4_096, 16_384)
 
-SIZES, BATCH = "--dim 128 --num-heads 4 --window 64", 2_048
+SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
     # the command's own choice of layers
     "hybrid": "",
@@ -164,15 +164,15 @@ def _short(count: int) -> str:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a row per number of updates, context, method and share of `--carry`, in this order; seeds are side by
-    side."""
+    """Return a row per number of updates, context, method, learning rate and share of `--carry`, in this order; seeds
+    are side by side."""
     longest = max((run["ranges"] for run in runs), key=len)
     ranges = [label(each) for each in longest]
     worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
     again = [f"again after {_short(gap)}" for gap in GAPS]
-    lines = [["method", "updates", "context", "`--carry`", *ranges, *worth, *again, "CPU s"]]
+    lines = [["method", "updates", "context", "rate", "`--carry`", *ranges, *worth, *again, "CPU s"]]
     in_order = sorted(runs, key=lambda run: (*_place(run), run["seed"]))
-    for (steps, context, _, carry), group in groupby(in_order, key=_place):
+    for (steps, context, _, rate, carry), group in groupby(in_order, key=_place):
         seeds = list(group)
         figures = [_cells(seeds, "ranges", number, "bits", "{:.3f}") for number in range(len(longest))]
         past = [
@@ -182,14 +182,14 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         ]
         saved = [_cells(seeds, "repeats", number, "saved", "{:+.3f}") for number in range(len(GAPS))]
         seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
-        row = [seeds[0]["method"], f"{steps:,}", f"{context:,}", f"{carry:g}" if carry else ""]
+        row = [seeds[0]["method"], f"{steps:,}", f"{context:,}", f"{rate:g}", f"{carry:g}" if carry else ""]
         lines.append([*row, *figures, *past, *saved, seconds])
     return markdown(lines)
 
 
-def _place(run: dict[str, Any]) -> tuple[int, int, int, float]:
+def _place(run: dict[str, Any]) -> tuple[int, int, int, float, float]:
     """Return what a row of the table is placed by."""
-    return run["steps"], run["context"], list(METHODS).index(run["method"]), run["carry"]
+    return run["steps"], run["context"], list(METHODS).index(run["method"]), run["lr"], run["carry"]
 
 
 def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, form: str) -> str:
@@ -199,7 +199,7 @@ def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, fo
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the bits in each range, how many of them the past beyond 256 bytes saves, and how many of a passage its
     first reading; with --carry dashed. Only the first seed of runs with the shortest context and of those with more
-    updates than others is drawn, without --carry and with the share 0.9. Softmax, which fails beyond its context, may
+    updates than others is drawn, with the usual learning rate, without --carry and with the share 0.9. Softmax, which fails beyond its context, may
     leave the picture."""
     from examples.learning.curves import plt, styles
     from examples.pictures import save
@@ -208,7 +208,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
     shortest, fewest = (min(run[name] for run in runs) for name in ("context", "steps"))
     shown = [run for run in runs if run["context"] == shortest or run["steps"] > fewest]
-    shown = [run for run in shown if run["seed"] == 0 and run["carry"] in (0, 0.9)]
+    shown = [run for run in shown if (run["seed"], run["lr"]) == (0, RATE) and run["carry"] in (0, 0.9)]
 
     def name(run: dict[str, Any]) -> str:
         return run["method"] + f", {run['steps']:,} updates" * (run["steps"] > fewest)
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--lr", type=float, default=RATE)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--page", type=Path, help="the page whose table and picture show the file")
     options = parser.parse_args(arguments)

@@ -91,22 +91,27 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     records = read(out)
     assert [(record["carry"], len(record["ranges"])) for record in records] == [(0, 5), (0.9, 5)]
     assert all([x["gap"] for x in record["repeats"]] == [64, 1024, 4096, 16_384] for record in records)
-    # the same run with more updates, and one that no picture shows
+    # the same run with more updates, and two that no picture shows
     append(out, records[0] | {"steps": 2_000})
     append(out, records[0] | {"context": 512})
+    append(out, records[0] | {"lr": 0.5, "ranges": [each | {"bits": 77.0} for each in records[0]["ranges"]]})
     monkeypatch.setattr(positions, "train", lambda *_: pytest.fail("run twice"))
     positions.main([*arguments, "--page", str(page)])
     torch.set_num_threads(threads)
-    head, _, first, second, *others = [line.split(" | ") for line in page.read_text().splitlines()[2:8]]
-    assert head[4:7] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
+    head, _, first, second, *others = [line.split(" | ") for line in page.read_text().splitlines()[2:9]]
+    assert head[5:8] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
     assert head[-5:-1] == ["again after 64", "again after 1 k", "again after 4 k", "again after 16 k"]
     assert [float(cell) for cell in first[-5:-1]] == pytest.approx(
         [x["saved"] for x in records[0]["repeats"]], abs=6e-4
     )
-    assert first[1:4] == ["1", "256", ""] and second[1:4] == ["1", "256", "0.9"] and float(first[4]) > 5
-    assert [row[1:4] for row in others] == [["1", "512", ""], ["2,000", "256", ""]]
+    assert first[1:5] == ["1", "256", "0.005", ""] and float(first[5]) > 5
+    assert second[1:5] == ["1", "256", "0.005", "0.9"]
+    rows = [["1", "256", "0.5", ""], ["1", "512", "0.005", ""], ["2,000", "256", "0.005", ""]]
+    assert [row[1:5] for row in others] == rows and others[0][5] == "77.000"
     picture = (tmp_path / "page-positions.svg").read_text()
     assert ">local+elu<" in picture and ">local+elu, 2,000 updates<" in picture
+    # the tick of an axis that reaches them
+    assert ">40<" not in picture and ">60<" not in picture
 
 
 def test_the_demos_files_are_split():
