@@ -199,8 +199,8 @@ def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, fo
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the bits in each range, how many of them the past beyond 256 bytes saves, and how many of a passage its
     first reading; with --carry dashed. Only the first seed of runs with the shortest context and of those with more
-    updates than others is drawn, with the usual learning rate, without --carry and with the share 0.9. Softmax, which fails beyond its context, may
-    leave the picture."""
+    updates than others is drawn, with the usual learning rate, without --carry and with the share 0.9. Softmax, which
+    fails beyond its context, may leave the picture."""
     from examples.learning.curves import plt, styles
     from examples.pictures import save
 

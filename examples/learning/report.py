@@ -287,17 +287,18 @@ def unchanged(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if "variant" not in run]
 
 
-# what variants are compared by: after equal steps
+# what variants are compared by, after so many steps of a task
+COMPARED_STEPS = {library.TASKS[0].name: 400, haystack.TASK.name: haystack.TASK.training.steps}
 COMPARED = [
-    Column(f"bits, {library.TASKS[0].title}", library.TASKS[0], "bits"),
+    Column("bits per byte", library.TASKS[0], "bits"),
     *(Column(f"haystack, {column.heading}", *column[1:]) for column in TOGETHER["haystack"]),
 ]
 
 
 def variants_table(runs: Sequence[Run]) -> str:
-    """A row for each method of which variants were run, and one for each of these, after as many steps and with the
-    same rates."""
-    setting = ("task", "method", "steps", "optimizer", "lr", "warmup")
+    """A row for each method of which variants were run, and one for each of these, with the same rates."""
+    setting = ("task", "method", "optimizer", "lr", "warmup")
+    runs = [run for run in runs if run["steps"] == COMPARED_STEPS.get(run["task"])]
     changed = {tuple(run[name] for name in setting) for run in runs if "variant" in run}
     runs = [run for run in sorted(runs, key=_seed) if tuple(run[name] for name in setting) in changed]
     names = dict.fromkeys(name.partition("+")[0] for task in (library.TASKS[0], haystack.TASK) for name in task.methods)

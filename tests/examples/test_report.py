@@ -255,6 +255,8 @@ def test_variants_are_beside_what_they_change_and_nowhere_else():
         tuned("bytes256", "gla+silu4", 0, 1.5, **chosen | {"lr": 1e-2}),
         tuned("bytes256", "ssd+silu4", 0, 1.6, **chosen),
         fake("haystack", "gla+silu", 1, [0.3]) | {"steps": 5},
+        tuned("bytes256", "gla+silu4", 0, 1.7, **chosen | {"steps": 800}),
+        tuned("bytes256", "gla+silu4", 0, 1.8, **chosen | {"steps": 800}, variant="unit_keys"),
     ]
     head, _, *rows = cells(report.variants_table([*ours, *others]))
     assert head[:2] == ["method", "changed"] and len(head) == 7
