@@ -301,17 +301,22 @@ def variants_table(runs: Sequence[Run]) -> str:
     runs = [run for run in runs if run["steps"] == COMPARED_STEPS.get(run["task"])]
     changed = {tuple(run[name] for name in setting) for run in runs if "variant" in run}
     runs = [run for run in sorted(runs, key=_seed) if tuple(run[name] for name in setting) in changed]
-    names = dict.fromkeys(name.partition("+")[0] for task in (library.TASKS[0], haystack.TASK) for name in task.methods)
+    names = dict.fromkeys(_without_silu(name) for task in (library.TASKS[0], haystack.TASK) for name in task.methods)
     lines = [["method", "changed", *(column.heading for column in COMPARED)]]
     for name, variant in itertools.product(names, (None, *VARIANTS)):
-        own = [run for run in runs if (run["method"].partition("+")[0], run.get("variant")) == (name, variant)]
+        own = [run for run in runs if (_without_silu(run["method"]), run.get("variant")) == (name, variant)]
         if own:
             cells = [
                 " / ".join(show(task, at(run, metric, None)) for run in own if run["task"] == task.name)
                 for _, task, metric, _ in COMPARED
             ]
-            lines.append([name, variant or "", *cells])
+            lines.append([label(name), variant or "", *cells])
     return markdown(lines)
+
+
+def _without_silu(method: str) -> str:
+    """Return what a method of both tasks is called: "gla" for "gla+silu4" and "gla+silu"."""
+    return re.sub(r"\+silu4?", "", method)
 
 
 def tables(runs: Sequence[Run]) -> dict[str, str]:

@@ -246,6 +246,9 @@ def test_variants_are_beside_what_they_change_and_nowhere_else():
         tuned("bytes256", "gla+silu4", 0, 1.1, **chosen),
         tuned("bytes256", "gla+silu4", 1, 1.4, **chosen, variant="unit_keys"),
         tuned("bytes256", "gla+silu4", 0, 1.3, **chosen, variant="unit_keys"),
+        tuned("bytes256", "local+elu+silu4", 0, 1.9, **chosen, variant="zero_outputs"),
+        tuned("bytes256", "local+elu+convolution", 0, 2.1, **chosen, variant="zero_outputs"),
+        tuned("bytes256", "local+silu4", 0, 2.2, **chosen, variant="zero_outputs"),
         fake("haystack", "gla+silu", 0, [0.5]) | {"variant": "zero_outputs"},
         fake("haystack", "gla+silu", 0, [0.4]),
     ]
@@ -261,9 +264,12 @@ def test_variants_are_beside_what_they_change_and_nowhere_else():
     head, _, *rows = cells(report.variants_table([*ours, *others]))
     assert head[:2] == ["method", "changed"] and len(head) == 7
     assert rows == [
+        ["local + elu + convolution", "zero_outputs", "2.100", *[""] * 4],
+        ["local", "zero_outputs", "2.200", *[""] * 4],
         ["gla", "", "1.100 / 1.200", *["40.0 %"] * 4],
         ["gla", "unit_keys", "1.300 / 1.400", *[""] * 4],
         ["gla", "zero_outputs", "", *["50.0 %"] * 4],
+        ["local + elu", "zero_outputs", "1.900", *[""] * 4],
     ]
     shown = report.tables([*ours, *others])
     assert shown["variants"] == report.variants_table([*ours, *others])
