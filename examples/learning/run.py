@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record).encode() + b"\n")
 
 
-def is_done(record: dict[str, Any], task: Task, method: str, seed: int, variant: str | None = None) -> bool:
+def is_done(record: dict[str, Any], task: Task, method: str, seed: int, variant: str | None) -> bool:
     key = {"task": task.name, "method": method, "seed": seed, "steps": task.training.steps, **settings(task.training)}
     return key.items() <= record.items() and record.get("variant") == variant
 
@@ -68,8 +69,8 @@ def _run(task: Task, method: str, seed: int, variant: str | None, options: argpa
     if any(is_done(record, task, method, seed, variant) for record in read(options.out)):
         return
     label = " ".join(map(str, (task.name, method, variant or "", "seed", seed, *settings(task.training).values())))
-    told = {"variant": variant, "data": options.data, "report": lambda point: print(label, point, flush=True)}
-    append(options.out, train(task, method, seed, **told))
+    report = partial(print, label, flush=True)
+    append(options.out, train(task, method, seed, variant=variant, data=options.data, report=report))
 
 
 def _parser() -> argparse.ArgumentParser:
