@@ -318,3 +318,13 @@ def test_only_pictures_that_the_page_shows_are_drawn(tmp_path):
     report.main([str(runs), str(page)])
     assert [path.name for path in tmp_path.glob("*.svg")] == ["page-copying.svg"]
     assert "| 1.888 |" in page.read_text()
+
+
+def test_no_picture_shows_a_variant_or_other_settings(tmp_path, monkeypatch):
+    page, runs, shown = tmp_path / "page.md", tmp_path / "runs.jsonl", []
+    others = [RUNS[0] | {"variant": "zero_outputs"}, RUNS[0] | {"lr": 0.5}, RUNS[0] | {"steps": 7}]
+    page.write_text(PAGE + "\n![](page-copying.svg)")
+    runs.write_text("".join(json.dumps(record) + "\n" for record in [*others, *RUNS]))
+    monkeypatch.setattr(report, "pictures", lambda: {"copying": lambda given, path: shown.extend(given)})
+    report.main([str(runs), str(page)])
+    assert shown == RUNS
