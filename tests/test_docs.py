@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from linattn import ATTENTIONS
+from linattn.cli.options import new_options
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +35,13 @@ def test_examples_print_what_the_page_says(page, capsys, tmp_path, monkeypatch):
         exec(code, names)
         printed = capsys.readouterr().out
         assert printed == expected or not expected
+
+
+def test_the_recommended_language_model_is_that_of_the_command():
+    names = {}
+    for code, _ in examples(ROOT / "docs" / "which_method.md"):
+        exec(code, names)
+    assert names["config"] == new_options({}).language_model(257)
 
 
 def test_the_readme_has_an_example_with_its_output():

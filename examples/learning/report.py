@@ -115,17 +115,15 @@ def _sooner(column: Column, run: Run) -> str:
 
 
 def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
-    """A row for each method that was trained by Muon, with both optimizers at their best learning rate."""
+    """A row for each method and variant that was trained by Muon, with both optimizers at their best learning rate."""
     lines = [["method", "state", "AdamW", "Muon"]]
-    for method in task.methods:
-        key = task.name, method
-        own = [run for run in of_usual_length(runs) if (run["task"], run["method"]) == key]
+    for method, variant in itertools.product(task.methods, (None, *VARIANTS)):
+        key = task.name, method, variant
+        own = [run for run in of_usual_length(runs) if (run["task"], run["method"], run.get("variant")) == key]
         by_optimizer = [best(task, [run for run in own if run["optimizer"] == name]) for name in OPTIMIZERS]
         if by_optimizer[1]:
-            size = f"{state_size(task, method):,}"
-            lines.append(
-                [label(method), size, *(_figures_of(Column("", task, task.metric), own) for own in by_optimizer)]
-            )
+            row = label(method) + comma(variant or ""), f"{state_size(task, method):,}"
+            lines.append([*row, *(_figures_of(Column("", task, task.metric), own) for own in by_optimizer)])
     return markdown(lines)
 
 
@@ -336,7 +334,7 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
         **({"rates": rates_table(library.TASKS, of_bytes)} if of_bytes else {}),
         **({"scaling": scaling_table(others)} if library.SCALING.name in done else {}),
         **({"variants": variants_table(every)} if len(every) > len(runs) else {}),
-        **{f"{name}-optimizers": optimizers_table(TASKS[name], runs) for name in _of_both(runs) - at_best.keys()},
+        **{f"{name}-optimizers": optimizers_table(TASKS[name], every) for name in _of_both(runs) - at_best.keys()},
     }
 
 

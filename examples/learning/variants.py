@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linattn import LanguageModel, LanguageModelConfig
-from linattn.nn.gates import SigmoidDecay
+from linattn.nn.gates import BoundedDecay, ChannelDecay, HeadDecay, SigmoidDecay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Variant:
         plain = LanguageModel(config)
         torch.set_rng_state(drawn)
         model = LanguageModel(replace(config, **self.options))
-        tokens = torch.arange(16)[None]
+        tokens = torch.arange(16)[None] % config.vocab_size
         with torch.no_grad():
             if self.begin is not None:
                 self.begin(model)
@@ -36,13 +36,25 @@ class Variant:
 
 
 def spread_decays(model: LanguageModel, *, first: float, last: float) -> None:
-    """The channels of a key forget within `first` to `last` tokens in gated linear attention, the logarithms evenly
-    spaced: α = e^(−1/tokens) = σ(b)^(1/16)."""
+    """Begin with α = e^(−1/tokens) from `first` to `last` tokens, the logarithms evenly spaced: a head's channels, or
+    the heads where a head has one decay."""
     for module in model.modules():
-        if isinstance(module, SigmoidDecay):
-            tokens = torch.logspace(math.log10(first), math.log10(last), module.key_dim, dtype=torch.float64)
-            bias = torch.exp(-16 / tokens).logit()
-            module.out_proj.bias.copy_(bias.repeat(len(module.out_proj.bias) // module.key_dim))
+        if isinstance(module, HeadDecay):
+            module.A_log.zero_()
+            module.dt_bias.copy_(_rates(module.dt_bias, len(module.dt_bias), first, last).expm1().log())
+        elif isinstance(module, ChannelDecay):
+            module.A_log.zero_()
+            module.dt_bias.copy_(_rates(module.dt_bias, module.key_dim, first, last).expm1().log())
+        elif isinstance(module, BoundedDecay):
+            module.bias.copy_((_rates(module.bias, module.key_dim, first, last) * math.exp(0.5)).logit())
+        elif isinstance(module, SigmoidDecay):
+            bias = module.out_proj.bias
+            bias.copy_(torch.exp(-16 * _rates(bias, module.key_dim, first, last)).logit())
+
+
+def _rates(bias: Tensor, count: int, first: float, last: float) -> Tensor:
+    tokens = torch.logspace(math.log10(first), math.log10(last), count, dtype=torch.float64)
+    return 1 / tokens.repeat(len(bias) // count)
 
 
 def zero_outputs(model: LanguageModel) -> None:
@@ -67,6 +79,8 @@ VARIANTS = {
     "unit_keys": Variant(options={"unit_keys": True}),
     "zero_outputs": Variant(begin=zero_outputs),
     "matrices*3": Variant(begin=partial(scale_matrices, factor=3.0)),
-    "decays_1000_100": Variant(begin=partial(spread_decays, first=1_000.0, last=100.0)),
-    "decays_1000_10": Variant(begin=partial(spread_decays, first=1_000.0, last=10.0)),
+    **{
+        f"decays_1000_{last}": Variant(begin=partial(spread_decays, first=1_000.0, last=float(last)))
+        for last in (1_000, 100, 10)
+    },
 }

@@ -233,6 +233,13 @@ def test_runs_with_another_optimizer_are_in_a_table_of_their_own():
     better = fake("recall64", "elu", 0, [0.9] * 10) | {"optimizer": "muon", "lr": 0.5}
     *_, row = cells(report.optimizers_table(run.TASKS["recall64"], [*runs, better]))
     assert row == ["elu", "4,288", "50.0 % / 40.0 %", "90.0 %"]
+    # a variant has a row of its own
+    variant = [each | {"variant": "unit_keys"} for each in (fake("recall64", "elu", 0, [0.2] * 10), other)]
+    *_, row, changed = cells(report.optimizers_table(run.TASKS["recall64"], [*runs, *variant]))
+    assert row == ["elu", "4,288", "50.0 % / 40.0 %", "70.0 %"]
+    assert changed == ["elu, unit_keys", "4,288", "20.0 %", "70.0 %"]
+    shown, plain = report.tables([*runs, *variant]), report.tables(runs)
+    assert shown.pop("variants") and [name for name in plain if shown[name] != plain[name]] == ["recall64-optimizers"]
     # runs with another number of steps are in no table
     longer = [each | {"steps": 9_000, "seed": 2} for each in runs]
     assert report.with_tables(PAGE, [*runs, *longer]) == report.with_tables(PAGE, runs)

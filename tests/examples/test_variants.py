@@ -1,5 +1,6 @@
 """A variant of a model differs from it in one thing, and a variant that changes nothing is refused."""
 
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from examples.learning import run, variants
 from linattn import LanguageModel
 from linattn.console.muon import language_model_groups
-from linattn.nn.gates import SigmoidDecay
+from linattn.nn.gates import BoundedDecay, ChannelDecay, HeadDecay, SigmoidDecay
 
 CODE = run.TASKS["bytes256"].methods
+DECAYS = HeadDecay, ChannelDecay, SigmoidDecay, BoundedDecay
 
 
 def method_of(name):
@@ -52,15 +54,25 @@ def test_options_are_those_of_the_configuration(name):
     assert options.items() <= asdict(model.config).items()
 
 
-@pytest.mark.parametrize(("name", "last"), (("decays_1000_10", 10.0), ("decays_1000_100", 100.0)))
-def test_channels_forget_within_these_numbers_of_tokens(name, last):
-    _, model = pair("gla+silu4", name)
-    gates = [module for module in model.modules() if isinstance(module, SigmoidDecay)]
+@pytest.mark.parametrize("last", (10, 100, 1_000))
+@pytest.mark.parametrize("method", ("gla", "ssd", "gated_delta", "kda", "rwkv7"))
+def test_heads_or_channels_forget_within_these_numbers_of_tokens(method, last):
+    _, model = pair(f"{method}+silu4", f"decays_1000_{last}")
+    gates = [module for module in model.modules() if isinstance(module, DECAYS)]
     assert len(gates) == 4
     for gate in gates:
+        # (heads) or (heads, channels)
         tokens = -1 / gate(torch.zeros(1, 1, 128))[0, :, 0].double()
-        expected = [1_000 * (last / 1_000) ** (i / 31) for i in range(32)]
-        torch.testing.assert_close(tokens, torch.tensor([expected] * 4, dtype=torch.float64), rtol=1e-4, atol=0)
+        expected = torch.logspace(3, math.log10(last), tokens.shape[-1], dtype=torch.float64)
+        torch.testing.assert_close(tokens, expected.expand_as(tokens), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("task", run.TASKS.values(), ids=run.TASKS)
+def test_models_of_every_task_have_variants(task):
+    """However few tokens they know."""
+    gated = [config for config in task.methods.values() if "gated_delta" in config.attention and config.dim <= 128]
+    for config in gated[:1]:
+        variants.VARIANTS["head_norm_eps=1e-2"].model(config)
 
 
 def test_layers_begin_as_nothing():
