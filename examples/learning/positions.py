@@ -211,7 +211,8 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     shown = [run for run in shown if (run["seed"], run["lr"]) == (0, RATE) and run["carry"] in (0, 0.9)]
 
     def name(run: dict[str, Any]) -> str:
-        return run["method"] + f", {run['steps']:,} updates" * (run["steps"] > fewest)
+        longer = f", {run['steps']:,} updates" * (run["steps"] > fewest)
+        return run["method"] + longer + f", context {run['context']:,}" * (run["context"] > shortest)
 
     style = styles(dict.fromkeys(name(run) for run in sorted(shown, key=_place)))
     for axes, (title, curve) in zip(panels, CURVES.items(), strict=True):

@@ -117,3 +117,22 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
 def test_the_demos_files_are_split():
     training, held_out = positions.split()
     assert len(training) > 9 * len(held_out) > 0 and not set(training) & set(held_out)
+
+
+def test_no_two_curves_of_a_picture_look_alike(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("examples.pictures.save", lambda figure, path: figures.append(figure))
+    ranges = [{"from": 0, "to": 256, "bits": 2.0}, {"from": 256, "to": 1_024, "bits": 1.5, "short_past": 0.1}]
+    kinds = [("hybrid", 600, 256), ("softmax", 600, 256), *(("hybrid", 12_000, context) for context in (512, 1_024))]
+    runs = [
+        {"method": method, "steps": steps, "context": context, "carry": carry, "seed": 0, "lr": positions.RATE}
+        | {"ranges": ranges, "repeats": [{"gap": 64, "saved": 0.2}]}
+        for method, steps, context in kinds
+        for carry in (0.0, 0.9)
+    ]
+    positions.draw(runs, tmp_path / "x.svg")
+    curves = [line for line in figures[0].axes[0].lines if len(line.get_xdata()) == len(ranges) and line.get_marker()]
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in curves if line.get_xdata()[0] != 0]
+    assert len(set(looks)) == len(looks) == len(runs)
+    named = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert len(set(named)) == len(named) == len(kinds)
