@@ -187,6 +187,11 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(lines)
 
 
+def with_tables(page: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the page with the table of the runs in the place of what was there."""
+    return replaced(page, "positions", table(runs))
+
+
 def _place(run: dict[str, Any]) -> tuple[int, int, int, float, float]:
     """Return what a row of the table is placed by."""
     return run["steps"], run["context"], list(METHODS).index(run["method"]), run["lr"], run["carry"]
@@ -269,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     append(options.out, train(method, carry, seed, options))
     if options.page:
         runs = read(options.out)
-        options.page.write_text(replaced(options.page.read_text(), "positions", table(runs)))
+        options.page.write_text(with_tables(options.page.read_text("utf-8"), runs), "utf-8")
         draw(runs, options.page.with_name(f"{options.page.stem}-positions.svg"))
 
 

@@ -39,12 +39,10 @@ def spread_decays(model: LanguageModel, *, first: float, last: float) -> None:
     """Begin with α = e^(−1/tokens) from `first` to `last` tokens, the logarithms evenly spaced: a head's channels, or
     the heads where a head has one decay."""
     for module in model.modules():
-        if isinstance(module, HeadDecay):
+        if isinstance(module, HeadDecay | ChannelDecay):
+            count = module.key_dim if isinstance(module, ChannelDecay) else len(module.dt_bias)
             module.A_log.zero_()
-            module.dt_bias.copy_(_rates(module.dt_bias, len(module.dt_bias), first, last).expm1().log())
-        elif isinstance(module, ChannelDecay):
-            module.A_log.zero_()
-            module.dt_bias.copy_(_rates(module.dt_bias, module.key_dim, first, last).expm1().log())
+            module.dt_bias.copy_(_rates(module.dt_bias, count, first, last).expm1().log())
         elif isinstance(module, BoundedDecay):
             module.bias.copy_((_rates(module.bias, module.key_dim, first, last) * math.exp(0.5)).logit())
         elif isinstance(module, SigmoidDecay):

@@ -66,7 +66,7 @@ def begin_sequences(needs: AnyNeeds, gates: AnyGates, first: Bool[Tensor, "b n"]
         return tuple(begin_sequences(part, own, first) for part, own in zip(needs.parts, parts, strict=True))
     if not isinstance(needs, GateNeeds) or not isinstance(gates, Gates) or gates.log_decay is None:
         raise ValueError(
-            "packed sequences need an attention that fades by a gate in every head: gla, ssd, gated_delta, kda or rwkv7"
+            "packed sequences need an attention that fades by a gate in every head, such as gla or gated_delta"
         )
     log_decay = gates.log_decay
     first = first.unsqueeze(1) if log_decay.ndim == 3 else first[:, None, :, None]
