@@ -210,7 +210,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     from examples.pictures import save
 
     plt.rcParams["font.size"] = 11
-    figure, panels = plt.subplots(1, 3, figsize=(16, 4.4), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(18, 4.4), layout="constrained")
     shortest, fewest = (min(run[name] for run in runs) for name in ("context", "steps"))
     shown = [run for run in runs if run["context"] == shortest or run["steps"] > fewest]
     shown = [run for run in shown if (run["seed"], run["lr"]) == (0, RATE) and run["carry"] in (0, 0.9)]
