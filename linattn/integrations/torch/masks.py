@@ -45,6 +45,8 @@ def read_masks(masks: TorchMasks) -> tuple[Bool[Tensor, "b h m"] | None, bool]:
     """Return which keys are present (None: all) and whether attention is causal."""
     present = None if masks.key_padding is None else _visible(masks.key_padding, "key_padding_mask")
     if masks.attn is None or masks.causal:
+        if masks.attn is not None:
+            _check_causal(masks.attn)
         return present, masks.causal
     among, causal = _keys_and_order(_visible(masks.attn, "attn_mask"))
     if among is not None:
@@ -88,13 +90,28 @@ def _visible(mask: Tensor, name: str) -> Tensor:
         return ~mask
     hidden = mask <= _HIDDEN
     plain = (hidden | (mask == 0)).all()
-    message = f"{name} adds to the scores, which only softmax attention has: give a bool mask, or zeros and −inf"
+    _require(plain, f"{name} adds to the scores, which only softmax attention has: give a bool mask, or zeros and −inf")
+    return ~hidden
+
+
+def _check_causal(mask: Tensor) -> None:
+    """Refuse a mask that is not the causal one, as `is_causal` says, by what its last row and two diagonals show: to
+    read all of it would take quadratic time."""
+    diagonal, last, after = mask.diagonal(dim1=-2, dim2=-1), mask[..., -1, :], mask.diagonal(1, dim1=-2, dim2=-1)
+    seen = _visible(torch.cat([diagonal, last], -1), "attn_mask").all()
+    _require(
+        seen & ~_visible(after, "attn_mask").any(),
+        "is_causal=True says that attn_mask is the causal mask, but it hides other keys: hide keys by "
+        "key_padding_mask, or leave is_causal out",
+    )
+
+
+def _require(condition: Tensor, message: str) -> None:
     if torch.compiler.is_compiling():
         # a compiled graph can hold no other check
-        torch._assert_async(plain, message)  # pyright: ignore[reportPrivateImportUsage]
-    elif not plain:
+        torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
+    elif not condition:
         raise ValueError(message)
-    return ~hidden
 
 
 def _keys_and_order(seen: Bool[Tensor, "b h n m"]) -> tuple[Bool[Tensor, "b h m"] | None, bool]:

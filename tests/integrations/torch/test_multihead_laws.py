@@ -115,6 +115,20 @@ def test_causal_by_any_sign_is_the_causal_attention(name, by):
     assert_close(call(told, changed, **masks)[0][:, :6], y[:, :6], rtol=1e-9, atol=1e-12)
 
 
+@every_causal
+def test_a_mask_that_is_causal_by_its_hint_alone_is_refused(name):
+    if name == "softmax" or not traits(name).bidirectional:
+        pytest.skip("softmax reads its mask, and no other method follows the call")
+    _, mine = pair(name, options={"batch_first": True})
+    x, order, far = self_inputs(), causal_mask(N), torch.ones(N, N, dtype=torch.bool).tril(-3)
+    hidden, nothing = torch.arange(N) == 2, torch.zeros(N, N, dtype=torch.bool)
+    for mask in (order | far, order | hidden, nothing, hidden.expand(N, N)):
+        for kind in (mask, torch.zeros(N, N, dtype=torch.float64).masked_fill(mask, -torch.inf)):
+            for need_weights in (True, False):
+                with pytest.raises(ValueError, match="says that attn_mask is the causal mask"):
+                    mine(x, x, x, attn_mask=kind, is_causal=True, need_weights=need_weights)
+
+
 def test_causal_and_padded_in_one_mask():
     _, mine = pair("elu", options={"batch_first": True})
     x, hidden = self_inputs(), torch.arange(N) < 2
