@@ -27,10 +27,10 @@ With `linattn:elu`, later tokens must not change earlier outputs, pieces must ma
 absence, packed documents must equal separate ones, generation with a cache must equal generation without, for beams
 too, a saved folder must load to the same outputs, and the gradients must agree with differences of the loss to 1e-5,
 along a random direction of all weights and along one of those of attention alone.
-In bfloat16, with 64 or 70 tokens, each call of our attention must agree with the same call in float64 to 1 % of its
-largest output. The model's outputs may change by no more than 0.3 % and 1.5 times what they change with its own
-attention (`linattn:softmax`), or with our attention alone computed in float64 (`linattn:elu`), where its own changes
-them by no more than 10 %.
+In bfloat16, with 64 or 70 tokens where a model reads tokens, each call of `linattn:elu` must agree with the same call
+in float64 to 1 % of its largest output. The model's outputs may change by no more than 0.3 % and 1.5 times what they
+change with its own attention (`linattn:softmax`), or with our attention alone computed in float64 (`linattn:elu`),
+where its own changes them by no more than 10 %.
 At the end the model's own attention is set back, and must give its outputs to the bit. A crash, or a check that does
 not end, counts as an internal error if it happens with our attention.
 
