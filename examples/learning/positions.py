@@ -135,9 +135,10 @@ def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> 
     with tempfile.TemporaryDirectory() as folder:
         run = f"{folder}/run"
         words = f"{SIZES} {METHODS[method]} --out {run} --cpu --seed {seed} --depth {options.depth} --steps {steps}"
-        words += f" --context {options.context} --batch {BATCH // options.context} --lr {options.lr}"
+        words += f" --context {options.context} --batch {max(1, BATCH // options.context)} --lr {options.lr}"
         words += f" --evaluate-every {steps} --evaluate-tokens 65536 --save-every {steps} --log-every 100"
         words += f" --carry {carry}" if carry else ""
+        words += f" --segment {options.segment}" if options.segment else ""
         before = time.process_time()
         data = [*map(str, training), *(f"--validation-data={file}" for file in held_out)]
         if status := linattn(["train", *data, *words.split()]):
@@ -151,7 +152,7 @@ def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> 
 
 
 def key(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: getattr(options, name) for name in ("depth", "context", "steps", "lr")}
+    settings = {name: getattr(options, name) for name in ("depth", "context", "segment", "steps", "lr")}
     return {"method": method, "carry": carry, "seed": seed, **settings}
 
 
@@ -164,15 +165,15 @@ def _short(count: int) -> str:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a row per number of updates, context, method, learning rate and share of `--carry`, in this order; seeds
-    are side by side."""
+    """Return a row per number of updates, context and, in brackets, segment, method, learning rate and share of
+    `--carry`, in this order; seeds are side by side."""
     longest = max((run["ranges"] for run in runs), key=len)
     ranges = [label(each) for each in longest]
     worth = [f"past, {label(each)}" for each in longest if "short_past" in each]
     again = [f"again after {_short(gap)}" for gap in GAPS]
     lines = [["method", "updates", "context", "rate", "`--carry`", *ranges, *worth, *again, "CPU s"]]
     in_order = sorted(runs, key=lambda run: (*_place(run), run["seed"]))
-    for (steps, context, _, rate, carry), group in groupby(in_order, key=_place):
+    for (steps, context, segment, _, rate, carry), group in groupby(in_order, key=_place):
         seeds = list(group)
         figures = [_cells(seeds, "ranges", number, "bits", "{:.3f}") for number in range(len(longest))]
         past = [
@@ -182,7 +183,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         ]
         saved = [_cells(seeds, "repeats", number, "saved", "{:+.3f}") for number in range(len(GAPS))]
         seconds = " / ".join(str(run["cpu_seconds"]) for run in seeds)
-        row = [seeds[0]["method"], f"{steps:,}", f"{context:,}", f"{rate:g}", f"{carry:g}" if carry else ""]
+        length = f"{context:,}" + f" ({segment:,})" * (segment > 0)
+        row = [seeds[0]["method"], f"{steps:,}", length, f"{rate:g}", f"{carry:g}" if carry else ""]
         lines.append([*row, *figures, *past, *saved, seconds])
     return markdown(lines)
 
@@ -192,9 +194,10 @@ def with_tables(page: str, runs: Sequence[dict[str, Any]]) -> str:
     return replaced(page, "positions", table(runs))
 
 
-def _place(run: dict[str, Any]) -> tuple[int, int, int, float, float]:
+def _place(run: dict[str, Any]) -> tuple[int, int, int, int, float, float]:
     """Return what a row of the table is placed by."""
-    return run["steps"], run["context"], list(METHODS).index(run["method"]), run["lr"], run["carry"]
+    method, segment = list(METHODS).index(run["method"]), run.get("segment") or 0
+    return run["steps"], run["context"], segment, method, run["lr"], run["carry"]
 
 
 def _cells(runs: Sequence[dict[str, Any]], part: str, number: int, name: str, form: str) -> str:
@@ -260,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--segment", type=int, help="tokens that keep their activations at once (default: all)")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=RATE)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
@@ -270,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for method in options.method:
             for carry in options.carry:
                 wanted = key(method, carry, seed, options)
-                if not any(wanted.items() <= record.items() for record in read(options.out)):
+                if not any(all(run.get(name) == wanted[name] for name in wanted) for run in read(options.out)):
                     append(options.out, train(method, carry, seed, options))
     if options.page:
         runs = read(options.out)

@@ -196,9 +196,9 @@ class PowerLaw(NamedTuple):
         return law._replace(deviation=max(abs(law(x) - y) for x, y in points))
 
 
-def by_size(runs: Sequence[Run], scale: Callable[[Run], float]) -> dict[str, list[tuple[float, float]]]:
+def by_size(runs: Sequence[Run], scale: Callable[[Run], float], seed: int = 0) -> dict[str, list[tuple[float, float]]]:
     """Return for each method of the task of scaling the points (scale, bits) of its sizes, in their order."""
-    runs = sorted(_of_scaling(runs).values(), key=scale)
+    runs = sorted((run for run in _of_scaling(runs) if run["seed"] == seed), key=scale)
     kinds = dict.fromkeys(name.partition(":")[0] for name in library.SCALING.methods)
     points = {
         kind: [(scale(run), run["bits"]) for run in runs if run["method"].partition(":")[0] == kind] for kind in kinds
@@ -206,22 +206,31 @@ def by_size(runs: Sequence[Run], scale: Callable[[Run], float]) -> dict[str, lis
     return {kind: own for kind, own in points.items() if own}
 
 
-def _of_scaling(runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs of the task of scaling with the first seed, by method."""
-    return {run["method"]: run for run in runs if run["task"] == library.SCALING.name and run["seed"] == 0}
+def _of_scaling(runs: Sequence[Run]) -> list[Run]:
+    return sorted((run for run in runs if run["task"] == library.SCALING.name), key=_seed)
 
 
 def scaling_table(runs: Sequence[Run]) -> str:
     """A row for each method, with the bits and the seconds of training of each size, and what the fits say: the
-    exponent, and in brackets the largest distance of a point."""
-    fits = [f"exponent, {name.partition(',')[0]}" for name in SCALES]
-    lines = [["method", *(f"{width} channels" for width in library.WIDTHS), *fits]]
-    laws = [{kind: PowerLaw.fit(own) for kind, own in by_size(runs, scale).items()} for scale in SCALES.values()]
-    for kind in laws[0]:
-        own = [_of_scaling(runs).get(f"{kind}:{width}") for width in library.WIDTHS]
-        figures = ["" if run is None else f"{run['bits']:.3f} ({run['curve'][-1]['seconds']:,.0f} s)" for run in own]
-        lines.append([kind, *figures, *(f"{law[kind].exponent:.3f} ({law[kind].deviation:.3f})" for law in laws)])
+    exponent, and in brackets the largest distance of a point. Seeds are side by side, and each has fits of its own."""
+    runs = _of_scaling(runs)
+    lines = [
+        ["method", *(f"{x} channels" for x in library.WIDTHS), *(f"exponent, {x.partition(',')[0]}" for x in SCALES)]
+    ]
+    for kind in dict.fromkeys(name.partition(":")[0] for name in library.SCALING.methods):
+        sizes = [[run for run in runs if run["method"] == f"{kind}:{width}"] for width in library.WIDTHS]
+        seeds = dict.fromkeys(run["seed"] for own in sizes for run in own)
+        laws = [[PowerLaw.fit(by_size(runs, scale, seed)[kind]) for seed in seeds] for scale in SCALES.values()]
+        measured = [[(f"{run['bits']:.3f}", f"{run['curve'][-1]['seconds']:,.0f}") for run in own] for own in sizes]
+        fitted = [[(f"{law.exponent:.3f}", f"{law.deviation:.3f}") for law in own] for own in laws]
+        if seeds:
+            lines.append([kind, *(_side_by_side(own, " s") for own in measured), *map(_side_by_side, fitted)])
     return markdown(lines)
+
+
+def _side_by_side(pairs: Sequence[tuple[str, str]], unit: str = "") -> str:
+    """Return the first of each pair, and in brackets the second."""
+    return "{} ({}{})".format(*(" / ".join(part) for part in zip(*pairs, strict=True)), unit) if pairs else ""
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -181,10 +181,10 @@ def test_rates_are_compared_after_equal_steps():
     ]
 
 
-def scaling(kind, bits):
+def scaling(kind, bits, seed=0):
     """Runs of a method with sizes of which each has ten times the weights of the one before, and takes twice as long"""
     for i, (width, x) in enumerate(zip(library.WIDTHS, bits, strict=False)):
-        run = fake("scaling", f"{kind}:{width}", 0, []) | {"bits": x, "parameters": 10**i}
+        run = fake("scaling", f"{kind}:{width}", seed, []) | {"bits": x, "parameters": 10**i}
         yield run | {"curve": [{"step": 300, "seconds": 2.0**i, "bits": x}]}
 
 
@@ -206,6 +206,10 @@ def test_scaling_says_what_a_fit_says(tmp_path):
     page = report.with_tables(PAGE, [*runs, other])
     assert page == report.with_tables(PAGE, runs) and "4.000 (1 s)" in page
     assert page.count("| hybrid |") == 1 and page.count("old") == len(NAMES) - 1
+    # a second seed stands beside the first, with a fit of its own
+    *_, both = cells(report.scaling_table([*runs, *scaling("hybrid", (4.0, 1.0), seed=1)]))
+    assert both[1:4] == ["4.000 / 4.000 (1 / 1 s)", "2.000 / 1.000 (2 / 2 s)", "1.000 (4 s)"]
+    assert both[-2] == "0.301 / 0.602 (0.000 / 0.000)"
 
 
 def test_sizes_have_a_column_for_each_time():
