@@ -68,4 +68,4 @@ def model() -> LlamaForCausalLM:
     )
 
 
-TASK = Task(name="byte_lm", steps=1_200, lr=2e-3, window=16, metric="bits", model=model, data=ByteText)
+TASK = Task(name="byte_lm", steps=1_200, lr=2e-3, window=32, metric="bits", model=model, data=ByteText)

@@ -1,4 +1,4 @@
-"""Multi-query associative recall, as in examples/learning: which value came with this key? A window cannot know.
+"""Multi-query associative recall, as in examples/learning: which value came with this key? A short window knows few.
 
 The teacher is a small LFM2: a gated convolution of width 3, which tells each value about the key before it, and one
 attention of one head."""
@@ -58,4 +58,4 @@ def model() -> Lfm2ForCausalLM:
 
 
 # with weight decay, some of the values are never told apart
-TASK = Task(name="recall", steps=700, lr=3e-3, weight_decay=0.0, window=16, metric="accuracy", model=model, data=Recall)
+TASK = Task(name="recall", steps=700, lr=3e-3, weight_decay=0.0, window=32, metric="accuracy", model=model, data=Recall)

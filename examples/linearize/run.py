@@ -36,6 +36,8 @@ TASKS: dict[str, Task] = {
     module.TASK.name: module.TASK for module in (byte_lm, recall, encoder, copy_of_symbols, vision, speech)
 }
 Line = Callable[[str], None]
+# of models from scratch, as of `linattn train`
+SCRATCH_LR = 5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +57,18 @@ ROWS: dict[str, Row] = {
     "linear_5": Row(share=0.05),
     "linear_20": Row(share=0.2),
     "linear_50": Row(share=0.5),
-    "linear_80": Row(share=0.8),
     "kept_20": Row(share=0.2, kept=1),
     "plain_20": Row(share=0.2, window=False),
     "plain_50": Row(share=0.5, window=False),
     "hedgehog_50": Row(method="hedgehog", share=0.5),
+    "delta_20": Row(method="gated_delta", share=0.2),
     "delta_50": Row(method="gated_delta", share=0.5),
     "window_20": Row(method="local", share=0.2),
     "window_50": Row(method="local", share=0.5),
     "teacher_20": Row(method="softmax", as_long_as="linear_20"),
     "teacher_50": Row(method="softmax", as_long_as="linear_50"),
-    "teacher_80": Row(method="softmax", as_long_as="linear_80"),
     "scratch_20": Row(as_long_as="linear_20"),
     "scratch_50": Row(as_long_as="linear_50"),
-    "scratch_80": Row(as_long_as="linear_80"),
 }
 
 
@@ -83,11 +83,12 @@ def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str,
     seconds = next((run["seconds"] for run in runs if _key(run) == (task.name, row.as_long_as, seed)), None)
     if seconds is None:
         raise SystemExit(f"{name} takes as long as {row.as_long_as}, which must be run first")
-    model, frozen = trained, make_teacher(trained)
+    model, frozen, lr = trained, make_teacher(trained), task.lr
     if row.method != "softmax":
-        model = task.model()
-        convert(model, plan(model, data.batch(), method=row.method), [data.batch() for _ in range(4)])
-    taken, steps = fit(model, data, task, seconds=seconds, report=say)
+        model, lr = task.model(), SCRATCH_LR
+        planned = plan(model, data.batch(), method=row.method, window=task.window)
+        convert(model, planned, [data.batch() for _ in range(4)])
+    taken, steps = fit(model, data, task, seconds=seconds, lr=lr, orthogonal=True, report=say)
     return record | {"seconds": round(taken, 1), "steps": steps, "scores": _scores(model, frozen, data)}
 
 

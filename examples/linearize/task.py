@@ -48,7 +48,7 @@ class Task:
     lr: float
     weight_decay: float = 0.1
     window: int
-    """Tokens that local heads see, too few to solve the task."""
+    """Tokens that local heads see, too few to solve the whole task."""
     metric: str
     """The figure of `measure` that the tables show."""
     model: Callable[[], PreTrainedModel]

@@ -1,4 +1,5 @@
-"""One training loop for teachers and controls: AdamW, a short warm-up, a cosine to zero, one thread, one seed."""
+"""One training loop for teachers and controls: a short warm-up, a cosine to zero, one thread, one seed. Teachers take
+steps of AdamW; controls orthogonal ones, as conversions do."""
 
 import math
 import time
@@ -10,6 +11,8 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from examples.linearize.task import Data, Task, measure
+from linattn.console.muon import Muon
+from linattn.linearize.stages import hidden_matrices
 
 Report = Callable[[str], None]
 WARMUP = 0.05
@@ -22,19 +25,26 @@ def fit(
     *,
     steps: int = 10**9,
     seconds: float = math.inf,
+    lr: float,
+    orthogonal: bool = False,
     report: Report = print,
 ) -> tuple[float, int]:
-    """Train on the model's own loss for so many steps, or until they took so many processor seconds; return both."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": task.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.99), fused=True)
+    """Train on the model's own loss for so many steps, or until they took so many processor seconds; return both. The
+    learning rate rises to `lr` and falls to zero. With `orthogonal`, hidden matrices take steps of `Muon`."""
+    hidden = hidden_matrices(model) if orthogonal else set()
+    kinds = [
+        ({"weight_decay": task.weight_decay, "orthogonal": True}, [p for p in model.parameters() if id(p) in hidden]),
+        ({"weight_decay": task.weight_decay}, [p for p in model.parameters() if p.ndim > 1 and id(p) not in hidden]),
+        ({"weight_decay": 0.0}, [p for p in model.parameters() if p.ndim < 2]),
+    ]
+    groups = [{"params": weights, **kind} for kind, weights in kinds if weights]
+    optimizer = Muon(groups, lr=lr, betas=(0.9, 0.99), fused=True)
     taken, step, losses = 0.0, 0, []
     model.train()
     while step < steps and taken < seconds:
         started = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = task.lr * schedule(max((step + 0.5) / steps, taken / seconds))
+            group["lr"] = lr * schedule(max((step + 0.5) / steps, taken / seconds))
         loss = model(**data.batch()).loss
         optimizer.zero_grad()
         loss.backward()
@@ -62,7 +72,7 @@ def teacher(task: Task, seed: int, folder: Path, report: Report = print) -> PreT
     if path.exists():
         return type(model).from_pretrained(path)
     data = task.data(seed)
-    seconds, _ = fit(model, data, task, steps=task.steps, report=report)
+    seconds, _ = fit(model, data, task, steps=task.steps, lr=task.lr, report=report)
     report(f"{path.name}: {measure(model, data.held_out())}, {seconds:.0f} s")
     model.config.training_seconds = round(seconds, 1)
     model.save_pretrained(path)

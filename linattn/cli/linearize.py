@@ -14,7 +14,7 @@ from linattn.data.sources import DATA_HELP
 
 SMALLER = "a lower --batch or --context, --dtype bfloat16, --checkpointing, or --lora,"
 SUMMARY = "turn a pretrained softmax model into a linear one"
-DEFAULT, WINDOW = "taylor2", 16
+DEFAULT, WINDOW = "taylor2", 32
 NEEDED = {"model": "MODEL", "data": "--data", "out": "--out"}
 OF_REPORT = ("command", "report", "model", "data", "validation_data", "cpu")
 """Options that --report takes."""

@@ -72,7 +72,7 @@ def plan(
     *,
     method: str = "taylor2",
     keep: Collection[int] = (),
-    window: int = 16,
+    window: int = 32,
     key_dim: int | None = None,
     convolution: int = 4,
     decay: bool = True,

@@ -86,7 +86,7 @@ def transfer(
     give_own_weights(teacher, weights)
     full_steps = FIRST_STAGE * FULL_STEPS if rates is None else 1.0
     width = _width_factor(model)
-    groups = _groups(model, weights, rates or _scaled(width, width), _hidden_matrices(model))
+    groups = _groups(model, weights, rates or _scaled(width, width), hidden_matrices(model))
     return train(model, objective, batches, groups, budget, full_steps=full_steps)
 
 
@@ -118,7 +118,7 @@ def fine_tune(
         return _add_distance(predict(student, labeled), target, scale, add)
 
     with ExitStack() as stack:
-        weights, hidden = list(model.parameters()), _hidden_matrices(model)
+        weights, hidden = list(model.parameters()), hidden_matrices(model)
         if lora is not None:
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
@@ -216,7 +216,7 @@ def _groups(model: nn.Module, weights: Iterable[nn.Parameter], rates: Rates, hid
     return [group for group in groups if group["params"]]
 
 
-def _hidden_matrices(model: nn.Module) -> set[int]:
+def hidden_matrices(model: nn.Module) -> set[int]:
     """Return the ids of the stock matrices of all linear layers in the model's blocks."""
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     linear = [x for each in blocks for x in each.modules() if isinstance(x, (nn.Linear, Conv1D))]

@@ -1,6 +1,7 @@
 """`linattn linearize`: a folder that transformers loads, a report, refusals, and going on after an interruption."""
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -32,10 +33,10 @@ from transformers import (
     ViTModel,
 )
 
-from linattn.cli.main import main
+from linattn.cli.main import main, make_parser
 from linattn.console.errors import CommandError
 from linattn.integrations.transformers import LinattnForCausalLM
-from linattn.linearize import linearized_layers, training
+from linattn.linearize import linearized_layers, plan, training
 from linattn.linearize.command import result, run
 from linattn.linearize.command.budget import budget_note
 from linattn.linearize.command.text import TrainingBatches
@@ -480,6 +481,13 @@ def test_options_reach_the_stages(model, text, tmp_path, monkeypatch):
     assert (spec.index, spec.window, spec.convolution) == (1, 0, 2)
     assert (rates.stock, rates.new) == pytest.approx((1e-4, 2.5e-4))
     assert given == {"lora": 4, "rows": 3, "steps": 3}
+
+
+def test_the_command_and_the_functions_have_the_same_defaults():
+    of_plan = {name: each.default for name, each in inspect.signature(plan).parameters.items()}
+    of_command = vars(make_parser().parse_args(["linearize", "model", "--data", "text", "--out", "linear"]))
+    shared = of_plan.keys() & of_command.keys() - {"model", "batch"}
+    assert len(shared) >= 4 and {name: of_command[name] for name in shared} == {name: of_plan[name] for name in shared}
 
 
 def test_each_stage_has_a_step_and_both_have_all():

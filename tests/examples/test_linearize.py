@@ -10,6 +10,7 @@ import torch
 
 from examples.linearize import byte_lm, encoder, recall, report, run, speech, vision
 from examples.linearize.task import measure
+from examples.linearize.training import fit
 
 TASKS = {name: replace(task, steps=4) for name, task in run.TASKS.items()}
 
@@ -92,6 +93,19 @@ def test_measure_is_of_all_labels():
     labels = torch.cat([each["labels"] for each in batches])
     expected = float((logits.argmax(-1) == labels).double().mean())
     assert measure(model, batches)["accuracy"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_controls_take_orthogonal_steps_and_teachers_do_not(orthogonal):
+    torch.manual_seed(0)
+    model, task = encoder.model(), replace(encoder.TASK, weight_decay=0.0)
+    matrices = [module.weight for module in model.bert.encoder.modules() if isinstance(module, torch.nn.Linear)]
+    before = [matrix.detach().clone() for matrix in matrices]
+    fit(model, task.data(0), task, steps=1, lr=1e-2, orthogonal=orthogonal)
+    for matrix, old in zip(matrices, before, strict=True):
+        found = torch.linalg.svdvals(matrix.detach() - old)
+        # the first gradients have few directions: a step of AdamW has one that is far larger than the others
+        assert found[0] > 0 and (found.mean() > 0.14 * found[0]) == orthogonal
 
 
 @pytest.fixture(scope="module")

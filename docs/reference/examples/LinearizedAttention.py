@@ -8,4 +8,4 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).eval()
 batches = [{"input_ids": torch.randint(256, (2, 64))}]
 conversion = convert(model, plan(model, batches[0]), batches)
 own: LinearizedAttention = model.model.layers[0].self_attn.linear_attention
-print(own.spec.method, own.spec.window)  # taylor2 16
+print(own.spec.method, own.spec.window)  # taylor2 32
