@@ -91,6 +91,15 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     records = read(out)
     assert [(record["carry"], len(record["ranges"])) for record in records] == [(0, 5), (0.9, 5)]
     assert all([x["gap"] for x in record["repeats"]] == [64, 1024, 4096, 16_384] for record in records)
+    # in segments, the gradients and so the figures are the same
+    command, given = positions.linattn, []
+    monkeypatch.setattr(positions, "linattn", lambda words: given.extend(words) or command(words))
+    positions.main([*arguments[:-4], "0.9", "--segment", "64", "--out", str(out)])
+    assert "--segment 64" in " ".join(given) and "--carry 0.9" in " ".join(given)
+    segments = read(out)[-1]
+    assert segments["segment"] == 64 and len(read(out)) == 3
+    for cut, whole in zip(segments["ranges"], records[1]["ranges"], strict=True):
+        assert cut["bits"] == pytest.approx(whole["bits"], abs=2e-3)
     # the same run with more updates, and two that no picture shows
     append(out, records[0] | {"steps": 2_000})
     append(out, records[0] | {"context": 512})
@@ -98,7 +107,7 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(positions, "train", lambda *_: pytest.fail("run twice"))
     positions.main([*arguments, "--page", str(page)])
     torch.set_num_threads(threads)
-    head, _, first, second, *others = [line.split(" | ") for line in page.read_text().splitlines()[2:9]]
+    head, _, first, second, *others = [line.split(" | ") for line in page.read_text().splitlines()[2:10]]
     assert head[5:8] == ["0–256", "256–1 k", "1 k–4 k"] and "past, 1 k–4 k" in head
     assert head[-5:-1] == ["again after 64", "again after 1 k", "again after 4 k", "again after 16 k"]
     assert [float(cell) for cell in first[-5:-1]] == pytest.approx(
@@ -106,8 +115,8 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     )
     assert first[1:5] == ["1", "256", "0.005", ""] and float(first[5]) > 5
     assert second[1:5] == ["1", "256", "0.005", "0.9"]
-    rows = [["1", "256", "0.5", ""], ["1", "512", "0.005", ""], ["2,000", "256", "0.005", ""]]
-    assert [row[1:5] for row in others] == rows and others[0][5] == "77.000"
+    rows = [["1", "256", "0.5", ""], ["1", "256 (64)", "0.005", "0.9"], ["1", "512", "0.005", ""]]
+    assert [row[1:5] for row in others] == [*rows, ["2,000", "256", "0.005", ""]] and others[0][5] == "77.000"
     picture = (tmp_path / "page-positions.svg").read_text()
     assert ">local+elu<" in picture and ">local+elu, 2,000 updates<" in picture
     # the tick of an axis that reaches them
