@@ -3,8 +3,8 @@
     python benchmarks/compiled.py [--repeats 9]
 
 Training steps of small language models and of attention with exponential features are compiled; causal attention with
-elu + 1 is exported for any length. Times are processor times of one thread in milliseconds, medians of turns: a machine
-that is slow for a while is then slow for both."""
+elu + 1 is exported for any length. Times are those of one thread in milliseconds, medians of turns: a machine that is
+slow for a while is then slow for both."""
 
 import argparse
 import statistics
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn import InnerAttention, LanguageModel, LanguageModelConfig, named_attention
+from linattn.cli.bench.measure import interleaved_times
 
 HEADS, HEAD_DIM = 8, 64
 MODELS, MODEL_TOKENS = ("elu", "local+elu"), 512
@@ -41,16 +42,8 @@ def exported(module: nn.Module) -> nn.Module:
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median processor time of each call; they take turns."""
-    turns = []
-    for _ in range(repeats):
-        times = []
-        for call in calls:
-            start = time.process_time()
-            call()
-            times.append(1e3 * (time.process_time() - start))
-        turns.append(times)
-    return [statistics.median(times) for times in zip(*turns, strict=True)]
+    times = interleaved_times(dict(enumerate(calls)), repeats)
+    return [1e3 * statistics.median(each) for each in times.values()]
 
 
 def compare_compiled(name: str, module: nn.Module, given: Sequence[Tensor], tokens: int, repeats: int) -> None:

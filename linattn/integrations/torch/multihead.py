@@ -31,9 +31,9 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     A state_dict of `nn.MultiheadAttention` loads strictly; parameters of `inner` then keep their values.
 
     - An `inner` that was made causal is so in every call. Another one follows the call: `is_causal=True`, with or
-      without the mask itself (its diagonals and last row are checked), or an `attn_mask` that is the causal mask. A
-      mask that hides the same keys from all queries is understood too; other masks, and those that add to scores, need
-      softmax.
+      without the mask itself (its last row and the key after each query are checked), or an `attn_mask` that is the
+      causal mask. A mask that hides the same keys from all queries is understood too; other masks, and those that add
+      to scores, need softmax.
     - `need_weights=True`, torch's default, returns the exact n × m matrix of the method's weights, at quadratic cost
       (for Linformer over its r projected keys, n × r, without dropout). `return_weights=False` never does, for models
       that ignore the weights but do not pass `need_weights=False`.
