@@ -129,6 +129,46 @@ def test_a_mask_that_is_causal_by_its_hint_alone_is_refused(name):
                     mine(x, x, x, attn_mask=kind, is_causal=True, need_weights=need_weights)
 
 
+@pytest.mark.parametrize("kind", ["bool", "float", "each head", "hides keys", "hides keys and pads"])
+def test_a_mask_beside_a_causal_softmax_hides_more(kind):
+    """As torch's own with the two masks in one, whether weights are wanted or not."""
+    theirs = nn.MultiheadAttention(DIM, HEADS, batch_first=True, dtype=torch.float64)
+    mine = TorchMultiheadAttention(
+        DIM, HEADS, inner=linattn.SoftmaxAttention(causal=True), batch_first=True, dtype=torch.float64
+    )
+    mine.load_state_dict(theirs.state_dict())
+    x, hidden = self_inputs(), torch.rand(BATCH * HEADS, N, N) < 0.5
+    hidden[:, :, 0] = False
+    if "keys" in kind:
+        hidden = (torch.arange(N) == 3).expand(N, N)
+    elif kind != "each head":
+        hidden = hidden[0]
+    own = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf) if kind == "float" else hidden
+    padding = (torch.arange(N) == 4).expand(BATCH, N) if "pads" in kind else None
+    expected, weights = theirs(
+        x, x, x, attn_mask=hidden | causal_mask(N), key_padding_mask=padding, average_attn_weights=False
+    )
+    for need_weights in (True, False):
+        y, found = mine(
+            x, x, x, attn_mask=own, key_padding_mask=padding, need_weights=need_weights, average_attn_weights=False
+        )
+        assert_close(y, expected)
+        assert found is None or assert_close(found, weights) is None
+
+
+@every_causal
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_that_are_wanted_change_no_output(name, causal):
+    if not (causal or traits(name).bidirectional):
+        pytest.skip("this method is causal only")
+    inner = named_attention(name, causal=causal, num_heads=HEADS, head_dim=DIM // HEADS, window=3, max_length=40)
+    mine = TorchMultiheadAttention(DIM, HEADS, inner=inner, batch_first=True, dtype=torch.float64)
+    x, hidden = self_inputs(), torch.arange(N) == 2
+    for masks in ({}, {"key_padding_mask": hidden.expand(BATCH, N)}, {"attn_mask": hidden.expand(N, N)}):
+        y, _ = mine(x, x, x, need_weights=True, **masks)
+        assert_close(mine(x, x, x, need_weights=False, **masks)[0], y)
+
+
 def test_causal_and_padded_in_one_mask():
     _, mine = pair("elu", options={"batch_first": True})
     x, hidden = self_inputs(), torch.arange(N) < 2
