@@ -42,5 +42,7 @@ def next_token_loss(
         targets = pack(tokens.unsqueeze(-1), everything).squeeze(-1)[:, 1:]
         targets = targets.masked_fill(~present, ignore_index)
         logits = pack(logits, inputs)
+    # a sum of many tokens is too large for half precision
+    logits = logits.float() if logits.element_size() < 4 else logits
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum")
     return total / (targets != ignore_index).sum().clamp(min=1)

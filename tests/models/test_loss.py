@@ -37,6 +37,19 @@ def test_some_tokens_do_not_count():
     assert_close(next_token_loss(logits, tokens), F.cross_entropy(logits[kept], tokens[:, 1:][kept]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_long_text_in_half_precision_loses_nothing(dtype):
+    """Its sum is beyond float16's largest number, and has three digits in bfloat16."""
+    logits, tokens = torch.randn(2, 19_999, 64, dtype=dtype, requires_grad=True), torch.randint(64, (2, 20_000))
+    exact = logits.detach().double().requires_grad_()
+    found, expected = next_token_loss(logits, tokens), next_token_loss(exact, tokens)
+    assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=0)
+    gradients = torch.autograd.grad(found, logits)[0], torch.autograd.grad(expected, exact)[0].to(dtype)
+    # a rounding, down to the smallest number that the dtype has
+    spacing = torch.finfo(dtype).eps * max(float(gradients[1].abs().max()), torch.finfo(dtype).smallest_normal)
+    assert_close(*gradients, rtol=0, atol=spacing)
+
+
 def test_nothing_to_learn_is_zero():
     logits, tokens = example()
     logits.requires_grad_()
