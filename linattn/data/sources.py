@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -93,7 +94,7 @@ def _reader_of(file: Path) -> Callable[[Path, str], Iterator[Any]] | None:
 
 def _json_lines(file: Path, field: str) -> Iterator[Any]:
     opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rb") as lines, explained(f"{file} is damaged", EOFError, gzip.BadGzipFile):
+    with opened(file, "rb") as lines, explained(f"{file} is damaged", EOFError, gzip.BadGzipFile, zlib.error):
         for number, line in enumerate(lines, 1):
             with explained(f"{file}, row {number} is no JSON", ValueError):
                 # an empty line, such as the last one may be, is an empty document

@@ -125,8 +125,11 @@ def test_damaged_and_mixed_data_are_told(tmp_path):
     (tmp_path / "README.md").write_text("Read me.")
     mixed = refusal(str(tmp_path), tmp_path)
     assert re.search(r"text, such as .*README.md, beside rows, such as those of .*a.parquet", mixed)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "right"}\n' * 99)[:-9])
-    assert "a.jsonl.gz is damaged" in refusal(str(tmp_path / "a.jsonl.gz"), tmp_path)
+    right = gzip.compress(b'{"text": "right"}\n' * 99)
+    # cut off, and without the beginning of what is compressed
+    for wrong in (right[:-9], right[:10] + b"\xff" * 8 + right[18:]):
+        (tmp_path / "a.jsonl.gz").write_bytes(wrong)
+        assert "a.jsonl.gz is damaged" in refusal(str(tmp_path / "a.jsonl.gz"), tmp_path)
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
     assert "has several splits: name one of " in (told := refusal(str(tmp_path / "splits"), tmp_path))
