@@ -30,6 +30,9 @@ class TextCoder:
         with extra("cli"):
             from tokenizers import Tokenizer
         self.tokenizer: Any = Tokenizer.from_file(str(model.tokenizer_file))
+        # a file may say that all texts become as long
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         separator = self.tokenizer.token_to_id(SEPARATOR)
         self.stop_tokens = () if separator is None else (separator,)
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from linattn.cli.generate import text as written
 from linattn.cli.main import main
@@ -66,6 +67,17 @@ def test_the_library_generates_from_text(finished, text, tokenizer, tmp_path, ca
     model.tokenizer_file = None
     with pytest.raises(ValueError, match="no tokenizer"):
         generate(model, "the cat", max_new_tokens=5)
+
+
+def test_the_settings_of_a_batch_cut_and_fill_no_text(finished, tokenizer, tmp_path):
+    backend = Backend.from_file(str(tokenizer))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    model = LanguageModel.load(finished)
+    model.tokenizer_file = tmp_path / "tokenizer.json"
+    (found,) = TextCoder(model).encode(["the cat sat on a mat"], begins=False)
+    assert found == Tokenizer(tokenizer).encode(b"the cat sat on a mat")
 
 
 def test_the_same_seed_writes_the_same(finished, capsys):
