@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,8 @@ def _run_pretrained(arguments: argparse.Namespace, prompt: str) -> int:
     with explained("this cannot be generated", ValueError, RuntimeError, TypeError):
         sampling = Sampling(**{name: getattr(arguments, name) for name in SAMPLING})
         pieces = pretrained.generated(arguments.folder, prompt, arguments, sampling, times)
-        _write(TextStream(lambda piece: piece or "", stops=[arguments.stop]).read(pieces) if arguments.stop else pieces)
+        shown, stops = next(pieces), [arguments.stop] if arguments.stop else []
+        _write(chain([shown], TextStream(lambda piece: piece or "", stops=stops).read(pieces)))
     print(_speed(times), file=sys.stderr)
     return 0
 

@@ -103,8 +103,8 @@ class PretrainedVocabulary:
 def generated(
     folder: Path, prompt: str, arguments: argparse.Namespace, sampling: Sampling, times: list[float]
 ) -> Iterator[str]:
-    """Yield the prompt and the new text, or the new text only with `arguments.chat`, which takes the prompt as a user's
-    message. Append the times at which the model began and tokens came to `times`."""
+    """Yield the prompt, then the new text in pieces. With `arguments.chat`, which takes the prompt as a user's message,
+    the first is empty. Append the times at which the model began and tokens came to `times`."""
     model, vocabulary = _load(folder, arguments)
     message = [{"role": "user", "content": prompt}]
     tokens = torch.tensor([vocabulary.chat(message) if arguments.chat else vocabulary.prompt(prompt)])
@@ -133,10 +133,16 @@ def generated(
             errors.append(error)
             streamer.end()
 
+    # the streamer's text has the prompt, too, as what a token means may depend on those before it
+    shown = "" if arguments.chat else vocabulary.tokenizer.decode(tokens[0], skip_special_tokens=True)
+    yield shown
+    left = len(shown)
     times.append(time.perf_counter())
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield from streamer
+    for piece in streamer:
+        yield piece[left:]
+        left = max(0, left - len(piece))
     thread.join()
     if errors:
         raise errors[0]

@@ -60,6 +60,8 @@ def test_a_seed_writes_the_same_and_stop_ends_the_text(linear, capsys):
     stop = text.removeprefix("the cat")[3]
     stopped = output(capsys, "generate", linear, *seeded, "--stop", stop)
     assert stopped == "the cat" + text.removeprefix("the cat").partition(stop)[0] + "\n"
+    # but not one in the prompt
+    assert output(capsys, "generate", linear, *seeded, "--stop", "the").startswith("the cat" + text[len("the cat")])
 
 
 def test_a_text_that_was_read_goes_on(linear, finished, tmp_path, capsys):
