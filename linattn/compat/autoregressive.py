@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linattn.checks import check_types
-from linattn.generation.sampling import Sampling, nucleus, penalised
+from linattn.generation.sampling import Sampling, k_largest, nucleus, penalised
 from linattn.generation.streams import stream
 from linattn.models.loss import next_token_loss
 from linattn.nn.branch import Call
@@ -28,15 +28,20 @@ LogitsOrLoss = Float[Tensor, "..."]
 @check_types
 def top_k(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
     """Keep the logits of the most likely tokens, a share of 1 − thres of all, but at least one; others become −∞."""
-    k = max(1, round((1 - thres) * logits.shape[-1]))
-    values, indices = logits.topk(k)
-    return torch.full_like(logits, -torch.inf).scatter(-1, indices, values)
+    _check_share(thres)
+    return k_largest(logits, max(1, round((1 - thres) * logits.shape[-1])))
 
 
 @check_types
 def top_p(logits: Float[Tensor, "b v"], thres: float = 0.9) -> Float[Tensor, "b v"]:
     """Keep the logits of the fewest tokens that together reach the probability thres; others become −∞."""
+    _check_share(thres)
     return nucleus(logits, thres)
+
+
+def _check_share(thres: float) -> None:
+    if not 0 <= thres <= 1:
+        raise ValueError(f"thres must be in [0, 1], but is {thres}")
 
 
 class SamplingOptions(NamedTuple):
@@ -106,7 +111,7 @@ class WrapperBase(nn.Module, ABC):
         rows: list[list[int]] = [row[kept].tolist() for row, kept in zip(tokens, present, strict=True)]
         new: list[list[int]] = [[] for _ in rows]
         ended = [False] * len(rows)
-        longest = self.net.max_length if self.slides else None
+        longest = self.max_seq_len if self.slides and self.net.max_length is not None else None
         options: dict[str, Any] = {"sampling": sampling.sampling(rows)}
         options["stop_tokens"] = () if eos_token is None else (eos_token,)
         if call.context is not None:

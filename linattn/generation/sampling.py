@@ -13,6 +13,8 @@ from linattn.checks import check_fields, check_sizes
 Logits = Float[Tensor, "b v"]
 # True for the tokens that a row has
 Seen = Bool[Tensor, "b v"]
+LEAST_TEMPERATURE = 1e-30
+"""Logits up to 10⁸ divided by it are finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Sampling:
 
     `temperature` divides the logits; 0 takes the most likely token. `top_k` keeps the k most likely, `top_p` the fewest
     that reach probability p together, `min_p` those with at least p times the probability of the most likely one
-    (these three need a temperature above 0), `filter` is any function of logits to logits.
+    (these three need a temperature above 0), `filter` is any function of logits to logits, at any temperature.
     `repetition_penalty` concerns the tokens that were there before, in the prompt too: it divides positive logits and
     multiplies negative ones, so 1 does nothing (Keskar et al., https://arxiv.org/abs/1909.05858)."""
 
@@ -34,8 +36,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and not negative, but is {self.temperature}")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            wanted = f"0, for the most likely token, or finite and at least {LEAST_TEMPERATURE}"
+            raise ValueError(f"temperature must be {wanted}, but is {self.temperature}")
         if self.top_k is not None:
             check_sizes(top_k=self.top_k)
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
@@ -60,28 +63,32 @@ def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Genera
 
 
 def most_likely(logits: Logits, sampling: Sampling, seen: Seen) -> Int[Tensor, " b"]:
-    return penalised(logits.float(), seen, sampling.repetition_penalty).argmax(-1)
+    logits = penalised(logits.float(), seen, sampling.repetition_penalty)
+    return (logits if sampling.filter is None else _shares(logits, sampling.filter)).argmax(-1)
 
 
 def probabilities(logits: Logits, sampling: Sampling, seen: Seen) -> Logits:
     """Return the distributions that tokens are drawn from; the temperature must not be 0."""
     logits = penalised(logits.float(), seen, sampling.repetition_penalty) / sampling.temperature
     if sampling.top_k is not None:
-        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
+        logits = k_largest(logits, min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p is not None:
         logits = nucleus(logits, sampling.top_p)
     if sampling.min_p is not None:
         least = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill(logits < least, -math.inf)
-    if sampling.filter is not None:
-        shape, logits = logits.shape, sampling.filter(logits)
+    return _shares(logits, sampling.filter)
+
+
+def _shares(logits: Logits, filter: Callable[[Tensor], Tensor] | None) -> Logits:
+    if filter is not None:
+        shape, logits = logits.shape, filter(logits)
         if not isinstance(logits, Tensor) or logits.shape != shape:
             came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
     shares = logits.softmax(-1)
     if not shares.isfinite().all():
-        origin = "model" if sampling.filter is None else "model, or the filter,"
+        origin = "model" if filter is None else "model, or the filter,"
         raise ValueError(f"the logits of the {origin} hold NaN or +∞, or −∞ for every token: nothing can be drawn")
     return shares
 
@@ -91,6 +98,12 @@ def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:
     if penalty == 1:
         return logits
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def k_largest(logits: Logits, k: int) -> Logits:
+    """Remove all but k of the most likely tokens; of tokens that are equally likely, some are kept."""
+    values, places = logits.topk(k)
+    return torch.full_like(logits, -math.inf).scatter_(-1, places, values)
 
 
 def nucleus(logits: Logits, top_p: float) -> Logits:

@@ -19,6 +19,7 @@ SAMPLINGS = (
     Sampling(temperature=1.5),
     Sampling(temperature=2.0, top_k=5, repetition_penalty=0.8),
     Sampling(temperature=1.0, filter=lambda logits: logits.flip(-1)),
+    Sampling(filter=lambda logits: logits.flip(-1)),
 )
 
 

@@ -3,8 +3,8 @@ import torch
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from linattn.generation import Sampling, decoding, generate, stream
-from linattn.generation.sampling import draw
+from linattn.generation import PromptLookup, Sampling, decoding, generate, stream
+from linattn.generation.sampling import draw, probabilities
 from tests.models.causal import VOCABULARY, every_kind, small_model, some_tokens
 
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0], [5, 5], [7, 1, 7, 1, 7, 1, 7, 1]]
@@ -173,7 +173,8 @@ nan, inf = float("nan"), float("inf")
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"temperature": value} for value in (-1.0, nan, inf)),
+        # the logits divided by the last one would overflow
+        *({"temperature": value} for value in (-1.0, nan, inf, 1e-40)),
         *({"top_k": value} for value in (0, -1)),
         *({"top_p": value} for value in (0.0, -0.5, 1.5, nan)),
         *({"repetition_penalty": value} for value in (0.0, -1.0, nan, inf)),
@@ -218,11 +219,42 @@ def frequencies(sampling: Sampling, seen: list[int] = []) -> torch.Tensor:  # no
         # top_p sees what temperature and top_k leave: of four tokens at temperature 2, three reach 0.85
         (Sampling(temperature=2.0, top_k=4, top_p=0.85), [1, 0.5, 0, -inf, -inf]),
         (Sampling(temperature=0.0), [0, -inf, -inf, -inf, -inf]),
+        (Sampling(temperature=1e-30), [0, -inf, -inf, -inf, -inf]),
+        (Sampling(filter=lambda logits: -logits), [-inf, -inf, -inf, -inf, 0]),
+        (Sampling(temperature=1.0, filter=lambda logits: -logits), [-2, -1, 0, 1, 2]),
     ],
 )
 def test_draws_have_their_distribution(sampling, logits):
     expected = torch.tensor(logits, dtype=torch.float32).softmax(-1)
     assert_close(frequencies(sampling), expected, rtol=0, atol=0.006)
+
+
+def test_of_equally_likely_tokens_top_k_keeps_k():
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    shares = probabilities(logits, Sampling(temperature=1.0, top_k=2), torch.zeros(1, 4, dtype=torch.bool))
+    assert sorted(shares[0].tolist()) == [0, 0, 0.5, 0.5] and shares[0, 0] == 0
+
+
+@pytest.mark.parametrize("draft", [None, PromptLookup()])
+def test_a_filter_chooses_what_is_likeliest(draft):
+    """Of the tokens from 8 on, as the largest logit of these, with a draft too."""
+    model, prompt = small_model(elu), [1, 2, 3, 1, 2, 3]
+
+    def few(logits):
+        return logits.index_fill(1, torch.arange(8), -inf)
+
+    (new,) = generate(model, [prompt], max_new_tokens=9, sampling=Sampling(filter=few), draft=draft)
+    logits = model(torch.tensor([prompt + new[:-1]]))
+    assert new == (logits[0, 5:, 8:].argmax(-1) + 8).tolist()
+    assert new != generate(model, [prompt], max_new_tokens=9)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [nan, -inf])
+def test_a_filter_that_leaves_nothing_is_refused(temperature, value):
+    sampling = Sampling(temperature=temperature, filter=lambda logits: torch.full_like(logits, value))
+    with pytest.raises(ValueError, match="the logits of the model, or the filter, hold NaN"):
+        generate(small_model(elu), [[1, 2]], max_new_tokens=1, sampling=sampling)
 
 
 def test_the_penalty_concerns_what_was_seen():

@@ -202,7 +202,7 @@ WRONG = [
     *({name: value} for name in GOOD for value in (None, 3.5, True, {}) if (name, value) != ("max_tokens", None)),
     *({"prompt": value} for value in ([], [257], [-1], [1.5], [2**70], ["x", 1], ["x", []], [[]], [[1], []], [[257]])),
     *({"max_tokens": value} for value in (0, -1, 5001, "3")),
-    *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot")),
+    *({"temperature": value} for value in (-1, 1e-40, float("nan"), float("inf"), "hot")),
     *({"top_p": value} for value in (0, 1.5, "x")),
     *({"stop": value} for value in ("", 3, ["a", ""], list("abcde"))),
     *(

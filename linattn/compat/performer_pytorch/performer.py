@@ -94,6 +94,11 @@ class PerformerLM(TokenModel, Redrawing):
         self.norm = nn.LayerNorm(options.dim)
         self.head = None if self.tied else nn.Linear(options.dim, options.num_tokens)
 
+    @property
+    def max_length(self) -> int | None:
+        # a grid of positions may have more places
+        return None if self.positions.max_length is None else self.max_seq_len
+
     def get_stack(self) -> nn.Module:
         return self.performer.net
 

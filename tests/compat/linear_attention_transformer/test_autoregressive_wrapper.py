@@ -92,9 +92,11 @@ def test_masked_prompts_are_shorter_prompts():
 
 
 @pytest.mark.parametrize("n", [28, 32, 40])
-def test_goes_on_where_positions_end(n):
-    """With the last max_seq_len tokens, as a prompt of the package's own example is as long as that."""
-    net, prompts = lm(depth=1, **README), some_tokens(n)
+@pytest.mark.parametrize("max_seq_len", [32, 29])
+def test_goes_on_where_positions_end(n, max_seq_len):
+    """With the last max_seq_len tokens, as a prompt of the package's own example is as long as that. A grid of windows
+    has places for 32."""
+    net, prompts = lm(depth=1, max_seq_len=max_seq_len, **README), some_tokens(n)
     new = AutoregressiveWrapper(net).generate(prompts, 8, temperature=0)
     for row, prompt in zip(new, prompts, strict=True):
         assert torch.equal(row, greedily(net, prompt, 8))
@@ -145,6 +147,13 @@ def test_filters_choose_what_may_be_drawn():
 
     new = AutoregressiveWrapper(net).generate(some_tokens(3), 5, filter_logits_fn=only_four, filter_thres=0.25)
     assert (new == 4).all() and seen == [0.25] * 5
+
+
+@pytest.mark.parametrize("keep", [top_k, top_p])
+@pytest.mark.parametrize("thres", [-0.5, 1.5])
+def test_a_share_beyond_all_is_refused(keep, thres):
+    with pytest.raises(ValueError, match=r"thres must be in \[0, 1\], but is"):
+        keep(torch.zeros(1, 4), thres=thres)
 
 
 def test_temperature_comes_before_the_filter():

@@ -239,6 +239,7 @@ class TestErrors:
 def test_sinusoids_go_on_past_the_longest_training_sequence():
     model = make(causal=True, max_seq_len=8)
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=20)[0]) == 20
-    model = make(causal=True, max_seq_len=8, rotary_position_emb=False)
-    with pytest.raises(ValueError, match="end at 8"):
-        generate(model, [[1, 2, 3]], max_new_tokens=20)
+    for axial in (False, True):
+        model = make(causal=True, max_seq_len=8, rotary_position_emb=False, axial_position_emb=axial)
+        with pytest.raises(ValueError, match="end at 8"):
+            generate(model, [[1, 2, 3]], max_new_tokens=20)
