@@ -168,5 +168,6 @@ def _pixels(x: Float[Tensor, "b hd h w"], heads: int) -> Float[Tensor, "b heads 
 def _key_mask(keys: list[tuple[Tensor, Tensor, Tensor | None]]) -> Bool[Tensor, "b 1 n"] | None:
     if all(mask is None for _, _, mask in keys):
         return None
-    masks = [k.new_ones(len(k), *k.shape[2:], dtype=torch.bool) if mask is None else mask for k, _, mask in keys]
+    whole = torch.ones((), dtype=torch.bool, device=keys[0][0].device)
+    masks = [(whole if mask is None else mask).expand(len(k), *k.shape[2:]) for k, _, mask in keys]
     return torch.cat([mask.flatten(1) for mask in masks], 1).unsqueeze(1)

@@ -103,6 +103,10 @@ def test_a_context_of_pixels_and_its_mask():
     assert_close(attention(x, pixels), attention(x, pixels.unsqueeze(2)))
     mask = torch.arange(9).expand(2, -1) < 4
     assert_close(attention(x, pixels, context_mask=mask), attention(x, pixels[..., :4]))
+    # of one mask for all images, of the image or of its context
+    assert_close(attention(x, pixels, context_mask=mask[:1]), attention(x, pixels, context_mask=mask))
+    own = torch.rand(1, 6, 11) < 0.7
+    assert_close(attention(x, pixels, mask=own), attention(x, pixels, mask=own.expand(2, -1, -1)))
     # of the image, all pixels are masked, of the context, some
     nothing = torch.zeros(2, 6, 11, dtype=torch.bool)
     assert torch.isfinite(attention(x, pixels, mask=nothing, context_mask=mask)).all()
