@@ -32,6 +32,14 @@ def check_numbers(*, least: float = 0.0, **numbers: object) -> None:
             raise ValueError(f"{name} must be a finite number of at least {least:g}, but is {number!r}")
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of another package, such as numpy, as one of Python, which JSON can hold, and all else as it
+    is."""
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 def given(**options: Any) -> dict[str, Any]:
     """Return the options that are not None."""
     return {name: option for name, option in options.items() if option is not None}

@@ -13,7 +13,7 @@ import torch
 
 from linattn.attention.gates import needs_strength
 from linattn.attention.named import named_attention
-from linattn.checks import check_numbers, check_sizes, check_type
+from linattn.checks import check_numbers, check_sizes, check_type, plain_number
 from linattn.models.presets import PRESETS
 from linattn.names import did_you_mean, unknown_name
 from linattn.nn import GatedConvolution, MultiheadAttention
@@ -117,7 +117,9 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _check_field(each, getattr(self, each.name))
+            value = plain_number(getattr(self, each.name))
+            _check_field(each, value)
+            object.__setattr__(self, each.name, value)
         _check_combinations(self)
         _check_layers(self)
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types, plain_number
 from linattn.files import atomic_file, safetensors_library, write_tensors
 from linattn.models.storage import check_version
 from linattn.ops.nested import map_state
@@ -52,12 +52,17 @@ def save_state(
     """Write the state to a file. The file takes its name `path` when all of it is on the disk.
 
     `model` is the module that the state belongs to, such as a language model: only this module will be able to load the
-    state. It is None for the state of an operator. `num_tokens` is the number of tokens that were read; `notes` are any
+    state (and for a module that is no language model, any of its class with its weights). It is None for the state of
+    an operator. `num_tokens` is the number of tokens that were read; `notes` are any
     strings by name."""
+    if num_tokens is not None:
+        check_sizes(least=0, num_tokens=num_tokens)
+    if wrong := [note for note in (notes or {}).items() if not all(isinstance(part, str) for part in note)]:
+        raise ValueError(f"notes must be strings by name, but {wrong[0][0]!r} is {wrong[0][1]!r}")
     tensors: dict[str, Tensor] = {}
     tree, config = _described(held_state(state), "state", tensors), options_of(model)
     kind, weights = (None, None) if model is None else (type(model).__name__, fingerprint(model))
-    file = StateFile(num_tokens, count_rows(state), kind, config, weights, notes, __version__)
+    file = StateFile(plain_number(num_tokens), count_rows(state), kind, config, weights, notes, __version__)
     described = {"format": FORMAT, "tree": tree, **file._asdict()}
     text = json.dumps(described | {"digest": _digest(described, tensors)}, sort_keys=True)
     with atomic_file(Path(path)) as partial:
@@ -66,7 +71,8 @@ def save_state(
 
 def load_state(path: str | os.PathLike[str], *, model: nn.Module | None) -> Any:
     """Return the state in the file `path`, on the device of `model`. Pass the model with which the state was saved: one
-    of the same class, configuration and weights, or None for a state that was saved without a model.
+    of the same class and weights, a language model of the same configuration, or None for a state that was saved
+    without a model.
 
     Raises ValueError if the file is damaged, altered, of a later version, or of another model."""
     path = Path(path)

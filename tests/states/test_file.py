@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from torch.testing import assert_close
 
 import linattn
-from linattn import LinearState, states
+from linattn import LanguageModel, LanguageModelConfig, LinearState, states
 from linattn.models import storage
 from linattn.ops.nested import map_state
 from linattn.states import file as state_file
@@ -21,6 +22,13 @@ from tests.processes import needs_processes, run_in_another
 from tests.states.test_rows import assert_same, tensors
 
 ELU = {"attention": "local+elu"}
+NUMBERS = {
+    "vocab_size": numpy.int64(7),
+    "dim": numpy.int32(8),
+    "depth": 1,
+    "num_heads": 2,
+    "dropout": numpy.float32(0.5),
+}
 
 
 @every_kind
@@ -47,6 +55,24 @@ def test_save_and_load_change_nothing(options, tmp_path):
         and described.rows == 2
         and described.config == json.loads(json.dumps(model.config.to_dict()))
     )
+
+
+def test_numbers_of_other_packages_are_numbers(tmp_path):
+    """A count of numpy, in an option of a model or of a state."""
+    model, path = LanguageModel(LanguageModelConfig(**NUMBERS)), tmp_path / "text.state"
+    model.save(tmp_path / "model")
+    assert LanguageModel.load(tmp_path / "model").config == model.config
+    state = model.extend(some_tokens(1, 3) % 7)[1]
+    states.save_state(state, path, model=model, num_tokens=numpy.int64(3))
+    assert states.describe_state(path).num_tokens == 3
+
+
+@pytest.mark.parametrize("wrong", [{"num_tokens": -5}, {"notes": {"a": 1}}, {"notes": {1: "a"}}], ids=str)
+def test_wrong_descriptions_are_refused(wrong, tmp_path):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        states.save_state(operator_state(), tmp_path / "text.state", model=None, **wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def operator_state():
