@@ -27,11 +27,17 @@ def compress(state: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
 
     `restore` returns a state that can be extended, which differs by the rounding, at most 1/256, 1/2048 and 1/254 of a
     vector's largest number. Rows of a compressed state can be selected, joined, repeated and saved like those of any
-    other. Numbers that `dtype` cannot hold, such as −inf in int8, stay as they are."""
+    other. Tensors that `dtype` cannot hold, such as −inf in int8 or vectors of tiny numbers in float16, stay as they
+    are."""
+    check_compact(dtype)
+    return map_state(lambda x: _compressed(x, dtype), restore(state))
+
+
+def check_compact(dtype: torch.dtype) -> None:
+    """Raise ValueError for a dtype that no state is compressed to."""
     if dtype not in COMPACT:
         names = ", ".join(str(x).removeprefix("torch.") for x in COMPACT)
         raise ValueError(f"a state is compressed to one of {names}, but dtype is {dtype}")
-    return map_state(lambda x: _compressed(x, dtype), restore(state))
 
 
 def restore(state: Any) -> Any:
@@ -45,13 +51,21 @@ def _compressed(x: Tensor, dtype: torch.dtype) -> Tensor | Compressed:
     name = str(x.dtype).removeprefix("torch.")
     if dtype != torch.int8:
         numbers = x.to(dtype)
-        return x if bool((numbers.isinf() & x.isfinite()).any()) else Compressed(numbers, None, name)
+        return Compressed(numbers, None, name) if _holds(numbers, x) else x
     smaller = x.ndim > 1 and x.shape[-1] + _SCALE.itemsize < x.shape[-1] * x.element_size()
     if not smaller or not bool(x.isfinite().all()):
         return x
     scale = x.abs().amax(-1, keepdim=True).to(_SCALE) / 127
     numbers = (x / scale.clamp(min=torch.finfo(_SCALE).tiny)).round().to(torch.int8)
     return Compressed(numbers, scale, name)
+
+
+def _holds(numbers: Tensor, x: Tensor) -> bool:
+    """Return whether `numbers` are those of x but for rounding: none has become infinite, and none of a vector whose
+    largest one is so small that the dtype has fewer digits for it."""
+    large = numbers.isfinite() & (numbers.abs() >= torch.finfo(numbers.dtype).smallest_normal)
+    small = (x != 0) & ~large.any(-1, keepdim=True)
+    return not bool(((numbers.isinf() & x.isfinite()) | small).any())
 
 
 def _restored(x: Compressed) -> Tensor:

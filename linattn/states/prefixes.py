@@ -16,7 +16,7 @@ from torch import Tensor
 from linattn.checks import check_sizes
 from linattn.models.token_model import TokenModel, TokenModelState
 from linattn.nn.modes import evaluating
-from linattn.states.compression import compress, restore
+from linattn.states.compression import check_compact, compress, restore
 from linattn.states.file import digest_state
 from linattn.states.folder import Key, StateFolder
 from linattn.states.requirements import require_causal
@@ -55,6 +55,8 @@ class PrefixCache:
     ):
         require_causal(model, "a cache of prefixes")
         check_sizes(budget=budget, every=every, folder_budget=folder_budget)
+        if dtype is not None:
+            check_compact(dtype)
         self.model, self.budget, self.every, self.dtype = model, budget, every, dtype
         self.folder, self.folder_budget = folder, folder_budget
         self._past: tuple[TokenModelState | None, str] = None, ""

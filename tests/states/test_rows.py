@@ -102,6 +102,17 @@ def test_a_compressed_state_is_small_and_near(options, dtype):
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", states.compression.COMPACT, ids=str)
+@pytest.mark.parametrize("size", [1e-12, 1e-8, 1e-6, 1e-4, 1.0, 1e4, 1e8])
+def test_a_compressed_state_is_near_at_any_size(size, dtype):
+    """Where some vectors have faded, and others not."""
+    faded, fresh = (LinearState(each * torch.randn(2, 4, 16), each * torch.randn(2, 4)) for each in (size, 1.0))
+    state = states.concatenate([faded, fresh])
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.int8: 1 / 254}[dtype]
+    for x, y in zip(tensors(state), tensors(states.restore(states.compress(state, dtype))), strict=True):
+        assert ((x - y).abs() <= 1.01 * step * x.abs().amax(-1, keepdim=True)).all()
+
+
 @every_kind
 def test_a_detached_state_has_no_history(options):
     with torch.enable_grad():
@@ -167,6 +178,7 @@ def linear(b, f=4):
         (lambda: states.count_rows({}), "dict"),
         (lambda: states.to(linear(1), dtype=torch.int8), "compress"),
         (lambda: states.compress(linear(1), torch.int32), "bfloat16, float16, int8"),
+        (lambda: states.PrefixCache(small_model({"attention": "elu"}), dtype=torch.float32), "bfloat16, float16, int8"),
     ],
 )
 def test_what_cannot_be_done_says_why(call, message):
