@@ -57,6 +57,8 @@ class Sampler(NamedTuple):
             raise ValueError(f"seed must be in [−2⁶³, 2⁶⁴), as torch's generators take it, but is {seed}")
         if draft is not None and not isinstance(draft, Draft):
             raise ValueError(f"draft must be a Draft, such as PromptLookup(), but is a {type(draft).__name__}")
+        if draft is not None:
+            draft.check(model)
         if draft is not None and compiled:
             raise ValueError("compile is for one token at a time, but a draft makes calls of many lengths: give one")
         if compiled:

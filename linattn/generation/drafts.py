@@ -17,6 +17,7 @@ from linattn.models.token_model import TokenModel
 from linattn.nn.modes import evaluating
 from linattn.ops.nested import for_batch
 from linattn.states import concatenate, select
+from linattn.states.requirements import require_causal
 
 WAITING = 16
 """As many tokens may wait to be read again with a draft; then they are read without one."""
@@ -32,6 +33,9 @@ class Draft(ABC):
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
+
+    def check(self, model: TokenModel) -> None:  # noqa: B027
+        """Raise ValueError if these guesses are none for `model`."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -114,22 +118,32 @@ class ModelDraft(Draft):
     @check_types
     def __init__(self, model: TokenModel, *, max_tokens: int = 4):
         check_sizes(max_tokens=max_tokens)
+        require_causal(model, "a draft")
         super().__init__()
         self.model, self.max_tokens = model, max_tokens
         self.begin()
 
+    def check(self, model: TokenModel) -> None:
+        if self.model.vocab_size != model.vocab_size:
+            raise ValueError(f"the draft's model has {self.model.vocab_size} tokens, but the model {model.vocab_size}")
+
     def begin(self) -> None:
         self._state: Any = None
-        self._unread = list[int]()
+        self._unread, self._length = list[int](), 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._unread += tokens
+        self._length += len(tokens)
 
     @torch.inference_mode()
     def propose(self, count: int) -> Sequence[int]:
         guesses, state, unread = list[int](), self._state, self._unread
+        count = min(count, self.max_tokens)
+        if self.model.max_length is not None:
+            # the last guess is not read
+            count = min(count, self.model.max_length - self._length + 1)
         with evaluating(self.model):
-            while len(guesses) < min(count, self.max_tokens):
+            while len(guesses) < count:
                 x, state = self.model.extend_hidden(torch.tensor([unread], device=self.model.device), state)
                 if not guesses:
                     self._state, self._unread = state, []

@@ -30,6 +30,27 @@ class Oracle(Draft):
         return [(token + (i % self.wrong == 0)) % VOCABULARY for i, token in guesses]
 
 
+def test_a_draft_ends_where_its_model_does():
+    """A smaller model with fewer positions guesses as far as it has some."""
+    model, options = small_model({"attention": "elu"}), {"attention": "elu", "positions": "learned", "max_length": 12}
+    draft = ModelDraft(small_model(options), max_tokens=3)
+    (expected,) = generate(model, [PROMPT], max_new_tokens=30)
+    assert generate(model, [PROMPT], max_new_tokens=30, draft=draft) == [expected]
+    assert draft.drafted > 0
+    oracle = ModelDraft(model, max_tokens=3)
+    model.positions = None
+    generate(model, [PROMPT], max_new_tokens=30, draft=oracle)
+    assert oracle.accepted == oracle.drafted > draft.drafted
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    draft = ModelDraft(small_model({"attention": "elu", "vocab_size": VOCABULARY + 1}))
+    with pytest.raises(ValueError, match=f"the draft's model has {VOCABULARY + 1} tokens, but the model {VOCABULARY}"):
+        generate(small_model({"attention": "elu"}), [PROMPT], max_new_tokens=3, draft=draft)
+    with pytest.raises(ValueError, match="a draft needs a causal model"):
+        ModelDraft(small_model({"attention": "elu", "causal": False}))
+
+
 class Oracles(Draft):
     """For several rows, whose prompts begin with different tokens: a wrong guess after so many for each."""
 
