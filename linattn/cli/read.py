@@ -125,11 +125,12 @@ class Reading:
         number of all bytes, 0 if unknown."""
         from tqdm.auto import tqdm
 
-        started = saved = time.monotonic()
+        started, saved, empty = time.monotonic(), time.monotonic(), True
         form = BAR if size else None
         bar = tqdm(total=size or None, bar_format=form, dynamic_ncols=True, disable=self.rank > 0 or None, leave=False)
         try:
             for piece, bytes_read in tokens:
+                empty = empty and not bytes_read
                 part = torch.as_tensor(piece, dtype=torch.long)
                 known = min(len(part), max(0, self.done - self.place.num_tokens))
                 self._skip(part[:known])
@@ -155,7 +156,7 @@ class Reading:
             bar.close()
         if self.place.num_tokens < self.done:
             raise CommandError(f"{self.unfinished} is left of a longer reading: --replace starts over")
-        if self.place.state is None:
+        if empty:
             raise CommandError("the texts are empty: there is nothing to read")
         self._save(self.out)
         if self.rank > 0:

@@ -133,9 +133,11 @@ def test_what_is_refused(finished, text, tmp_path, capsys):
     out = tmp_path / "a.state"
     reads(finished, text / "a.txt", "--out", out)
     before = out.read_bytes()
+    (tmp_path / "empty.txt").touch()
     for arguments, message in (
         (("read", finished, text, "--out", out), "there is a file"),
         (("read", finished, tmp_path / "none.txt", "--out", tmp_path / "b"), "there is no file or folder"),
+        (("read", finished, tmp_path / "empty.txt", "--out", tmp_path / "b"), "the texts are empty"),
         (("read", finished, text, "--out", tmp_path / "b", "--state", text / "a.txt"), "cannot be extended"),
         (("generate", finished, "--state", out), "needs a --prompt"),
         (("generate", finished, "--state", text / "a.txt", "--prompt", "a"), "cannot be used"),
@@ -143,4 +145,4 @@ def test_what_is_refused(finished, text, tmp_path, capsys):
     ):
         assert main([str(argument) for argument in arguments]) == 2
         assert message in capsys.readouterr().err
-    assert out.read_bytes() == before
+    assert out.read_bytes() == before and not (tmp_path / "b").exists()
