@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from linattn.checks import extra
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a hidden name beside the path, on the same disk. Its file takes the path's name once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         yield temporary
         flush_to_disk(temporary)
@@ -23,6 +24,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
         flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    """Return a hidden name beside the path that no other thread or process has."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
 
 
 def flush_to_disk(path: Path) -> None:
@@ -57,7 +63,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 def set_default_mode(file: Path) -> None:
     """Give a file the mode of any new file. safetensors, and so transformers, lets only the owner read its files."""
-    new = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    new = _temporary(file)
     try:
         new.touch()
         file.chmod(stat.S_IMODE(new.stat().st_mode))

@@ -24,7 +24,9 @@ MANIFEST = "files.json"
 def adopt_checkpoint(run: Run, partial: Path, step: int, keep: int) -> None:
     """Give the complete checkpoint in the folder `partial` its name, make its weights the run's, and delete all
     checkpoints but the last `keep`."""
-    digests = {str(file.relative_to(partial)): _digest(file) for file in sorted(partial.rglob("*")) if file.is_file()}
+    digests = {
+        file.relative_to(partial).as_posix(): _digest(file) for file in sorted(partial.rglob("*")) if file.is_file()
+    }
     write_atomically(partial / MANIFEST, json.dumps(digests, indent=2))
     rename_durably(partial, run.checkpoint(step))
     _publish(run, step, keep)

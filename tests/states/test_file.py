@@ -215,6 +215,16 @@ def test_two_processes_read_one_file_while_it_is_replaced(saved):
         assert [reader.result() for reader in readers] == [0, 0]
 
 
+def test_threads_may_write_the_same_file(tmp_path):
+    made, path = [operator_state() for _ in range(4)], tmp_path / "text.state"
+    with ThreadPoolExecutor(len(made)) as pool:
+        for _ in range(20):
+            list(pool.map(lambda state: states.save_state(state, path, model=None), made))
+            loaded = tensors(states.load_state(path, model=None))
+            assert any(all(map(torch.equal, loaded, tensors(state))) for state in made)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_kinds_have_names_of_their_own():
     """A file names the class of each part of a state; of two classes of one name it could not say which."""
     for package in ("linear_attention_transformer", "performer_pytorch", "fast_transformers"):
