@@ -58,13 +58,21 @@ class Linearized(NotCopied, PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         """Write the folder, with the file from which transformers gets the class."""
         super().save_pretrained(save_directory, *args, **options)
+        self._write_loader(Path(save_directory))
+        for file in Path(save_directory).glob("*.safetensors"):
+            set_default_mode(file)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        # save_pretrained uploads what is newer than its call, before it returns
+        self._write_loader(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **options)
+
+    def _write_loader(self, folder: Path) -> None:
         classes = sorted({reference.partition(".")[2] for reference in self.config.auto_map.values()})
         text = '"""Lets transformers load this folder: pip install linattn"""\n\n'
         text += "from linattn.linearize import linearized_class\n\n"
         text += "".join(f'{name} = linearized_class("{name}")\n' for name in classes)
-        (Path(save_directory) / LOADER).write_text(text, encoding="utf-8")
-        for file in Path(save_directory).glob("*.safetensors"):
-            set_default_mode(file)
+        (folder / LOADER).write_text(text, encoding="utf-8")
 
 
 @check_types

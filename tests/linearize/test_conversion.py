@@ -4,12 +4,15 @@ import copy
 import json
 import pickle
 import re
+import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, modeling_utils, utils
 
 from linattn import replace_attention
 from linattn.attention import ATTENTIONS, traits
@@ -210,6 +213,30 @@ def test_a_loaded_model_is_the_saved_one(family, method, tmp_path):
         assert isinstance(loaded, Linearized)
         assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
         assert_close(logits(loaded.eval(), input_ids=ids), expected)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "saved before"])
+def test_an_uploaded_folder_can_be_loaded(again, tmp_path, monkeypatch):
+    model, ids = converted(DECODERS["llama"], "hedgehog"), tokens()
+    folder, hub = tmp_path / "model", tmp_path / "hub"
+    hub.mkdir()
+
+    class Api:
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations: Any, **_: Any) -> None:
+            for each in operations:
+                shutil.copy(each.path_or_fileobj, hub / each.path_in_repo)
+
+    for module in (modeling_utils, utils.hub):
+        monkeypatch.setattr(module, "hf_api", Api)
+    monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: ModelCard(""))
+    if again:
+        model.save_pretrained(folder)
+    model.save_pretrained(folder, push_to_hub=True)
+    loaded = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float64, trust_remote_code=True)
+    assert_close(logits(loaded.eval(), input_ids=ids), logits(model, input_ids=ids))
 
 
 @every({**SOME, **ENCODERS, **IMAGES})
