@@ -133,8 +133,10 @@ def _obstacle(call: AttentionCall) -> str | None:
     """Return why the layer cannot or need not be replaced."""
     if call.sliding_window is not None:
         return f"linear already, with its sliding window of {call.sliding_window}"
-    kinds = [parameter.kind for parameter in inspect.signature(call.module.forward).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
+    parameters = inspect.signature(call.module.forward).parameters
+    if "hidden_states" not in parameters:
+        return f"{type(call.module).__name__} takes no hidden_states"
+    if inspect.Parameter.VAR_KEYWORD not in [parameter.kind for parameter in parameters.values()]:
         return f"{type(call.module).__name__} hands nothing more to its attention than it knows, so no gates"
     return None
 

@@ -22,6 +22,7 @@ from tests.integrations.transformers.stock_attention.families import (
     ENCODERS,
     GROUPED,
     IMAGES,
+    TEXT,
     TOKENS,
     WINDOWED,
     every,
@@ -102,11 +103,16 @@ def test_layers_with_a_sliding_window_stay():
 T5 = ("T5ForConditionalGeneration", {**TOKENS, "d_model": 32, "num_layers": 1, "num_heads": 4, "d_ff": 48})
 SWIN = ("SwinModel", {"image_size": 16, "patch_size": 4, "embed_dim": 8, "depths": [1], "num_heads": [2]})
 BLOOM = ("BloomForCausalLM", {**TOKENS, "hidden_size": 32, "n_layer": 1, "n_head": 4})
+MOBILE = (
+    "MobileBertModel",
+    {**TEXT, "num_hidden_layers": 1, "embedding_size": 8, "intra_bottleneck_size": 16, "true_hidden_size": 16},
+)
 CAPPED = ("Gemma2ForCausalLM", {**DECODERS["gemma2"][1], "attn_logit_softcapping": 50.0})
 REFUSED = {
     "t5": (T5, {}, "position_bias=tensor"),
     "swin": (SWIN, {}, "a mask of shape"),
     "bloom": (BLOOM, {}, "without transformers' AttentionInterface"),
+    "mobilebert": (MOBILE, {}, "MobileBertSelfAttention takes no hidden_states"),
     "soft caps": (CAPPED, {}, "softcap=50.0: logits that never exist cannot be capped"),
     "keep": (DECODERS["llama"], {"keep": (1, 7)}, r"keep has \[7\], but the model's layers are 0 to 1"),
     "keep true": (DECODERS["llama"], {"keep": (True,)}, r"keep must be a whole number of at least 0, but is \(True,\)"),
