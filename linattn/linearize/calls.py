@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from linattn.attention import InnerAttention
 from linattn.integrations.transformers.documents import DOCUMENTS, document_numbers, present_keys
@@ -67,12 +67,20 @@ def attention_function(model: PreTrainedModel, implementation: str) -> Iterator[
     """Make the model attend inside the block by `implementation`, the name of an attention function in transformers.
 
     If it is the name of our softmax, raise ValueError for a model whose attention no method of ours can replace."""
-    before = model.config._attn_implementation or "eager"
+    before = attention_names(model.config)
     model.set_attn_implementation(implementation)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def attention_names(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the names of a model's attention function, "", and of those of its parts, as `set_attn_implementation`
+    takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    names = {name: attention_names(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation or "eager", **names}
 
 
 @torch.no_grad()

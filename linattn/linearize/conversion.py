@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from linattn.checks import check_types
 from linattn.integrations.transformers.stock_attention.attention import OWN
 from linattn.linearize.attention import LinearizedAttention, attach, detach, linearized_layers, own_attention
-from linattn.linearize.calls import SOFTMAX, Batch
+from linattn.linearize.calls import SOFTMAX, Batch, attention_names
 from linattn.linearize.closed_form import set_projections, set_shares
 from linattn.linearize.folder import check_stock, describe
 from linattn.linearize.plan import Plan, module_sizes
@@ -18,13 +19,14 @@ from linattn.linearize.plan import Plan, module_sizes
 
 @dataclass(frozen=True)
 class Conversion:
-    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, the name of
-    the `attention` function that the model used before, and the `initial` values of its new weights, by name."""
+    """Holds a `model` that was linearized by the `plan`, the `teacher`, a frozen copy of the model before, the names of
+    the `attention` functions that the model and its parts used before, and the `initial` values of its new weights, by
+    name."""
 
     model: PreTrainedModel
     teacher: PreTrainedModel
     plan: Plan
-    attention: str | None
+    attention: dict[str, Any]
     initial: dict[str, Tensor]
 
     def reset(self) -> None:
@@ -39,7 +41,7 @@ class Conversion:
         linear = [own_attention(layer).spec.index for layer in linearized_layers(self.model).values()]
         restore_layers(self.model, self.teacher, linear)
         self.model.load_state_dict(self.teacher.state_dict())
-        self.model.set_attn_implementation(self.attention or "eager")
+        self.model.set_attn_implementation(self.attention)
 
 
 @check_types
@@ -62,7 +64,7 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = (), *
         sizes = module_sizes(model.get_submodule(layer.name))
         if other := [f"{x}, not {y}" for x, y in zip(sizes, layer.sizes, strict=False) if x != y]:
             raise ValueError(f"the plan is for another model: {layer.name} has {'; '.join(other)}")
-    attention, teacher = model.config._attn_implementation, make_teacher(model, shared=shared)
+    attention, teacher = attention_names(model.config), make_teacher(model, shared=shared)
     owns = {layer.name: LinearizedAttention(layer.spec) for layer in plan.layers if layer.spec is not None}
     for name, own in owns.items():
         weight = next(model.get_submodule(name).parameters())

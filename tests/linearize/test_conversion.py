@@ -12,7 +12,17 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, modeling_utils, utils
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    modeling_utils,
+    utils,
+)
 
 from linattn import replace_attention
 from linattn.attention import ATTENTIONS, traits
@@ -28,6 +38,7 @@ from tests.integrations.transformers.stock_attention.families import (
     ENCODER_DECODERS,
     ENCODERS,
     GROUPED,
+    IMAGE,
     IMAGES,
     every,
     make,
@@ -125,6 +136,25 @@ def test_undo_gives_the_model_bit_by_bit(family):
     assert_close(model.state_dict(), weights, rtol=0, atol=0)
     assert not linearized_layers(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_parts_of_a_model_keep_their_attention_functions():
+    text, vision = LlamaConfig(**GROUPED), CLIPVisionConfig(**IMAGE)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision)).eval()
+    functions = {"": "sdpa", "text_config": "eager", "vision_config": "sdpa"}
+    model.set_attn_implementation(functions)
+    batch = {"input_ids": tokens()}
+
+    def found() -> dict[str, str]:
+        parts = {name: getattr(model.config, name) if name else model.config for name in functions}
+        return {name: part._attn_implementation for name, part in parts.items()}
+
+    made = plan(model, batch, method="elu")
+    assert found() == functions
+    conversion = convert(model, made, [batch])
+    assert set(found().values()) == {"linattn:softmax"}
+    conversion.undo()
+    assert found() == functions
 
 
 def batch_of(model: Any) -> dict[str, torch.Tensor]:
