@@ -67,7 +67,8 @@ class Budget:
     """Limits a training to `steps`, to `minutes`, or to whichever ends first. The batches repeat if they are fewer.
 
     Each step takes the gradient of the mean loss over `accumulate` batches. With a `folder`, a checkpoint is written
-    there every `save_every` steps, and training resumes from the last one. `report` is called after each step.
+    there every `save_every` steps, and training resumes from the last one. Each training needs a folder of its own.
+    `report` is called after each step.
 
     `validate` is called with the model in training every `save_every` steps and after the last one, and returns figures
     by name, such as scores on batches that the training does not read. Its time does not count.
@@ -242,13 +243,22 @@ def _write_checkpoint(
     folder: str | os.PathLike[str], model: PreTrainedModel, optimizer: Muon, record: dict[str, Any]
 ) -> None:
     """Write a checkpoint of what trains and of the record of the training, in the first process."""
-    fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
-    weights = {name: on_first(x) for name, x in model.state_dict().items() if name not in fixed}
+    weights = {name: on_first(x) for name, x in _trained_weights(model).items()}
     state = {"weights": weights, "optimizer": tree_map(on_first, optimizer.state_dict())}
     if process_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with atomic_file(Path(folder) / CHECKPOINT) as file:
             _save({**state, **record}, file)
+
+
+def _trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state without the weights that do not train."""
+    fixed = {name for name, x in model.named_parameters(remove_duplicate=False) if not x.requires_grad}
+    return {name: x for name, x in model.state_dict().items() if name not in fixed}
+
+
+def _sizes(weights: Mapping[str, Tensor]) -> set[str]:
+    return {f"{name} {tuple(x.shape)}" for name, x in weights.items()}
 
 
 def _save(checkpoint: dict[str, Any], path: Path) -> None:
@@ -267,13 +277,19 @@ def saved_steps(folder: Path) -> int:
 
 
 def _resume(model: PreTrainedModel, optimizer: Muon, folder: Any) -> tuple[list[float], float, dict[int, Figures]]:
-    """Load the checkpoint in the folder, if there is one, and return the losses, seconds and validations before it."""
+    """Load the checkpoint in the folder, if there is one, and return the losses, seconds and validations before it.
+
+    Raises ValueError, before a weight changes, if the checkpoint is of a training with other weights."""
     if folder is None or not (path := Path(folder) / CHECKPOINT).exists():
         return [], 0.0, {}
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    known = model.state_dict()
-    # weights that do not train are not there
-    weights = {name: distributed_as(x, known[name]) for name, x in checkpoint["weights"].items()}
+    weights, known = checkpoint["weights"], _trained_weights(model)
+    if different := sorted(_sizes(weights) ^ _sizes(known)):
+        raise ValueError(
+            f"{folder} has the checkpoint of a training with other weights, such as {different[0]}: give each training "
+            f"a folder of its own, or delete {CHECKPOINT} there to begin anew"
+        )
+    weights = {name: distributed_as(x, known[name]) for name, x in weights.items()}
     model.load_state_dict(weights, strict=False)
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, states in checkpoint["optimizer"]["state"].items():

@@ -213,6 +213,26 @@ def test_an_interrupted_training_goes_on(stage, tmp_path):
     assert [(each.step, each.figures) for each in seen] == [(5, {}), (6, training.validations[6])]
 
 
+@pytest.mark.parametrize(
+    ("stage", "options", "missing"),
+    [
+        (fine_tune, {}, r"lm_head\.weight \(37, 32\)"),
+        (transfer, {"keep": (0,)}, r"model\.layers\.0\.self_attn\.k_proj\.weight \(16, 32\)"),
+        (transfer, {"key_dim": 4}, r"model\.layers\.0\..*\.feature_map\.key_linear\.weight \(2, 4, 4\)"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused_before_a_weight_changes(stage, options, missing, tmp_path):
+    conversion, batches = start(DECODERS["llama"])
+    budget = Budget(steps=1, folder=tmp_path)
+    transfer(conversion.model, conversion.teacher, batches, budget)
+    conversion, batches = start(DECODERS["llama"], **options)
+    before = copy.deepcopy(conversion.model.state_dict())
+    message = rf"{re.escape(str(tmp_path))} has the checkpoint of a training with other weights, such as {missing}:"
+    with pytest.raises(ValueError, match=message):
+        stage(conversion.model, conversion.teacher, batches, budget)
+    assert_close(conversion.model.state_dict(), before, rtol=0, atol=0)
+
+
 def validated(conversion: Any, batches: Any, budget: Budget) -> Budget:
     return replace(budget, validate=lambda model: {"distance": divergence(model, conversion.teacher, batches)})
 
