@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types
 from linattn.integrations.transformers.stock_attention.attention import OWN
 from linattn.linearize.attention import LinearizedAttention, attach, detach, linearized_layers, own_attention
 from linattn.linearize.calls import SOFTMAX, Batch, attention_names
@@ -108,6 +108,9 @@ def give_own_weights(teacher: PreTrainedModel, weights: Iterable[nn.Parameter]) 
 
 def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Collection[int]) -> None:
     """Restore softmax attention, with the teacher's weights, in the linear layers with these indices."""
+    if not isinstance(layers, Collection) or isinstance(layers, str):
+        raise ValueError(f"layers must be a collection of indices, but is {layers!r}")
+    check_sizes(layers=tuple(layers), least=0)
     linear = {own_attention(module).spec.index: name for name, module in linearized_layers(model).items()}
     if unknown := sorted(set(layers) - set(linear)):
         raise ValueError(f"layers has {unknown}, but the linear layers are {sorted(linear)}")

@@ -221,6 +221,8 @@ def _gradients(
 
     count = sum(objective(model, batch, add) for batch in batches)
     total, count = sum_over_processes(torch.stack(losses).sum().item(), count)
+    if count == 0:
+        raise ValueError("the batches of an update must have a present token, but have none")
     sum_gradients(weights)
     for weight in weights:
         if weight.grad is not None:

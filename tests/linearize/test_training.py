@@ -324,6 +324,13 @@ def test_wrong_calls_are_refused():
         fine_tune(model, teacher, [{"input_ids": tokens(2, 1)}], Budget(steps=1))
     with pytest.raises(ValueError, match=r"layers has \[9\], but the linear layers are \[0, 1\]"):
         restore_layers(model, teacher, (0, 9))
+    for layers in (0, None, "01", (True,), (0.0,)):
+        with pytest.raises(ValueError, match=rf"layers must be .*, but is {re.escape(repr(layers))}"):
+            restore_layers(model, teacher, layers)
+    absent = {**batches[0], "attention_mask": torch.zeros_like(batches[0]["input_ids"])}
+    for some in ([absent], [batches[0], absent]):
+        with pytest.raises(ValueError, match="the batches of an update must have a present token, but have none"):
+            transfer(model, teacher, some, Budget(steps=2))
     with pytest.raises(ValueError, match="train the model in float32 or bfloat16"):
         transfer(copy.deepcopy(model).half(), teacher, batches, Budget(steps=1))
     with pytest.raises(ValueError, match="count must be from 0 to 2, the linear layers, but is 3"):
