@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from linattn.checks import check_types
@@ -97,10 +97,10 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
 
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`, and so on, do the same. Without this
     argument transformers raises ValueError."""
-    config = AutoConfig.from_pretrained(folder)
-    if getattr(config, FIELD, None) is None:
+    settings, _ = PreTrainedConfig.get_config_dict(folder, **options)
+    if settings.get(FIELD) is None:
         raise ValueError(f"{folder} is not of a linearized model: its config.json has no {FIELD}")
-    return linearized_class((config.architectures or ["?"])[0]).from_pretrained(folder, **options)
+    return linearized_class((settings.get("architectures") or ["?"])[0]).from_pretrained(folder, **options)
 
 
 def describe(model: PreTrainedModel) -> None:

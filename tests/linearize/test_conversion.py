@@ -238,6 +238,7 @@ def test_a_loaded_model_is_the_saved_one(family, method, tmp_path):
     model.save_pretrained(tmp_path)
     for loaded in (
         load_linearized(tmp_path, dtype=torch.float64),
+        load_linearized(tmp_path.parent, dtype=torch.float64, subfolder=tmp_path.name),
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, trust_remote_code=True),
     ):
         assert isinstance(loaded, Linearized)
