@@ -74,7 +74,7 @@ def convert(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch] = (), *
     # the model changes only after everything that can fail
     for name, own in owns.items():
         attach(model.get_submodule(name), own)
-    describe(model)
+    describe(model, teacher.config)
     model.set_attn_implementation(SOFTMAX)
     new = {f"{name}.{OWN}.": own.state_dict() for name, own in owns.items()}
     initial = {prefix + key: x.clone() for prefix, weights in new.items() for key, x in weights.items()}
@@ -118,4 +118,4 @@ def restore_layers(model: PreTrainedModel, teacher: PreTrainedModel, layers: Col
         module = model.get_submodule(linear[index])
         detach(module)
         module.load_state_dict(teacher.get_submodule(linear[index]).state_dict())
-    describe(model)
+    describe(model, teacher.config)

@@ -103,9 +103,9 @@ def load_linearized(folder: str | os.PathLike[str], **options: Any) -> PreTraine
     return linearized_class((settings.get("architectures") or ["?"])[0]).from_pretrained(folder, **options)
 
 
-def describe(model: PreTrainedModel) -> None:
+def describe(model: PreTrainedModel, stock: PreTrainedConfig) -> None:
     """Set the model's class and the description in its configuration to those for the linearized layers that it has
-    now: without any, the stock class and no description."""
+    now: without any, the stock class and the fields of the `stock` configuration."""
     layers = {name: asdict(own_attention(module).spec) for name, module in linearized_layers(model).items()}
     if layers:
         model.__class__ = linearized_class(type(model).__name__)
@@ -113,10 +113,12 @@ def describe(model: PreTrainedModel) -> None:
         setattr(model.config, CHECKED, REFUSAL)
         model.config.auto_map = _auto_map(model.config)
     elif isinstance(model, Linearized):
-        stock: Any = model.stock
-        model.__class__ = stock
+        kind: Any = model.stock
+        model.__class__ = kind
         for field in (FIELD, CHECKED, "auto_map"):
             delattr(model.config, field)
+            if field in vars(stock):
+                setattr(model.config, field, vars(stock)[field])
 
 
 def check_stock(model: PreTrainedModel) -> None:
@@ -141,7 +143,7 @@ def _auto_map(config: PreTrainedConfig) -> dict[str, str]:
     classes = {}
     for auto, kind in vars(modeling_auto).items():
         mapping = getattr(kind, "_model_mapping", None)
-        if mapping is not None and type(config) in mapping:
+        if isinstance(kind, type) and mapping is not None and type(config) in mapping:
             model = mapping[type(config)]
             model = model[0] if isinstance(model, tuple) else model
             classes[auto] = f"{LOADER.removesuffix('.py')}.{model.__name__}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from torch.testing import assert_close
 from transformers import (
@@ -136,6 +137,16 @@ def test_undo_gives_the_model_bit_by_bit(family):
     assert_close(model.state_dict(), weights, rtol=0, atol=0)
     assert not linearized_layers(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_map_of_auto_classes_is_that_of_the_folder_and_then_the_old_one():
+    model, before = make(DECODERS["llama"]), {"AutoConfig": "mine.Configuration"}
+    model.config.auto_map = dict(before)
+    conversion = convert(model, plan(model, method="elu"))
+    assert all(hasattr(getattr(transformers, auto), "from_pretrained") for auto in model.config.auto_map)
+    assert model.config.auto_map["AutoModelForCausalLM"] == "linattn_linearized.LlamaForCausalLM"
+    conversion.undo()
+    assert model.config.auto_map == before
 
 
 def test_the_parts_of_a_model_keep_their_attention_functions():
