@@ -62,11 +62,15 @@ def register_attention(method: str) -> str:
 
 def set_attention(model: nn.Module, method: str) -> dict[str, nn.Module]:
     """Set `attn_implementation="linattn:" + method` in every model of transformers inside `model` that has attention
-    (a backbone of convolutions has none); return the attention modules, by name."""
+    (a backbone of convolutions has none); return the attention modules, by name.
+
+    Raises ValueError, before any of the models changes, if the attention of one cannot be replaced."""
     name = register_attention(method)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _attends(module):
-            module.set_attn_implementation(name)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel) and _attends(module)]
+    for each in models:
+        check_model(each)
+    for each in models:
+        each.set_attn_implementation(name)
     return {
         name: module for name, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
     }

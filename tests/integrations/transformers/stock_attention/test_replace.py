@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import InformerConfig, InformerModel
 
 from linattn import SoftmaxAttention, TorchMultiheadAttention, replace_attention
 from linattn.integrations.transformers import attended_modules
@@ -80,6 +81,14 @@ def test_a_name_that_cannot_be_is_refused_before_anything_changes(method, reason
     with pytest.raises(ValueError, match=reason):
         replace_attention(model, method)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_one_model_that_is_refused_leaves_all_as_they_are():
+    bert, sparse = make(ENCODERS["bert"]), InformerModel(InformerConfig(prediction_length=4, attention_type="prob"))
+    before = bert.config._attn_implementation
+    with pytest.raises(ValueError, match="InformerModel attends by functions of its own"):
+        replace_attention(nn.ModuleList([bert, sparse]), "elu")
+    assert bert.config._attn_implementation == before
 
 
 def test_a_model_with_attention_of_its_own_is_refused():
