@@ -47,7 +47,8 @@ class StatefulTrainer(Trainer):
     number in `trainer.rows`, updates take turns with more texts.
 
     Examples keep their order, so `train_sampling_strategy` must be "sequential". Checkpoints hold the states; a run
-    may resume with another number of processes if `rows` is the same. `evaluate` reads each example without a past.
+    may resume with another number of processes if `rows` is the same. After an epoch that ends with a batch of fewer
+    examples, the size of the batches must be the same, too. `evaluate` reads each example without a past.
 
     Raises ValueError for attention whose state grows, such as softmax, for learned positions, which end, and with
     gradient checkpointing or FSDP."""
@@ -116,23 +117,41 @@ class StatefulTrainer(Trainer):
         super()._save_rng_state(output_dir)
         if self._empty is not None:
             file = Path(output_dir) / f"state-{self.args.process_index:06}.safetensors"
-            save_state(concatenate(self._states), file, model=None, notes={"batches": str(len(self._states))})
+            rows = " ".join(str(count_rows(state)) for state in self._states)
+            save_state(concatenate(self._states), file, model=None, notes={"rows": rows})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is None or not (files := sorted(Path(checkpoint).glob("state-*.safetensors"))):
             return
-        state = to(concatenate([load_state(file, model=None) for file in files]), device=self.args.device)
-        notes: Any = describe_state(files[0]).notes
         # processes take batches in turn
-        places = torch.arange(count_rows(state)).view(len(files), int(notes["batches"]), -1).transpose(0, 1)
-        batches = places.reshape(self._count_batches(), self.args.world_size, -1)
-        self._states = deque(select(state, batch) for batch in batches[:, self.args.process_index])
+        batches = [batch for turn in zip(*map(_saved_batches, files), strict=True) for batch in turn]
+        size, count = self.args.train_batch_size, self._count_batches() * self.args.world_size
+        if len(batches) != count:
+            state = concatenate(batches)
+            if (rows := count_rows(state)) != size * count:
+                raise ValueError(
+                    f"{checkpoint} has states of {rows} rows, but batches of {size} examples need {size * count}: "
+                    "resume with the same `rows` and, after an epoch that ends with a short batch, the same batch size"
+                )
+            batches = [select(state, slice(start, start + size)) for start in range(0, rows, size)]
+        own = batches[self.args.process_index :: self.args.world_size]
+        self._states = deque(to(batch, device=self.args.device) for batch in own)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         columns: Any = self._signature_columns
         self._signature_columns = [*columns, CONTINUES]
+
+
+def _saved_batches(file: Path) -> list[Any]:
+    """Return the states before the next batches of one process."""
+    state, stop, batches = load_state(file, model=None), 0, []
+    notes: Any = describe_state(file).notes
+    for count in map(int, notes["rows"].split()):
+        start, stop = stop, stop + count
+        batches.append(select(state, slice(start, stop)))
+    return batches
 
 
 def require_continuation(model: TokenModel, purpose: str) -> None:

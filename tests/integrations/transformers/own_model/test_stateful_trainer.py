@@ -1,5 +1,6 @@
 """Windows that continue others are trained on as parts of one text, of which each has a gradient of its own."""
 
+from collections import deque
 from itertools import product
 
 import pytest
@@ -134,12 +135,21 @@ def test_a_short_window_may_be_masked(segment, tmp_path):
         assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "count"), [("local+elu", ROWS), ("gated_delta", 2 * ROWS)])
-def test_a_run_that_is_resumed_is_the_run_without_a_break(name, count, tmp_path):
-    data, options = windows(texts(count), ((3, 1),)), {"save_strategy": "steps", "save_steps": 3, **HALVES}
+@pytest.mark.parametrize(
+    ("name", "count", "examples", "steps"),
+    [
+        ("local+elu", ROWS, None, 3),
+        ("gated_delta", 2 * ROWS, None, 3),
+        # the break is after an epoch whose last batch has one example
+        ("elu", ROWS, 3 * ROWS + 1, 4),
+    ],
+)
+def test_a_run_that_is_resumed_is_the_run_without_a_break(name, count, examples, steps, tmp_path):
+    data = windows(texts(count), ((3, 0),))[:examples]
+    options = {"save_strategy": "steps", "save_steps": steps, **HALVES}
     whole, again = (make(name, torch.float32, dropout=0.1) for _ in range(2))
     again.load_state_dict(whole.state_dict())
-    for model, checkpoint in ((whole, False), (again, str(tmp_path / "checkpoint-3"))):
+    for model, checkpoint in ((whole, False), (again, str(tmp_path / f"checkpoint-{steps}"))):
         run = trainer(model, tmp_path, data, **options)
         run.rows = count
         run.train(resume_from_checkpoint=checkpoint)
@@ -156,6 +166,39 @@ def test_an_update_may_be_shared_in_another_way_after_a_break(tmp_path):
         run.rows = 2 * ROWS
         run.train(resume_from_checkpoint=checkpoint)
     assert_close(again.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("last", "processes", "size", "expected"),
+    [
+        ([6, 7], 1, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ([6, 7], 4, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ([6, 7], 2, 1, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+        ([6], 1, 2, [[0, 1], [2, 3], [4, 5], [6]]),
+        ([6], 2, 2, [[0, 1], [2, 3], [4, 5], [6]]),
+        ([6], 1, 4, None),
+    ],
+)
+def test_processes_resume_the_batches_of_others_in_turn(last, processes, size, expected, tmp_path, monkeypatch):
+    def process(number: int, count: int, batch: int) -> StatefulTrainer:
+        monkeypatch.setattr(TrainingArguments, "process_index", number)
+        monkeypatch.setattr(TrainingArguments, "world_size", count)
+        run = trainer(make("elu"), tmp_path, [], per_device_train_batch_size=batch)
+        run.rows = 8
+        return run
+
+    for number, batches in enumerate(([[0, 1], [4, 5]], [[2, 3], last])):
+        run = process(number, 2, 2)
+        run._states, run._empty = deque(torch.tensor(rows) for rows in batches), torch.zeros(1)
+        run._save_rng_state(str(tmp_path))
+    if expected is None:
+        with pytest.raises(ValueError, match="has states of 7 rows, but batches of 4 examples need 8"):
+            process(0, processes, size)._load_rng_state(str(tmp_path))
+        return
+    for number in range(processes):
+        run = process(number, processes, size)
+        run._load_rng_state(str(tmp_path))
+        assert [rows.tolist() for rows in run._states] == expected[number::processes]
 
 
 def test_mixed_precision_keeps_the_dtypes_of_a_state(tmp_path):
