@@ -116,7 +116,10 @@ def run(model: PreTrainedModel, batch: Batch) -> Any:
     """Call the model on its device. It makes no cache, because with one it would attend as in generation."""
     check_batch(batch)
     inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    # some models that generate pass all other arguments on to the decoder inside
+    any_name = model.can_generate() and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if any_name or "use_cache" in parameters:
         inputs["use_cache"] = False
     return model(**inputs)
 

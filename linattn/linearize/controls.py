@@ -34,17 +34,26 @@ Control = Callable[[LayerCall], Outputs]
 
 @contextmanager
 def controlled(model: nn.Module, control: Control) -> Iterator[None]:
-    """Replace the output of every linearized layer by that of `control` inside the block, in calls without a cache."""
+    """Replace the output of every linearized layer by that of `control` inside the block, in calls without a cache.
+
+    Raise ValueError at the end of the block if there was no such call."""
+    calls = 0
 
     def hook(own: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> Tensor:
+        nonlocal calls
         assert isinstance(own, LinearizedAttention)
-        q, k, v = args
+        calls, (q, k, v) = calls + 1, args
         return control(LayerCall(own, q, k, v, options.get("key_mask"), y))
 
     with ExitStack() as stack:
         for layer in linearized_layers(model).values():
             stack.callback(own_attention(layer).register_forward_hook(hook, with_kwargs=True).remove)
         yield
+    if not calls:
+        raise ValueError(
+            "a control replaces the outputs of linearized layers in calls without a cache, but the block has no such "
+            "call: run a linearized model there, with use_cache=False"
+        )
 
 
 def window_alone(call: LayerCall) -> Outputs:

@@ -26,19 +26,21 @@ from linattn.linearize import (
     scores,
 )
 from linattn.linearize.attention import own_attention
+from linattn.linearize.calls import run
 from linattn.linearize.probes import NEEDLE, costs, greedy_agreement, needles, recall
 from linattn.linearize.report import AFTER, BEFORE, OFF, WINDOW, Recall
 from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
+    EXPERTS,
     TEXT,
     VOCABULARY,
     every,
     make,
 )
 
-SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"]}
+SOME = {"llama": DECODERS["llama"], "gpt2": DECODERS["gpt2"], "bert": ENCODERS["bert"], **EXPERTS}
 CLASSIFIER = ("BertForSequenceClassification", {**TEXT, "num_labels": 4})
 N = 11
 
@@ -123,17 +125,26 @@ def outputs(model: Any, name: str, given: dict[str, torch.Tensor]) -> list[torch
         return call.y
 
     with controlled(model, control), torch.no_grad():
-        model(**given)
+        run(model, given)
     return seen
 
 
-@every({"llama": DECODERS["llama"], "bert": ENCODERS["bert"]})
+def test_a_control_without_effect_is_an_error():
+    made, batches = start(DECODERS["llama"])
+    with (
+        pytest.raises(ValueError, match="calls without a cache, but the block has no such call"),
+        controlled(made.model, CONTROLS["window alone"]),
+    ):
+        made.model(**batches[0])
+
+
+@every({"llama": DECODERS["llama"], "bert": ENCODERS["bert"], **EXPERTS})
 def test_uniform_attention_is_the_mean_of_what_is_seen(family):
     made, batches = start(family)
     for v, mask, _, y in outputs(made.model, "uniform attention", batches[0]):
         for i in range(N):
             seen = mask[:, 0].clone()
-            if family is DECODERS["llama"]:
+            if family is not ENCODERS["bert"]:
                 seen[:, i + 1 :] = False
             mean = (v * seen[:, None, :, None]).sum(2) / seen.sum(-1)[:, None, None]
             assert_close(y[:, :, i], mean.repeat_interleave(y.shape[1] // v.shape[1], 1))

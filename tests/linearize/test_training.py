@@ -36,6 +36,7 @@ from tests.integrations.transformers.stock_attention.families import (
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
+    EXPERTS,
     IMAGES,
     every,
     make,
@@ -44,7 +45,13 @@ from tests.integrations.transformers.stock_attention.test_attention import logit
 
 from .test_conversion import batch_of
 
-SOME = {"llama": DECODERS["llama"], "bert": ENCODERS["bert"], "vit": IMAGES["vit"], "bart": ENCODER_DECODERS["bart"]}
+SOME = {
+    "llama": DECODERS["llama"],
+    "bert": ENCODERS["bert"],
+    "vit": IMAGES["vit"],
+    "bart": ENCODER_DECODERS["bart"],
+    **EXPERTS,
+}
 STAGES = {"transfer": transfer, "fine_tune": fine_tune}
 every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 

@@ -43,6 +43,13 @@ WINDOWED = {
     "mistral": ("MistralForCausalLM", {**HEADS_OF_8, "sliding_window": 5}),
     "gemma2": ("Gemma2ForCausalLM", {**HEADS_OF_8, "attn_logit_softcapping": None, "sliding_window": 5}),
 }
+# its forward takes use_cache through **kwargs
+EXPERTS = {
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"},
+    ),
+}
 ENCODERS = {
     "bert": ("BertModel", TEXT),
     "distilbert": ("DistilBertModel", {**TOKENS, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
