@@ -21,6 +21,7 @@ from linattn.linearize.distance import LayerOutputs, compare_layers
 from linattn.linearize.layer_loss import error_sum, error_weights, moments, squared_deviations, squared_error
 from linattn.linearize.predictions import Predictions, divergence_sum, pieces, predict, with_labels
 from linattn.linearize.processes import first_batches, gather, sum_over_processes
+from linattn.linearize.trained_weights import trainable
 from linattn.linearize.training import Add, Budget, Training, backward, check_training, train
 from linattn.nn.modes import evaluating
 
@@ -120,6 +121,8 @@ def fine_tune(
     with ExitStack() as stack:
         weights, hidden = list(model.parameters()), hidden_matrices(model)
         if lora is not None:
+            # peft freezes the other weights
+            stack.enter_context(trainable(model, ()))
             new = [weight for weight in weights if id(weight) in _new_weights(model)]
             weights = [*new, *stack.enter_context(_adapters(model, teacher, lora))]
         give_own_weights(teacher, weights)

@@ -249,10 +249,19 @@ def test_adapters_are_merged(family):
     conversion, batches = start(family)
     disturb(conversion.model)
     model, names = conversion.model, set(conversion.model.state_dict())
+    model.get_input_embeddings().requires_grad_(False)
+    gradients = {name: weight.requires_grad for name, weight in model.named_parameters()}
     before = divergence(model, conversion.teacher, batches)
     fine_tune(model, conversion.teacher, batches, Budget(steps=8), lora=2)
     assert set(model.state_dict()) == names
     assert divergence(model, conversion.teacher, batches) < before
+
+    def fail(progress: Any) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        fine_tune(model, conversion.teacher, batches, Budget(steps=1, report=fail), lora=2)
+    assert {name: weight.requires_grad for name, weight in model.named_parameters()} == gradients
 
 
 def test_a_budget_in_minutes_ends_by_itself():
