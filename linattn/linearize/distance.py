@@ -45,7 +45,8 @@ def relative_error(
 def output_distance(found: Predictions, target: Predictions) -> Float[Tensor, ""]:
     """Return the distance of a model's predictions from the teacher's, its `target`.
 
-    It is the mean KL divergence in nats over the places, or, without logits, the relative error of hidden states."""
+    It is the mean KL divergence in nats over the places or, for hidden states and for logits of a regression or of
+    several labels at once, the relative error."""
     if not target.classify:
         return relative_error(found.vectors, target.vectors)
     total = sum((divergence_sum(y, expected) for y, expected, _ in pieces(found, target)), target.vectors.new_zeros(()))
@@ -54,7 +55,8 @@ def output_distance(found: Predictions, target: Predictions) -> Float[Tensor, ""
 
 @torch.no_grad()
 def divergence(model: PreTrainedModel, teacher: PreTrainedModel, batches: Sequence[Batch]) -> float:
-    """Return the mean of `output_distance` over the batches."""
+    """Return the mean distance of the model's outputs from the teacher's over the batches: their KL divergence in nats
+    or, for hidden states and for logits of a regression or of several labels at once, their relative error."""
     require_batches(batches)
     with evaluating(model), evaluating(teacher):
         distances = [float(output_distance(predict(model, each), predict(teacher, each))) for each in batches]

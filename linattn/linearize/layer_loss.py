@@ -106,4 +106,4 @@ def _select(x: Float[Tensor, "b n d"], mask: Tensor | None) -> Float[Tensor, "to
 def _labeled(model: PreTrainedModel, batch: Batch, target: Tensor) -> Tensor | None:
     """Return where the batch has labels for tokens; None if it has labels for rows, or none."""
     labels = None if model.config.is_encoder_decoder else aligned_labels(model, batch, target)
-    return None if labels is None or labels.ndim < 2 else labels != NO_LABEL
+    return None if labels is None else labels != NO_LABEL

@@ -25,8 +25,8 @@ class Predictions(NamedTuple):
     """Holds the outputs, such as logits, at all places that have a label, with these `labels`; without labels, those of
     all present tokens, and None.
 
-    The outputs are `head(vectors)`, or the `vectors` themselves (None). `classify` is true if they are logits. `loss`
-    is the model's own on the batch, None if it computed none."""
+    The outputs are `head(vectors)`, or the `vectors` themselves (None). `classify` is true if their softmax is a
+    distribution. `loss` is the model's own on the batch, None if it computed none."""
 
     vectors: Float[Tensor, "places c"]
     head: nn.Linear | None
@@ -52,7 +52,9 @@ def predict(model: PreTrainedModel, batch: Batch, *, inputs: Batch | None = None
     if head is not None and (hidden := _last_hidden(model, head, inputs)) is not None:
         return _select(model, batch, hidden, head, True, None)
     output = run(model, inputs)
-    return _select(model, batch, main_output(output), None, "logits" in output, output.get("loss"))
+    y = main_output(output)
+    classify = "logits" in output and _is_distribution(model, batch, y)
+    return _select(model, batch, y, None, classify, output.get("loss"))
 
 
 def run_body(model: PreTrainedModel, batch: Batch) -> None:
@@ -75,6 +77,13 @@ def pieces(found: Predictions, target: Predictions) -> Iterator[tuple[Tensor, Te
 def divergence_sum(y: Float[Tensor, "places c"], target: Float[Tensor, "places c"]) -> Float[Tensor, ""]:
     """Return KL(softmax(`target`) ‖ softmax(y)), both given as logits, in nats, summed over places."""
     return F.kl_div(y.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum")
+
+
+def _is_distribution(model: PreTrainedModel, batch: Batch, logits: Tensor) -> bool:
+    """Return False for logits of a regression or of several labels at once, which have no softmax."""
+    problem, labels = model.config.problem_type, batch.get("labels")
+    separate = problem in ("regression", "multi_label_classification") or logits.shape[-1] == 1
+    return not separate and (labels is None or not labels.is_floating_point())
 
 
 def _large_head(model: PreTrainedModel, batch: Batch) -> nn.Linear | None:
@@ -149,9 +158,10 @@ def main_output(output: Any) -> Tensor:
 
 
 def aligned_labels(model: PreTrainedModel, batch: Batch, logits: Tensor) -> Tensor | None:
-    """Return the labels aligned with the logits (shifted for next-token models), None for a batch without any."""
+    """Return the labels aligned with the logits (shifted for next-token models), None for a batch without classes as
+    labels."""
     labels = batch.get("labels")
-    if labels is None or labels.shape != logits.shape[: labels.ndim]:
+    if labels is None or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         return None
     labels = labels.to(logits.device)
     return F.pad(labels[:, 1:], (0, 1), value=NO_LABEL) if predicts_next(model) else labels

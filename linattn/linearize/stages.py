@@ -101,8 +101,8 @@ def fine_tune(
     rates: Rates | None = None,
     lora: int | None = None,
 ) -> Training:
-    """Train the model towards the teacher's outputs. The loss is half the distance to them, a KL divergence where there
-    are logits, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
+    """Train the model towards the teacher's outputs. The loss is half the distance to them, as `divergence`
+    measures it, and half the model's own loss on the labels of a batch or, for a language model, on its tokens.
 
     All weights train; with `lora`, only the new ones and adapters of this rank, which are merged at the end. The
     `batches` repeat within the `budget`; the `rates` fall to zero. By default they are those of `transfer`, times
@@ -162,8 +162,8 @@ def _distance_sum(found: Predictions, target: Predictions, scale: float) -> Tens
 
 @torch.no_grad()
 def _output_scale(teacher: PreTrainedModel, batches: Sequence[Batch], accumulate: int) -> float:
-    """Return the factor that makes the mean squared error of outputs without logits a share of the variance of the
-    teacher's on the first update; 1 if there are logits."""
+    """Return the factor that makes the mean squared error of outputs a share of the variance of the teacher's on the
+    first update; 1 if the distance is a KL divergence."""
     parts = []
     with evaluating(teacher):
         for batch in first_batches(batches, 1, accumulate):

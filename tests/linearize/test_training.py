@@ -27,6 +27,7 @@ from linattn.linearize import (
     linearized_layers,
     plan,
     restore_layers,
+    scores,
     transfer,
 )
 from linattn.linearize.distance import LayerOutputs, compare_layers, relative_error
@@ -299,6 +300,35 @@ def test_fine_tuning_follows_the_teacher_and_the_text():
     disturb(model)
     expected = (divergence(model, teacher, [batch]) + model(**batch).loss.item()) / 2
     assert fine_tune(model, teacher, batches[:1], Budget(steps=1)).losses == (pytest.approx(expected, rel=1e-4),)
+
+
+# for as many classes as tokens, labels have the shape of the tokens
+@pytest.mark.parametrize(
+    ("labels", "settings"),
+    [
+        (torch.randn(4), {"num_labels": 1}),
+        (torch.randn(4, 3), {"num_labels": 3, "problem_type": "regression"}),
+        (torch.rand(4, 3).round(), {"num_labels": 3, "problem_type": "multi_label_classification"}),
+        (torch.rand(4, 3).round(), {"num_labels": 3}),
+    ],
+    ids=["number", "regression", "multi-label", "multi-label by its labels"],
+)
+def test_outputs_of_no_distribution_are_compared_by_squared_errors(labels, settings):
+    model = make(("BertForSequenceClassification", {**ENCODERS["bert"][1], **settings}), torch.float32)
+    batch = {"input_ids": tokens(4, 3), "labels": labels}
+    teacher = convert(model, plan(model, batch, method="elu", window=0)).teacher
+    errors = torch.stack([relative_error(*each) for each in layer_outputs(model, teacher, batch).values()])
+    assert transfer(model, teacher, [batch], Budget(steps=1)).losses == (pytest.approx(errors.mean().item()),)
+    disturb(model)
+    with torch.no_grad():
+        found, target = model(**batch), teacher(**batch).logits.double()
+    error = (found.logits - target).square().sum() / (target - target.mean(0)).square().sum()
+    assert divergence(model, teacher, [batch]) == pytest.approx(error.item())
+    result = scores(model, teacher, [batch])
+    assert result.cosine == pytest.approx(F.cosine_similarity(found.logits, target.float()).mean().item())
+    assert (result.loss, result.accuracy, result.kl, result.agreement) == 4 * (None,)
+    expected = (error + found.loss).item() / 2
+    assert fine_tune(model, teacher, [batch], Budget(steps=1)).losses == (pytest.approx(expected),)
 
 
 def test_several_processes_need_a_group(monkeypatch):
