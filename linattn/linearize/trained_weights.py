@@ -1,4 +1,5 @@
-"""The weights of a model while it trains: those that train have gradients and are float32, and there is no dropout."""
+"""A model while it trains: the weights that train have gradients and are float32, and there is no dropout or other
+noise."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,6 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
+
+# the noise of routers, of masked spectra and of positions of patches, and the values without it
+_NOISE = {
+    **dict.fromkeys(("input_jitter_noise", "jitter_noise", "moe_jitter_eps"), 0.0),
+    **dict.fromkeys(("mask_feature_prob", "mask_time_prob"), 0.0),
+    **dict.fromkeys(("pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"), None),
+}
 
 
 @contextmanager
@@ -44,17 +53,23 @@ def trainable(model: nn.Module, weights: Sequence[nn.Parameter]) -> Iterator[Non
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set every rate of dropout to zero inside the block, of layers and of modules that call torch's function."""
+    """Set every rate of dropout to zero inside the block, of layers and of modules that call torch's function, and turn
+    off the other noise that models of transformers have in training. Models read some of these from their
+    configuration."""
+    configs = [
+        config for module in model.modules() if isinstance(config := vars(module).get("config"), PreTrainedConfig)
+    ]
     rates = [
-        (module, name, rate)
-        for module in model.modules()
-        for name, rate in vars(module).items()
-        if isinstance(rate, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
+        (owner, name, rate)
+        for owner in (*model.modules(), *configs)
+        for name, rate in vars(owner).items()
+        if isinstance(rate, float)
+        and ("drop" in name or name in _NOISE or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd)))
     ]
     try:
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
+        for owner, name, _ in rates:
+            setattr(owner, name, _NOISE.get(name, 0.0))
         yield
     finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)
+        for owner, name, rate in rates:
+            setattr(owner, name, rate)

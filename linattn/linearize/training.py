@@ -136,7 +136,7 @@ def train(
 ) -> Training:
     """Minimize the objective by `Muon` over `groups` of weights with their peak learning rates, which rise linearly and
     then fall along half a cosine; if there are fewer steps than `full_steps`, the peaks are lower in proportion. Other
-    weights do not change. There is no dropout, as there is none in the teacher.
+    weights do not change. There is no dropout or other noise, as there is none in the teacher.
 
     The groups' weights in bfloat16 are float32 until the training ends, as bfloat16 has no room for small steps; the
     model then computes in bfloat16, by autocast."""

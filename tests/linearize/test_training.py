@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
@@ -31,13 +32,17 @@ from linattn.linearize import (
     transfer,
 )
 from linattn.linearize.distance import LayerOutputs, compare_layers, relative_error
+from linattn.linearize.predictions import main_output
 from linattn.linearize.stages import RATES
+from linattn.linearize.trained_weights import without_dropout
 from linattn.models.loss import NO_LABEL
 from tests.integrations.transformers.stock_attention.families import (
+    AUDIO,
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
     EXPERTS,
+    GROUPED,
     IMAGES,
     every,
     make,
@@ -405,6 +410,59 @@ def test_training_has_no_dropout(name, monkeypatch):
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
     model(**batch_of(model))
     assert max(rates) > 0
+
+
+SOUND = {**AUDIO["wav2vec2"][1], **dict.fromkeys(("layerdrop", "mask_time_prob"), 0.0), "mask_time_length": 2}
+PATCHES = ("DINOv3ViTModel", {**IMAGES["vit"][1], "image_size": 16})
+EXPERTS_OF_TWO = {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2}
+NOISE = {
+    "layerdrop": ("Wav2Vec2Model", {**SOUND, "layerdrop": 0.5}),
+    "masked frames": ("Wav2Vec2Model", {**SOUND, "mask_time_prob": 0.5}),
+    "masked features": ("Wav2Vec2Model", {**SOUND, "mask_feature_prob": 0.5, "mask_feature_length": 2}),
+    "router": ("MixtralForCausalLM", {**EXPERTS_OF_TWO, "router_jitter_noise": 0.3}),
+    "scaled positions": ("DINOv3ViTModel", {**PATCHES[1], "pos_embed_rescale": 2.0}),
+    "shifted positions": ("DINOv3ViTModel", {**PATCHES[1], "pos_embed_rescale": None, "pos_embed_shift": 0.5}),
+}
+
+
+@every(NOISE)
+def test_training_has_no_noise(family):
+    model = make(family, torch.float32)
+    inputs = {
+        "input_ids": tokens(2, 16),
+        "input_values": torch.randn(2, 800),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
+    batch = {model.main_input_name: inputs[model.main_input_name]}
+    expected, settings = main_output(model(**batch)), model.config.to_dict()
+    model.train()
+
+    def is_noisy() -> bool:
+        return any(not torch.allclose(main_output(model(**batch)), expected, atol=1e-5) for _ in range(8))
+
+    assert is_noisy()
+    with without_dropout(model):
+        assert not is_noisy()
+    assert is_noisy()
+    assert model.config.to_dict() == settings
+
+
+@pytest.mark.parametrize(
+    ("layer", "dims"),
+    [
+        (nn.Dropout, 2),
+        (nn.Dropout1d, 3),
+        (nn.Dropout2d, 4),
+        (nn.Dropout3d, 5),
+        (nn.AlphaDropout, 2),
+        (nn.FeatureAlphaDropout, 3),
+    ],
+)
+def test_no_layer_of_dropout_is_random_in_training(layer, dims):
+    model, x = layer(0.5), torch.rand(2, 9, 3, 3, 3)[(..., *(5 - dims) * (0,))]
+    with without_dropout(model):
+        assert_close(model(x), x)
+    assert (model(x) != x).any()
 
 
 def test_a_loss_that_is_not_finite_is_an_error():
