@@ -181,8 +181,12 @@ def predicts_next(model: PreTrainedModel) -> bool:
 
 
 def with_labels(model: PreTrainedModel, batch: Batch) -> Batch:
-    """Return a language model's batch with its tokens as labels, if it has none. Padding gets no label."""
+    """Return a language model's batch with its tokens as labels, if it has none. Padding gets no label, and neither
+    does a token after it, as a missing token predicts nothing."""
     if "labels" in batch or not predicts_next(model):
         return batch
     labels, mask = batch["input_ids"], batch.get("attention_mask")
-    return {**batch, "labels": labels if mask is None else labels.masked_fill(mask == 0, NO_LABEL)}
+    if mask is not None:
+        present = mask != 0
+        labels = labels.masked_fill(~(present & F.pad(present, (1, -1))), NO_LABEL)
+    return {**batch, "labels": labels}

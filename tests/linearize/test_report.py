@@ -59,15 +59,19 @@ def start(family: Any, method: str = "elu", **options: Any) -> tuple[Conversion,
     return convert(model, plan(model, batches[0], method=method, **options), batches), batches
 
 
-def test_a_language_models_scores_are_their_definition():
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_language_models_scores_are_their_definition(side):
+    """Of all present tokens after a present one, on whichever side of them the padding is."""
     made, batches = start(DECODERS["llama"])
+    if side == "left":
+        batches = [{name: x.flip(1) for name, x in each.items()} for each in batches]
     found = scores(made.model, made.teacher, batches)
     loss, kl, same, right = [], [], [], []
     made.model.requires_grad_(False)
     for each in batches:
         y, t = (model(**each).logits.log_softmax(-1) for model in (made.model, made.teacher))
         for b, i in each["attention_mask"].bool().nonzero().tolist():
-            if i == 0:
+            if i == 0 or not each["attention_mask"][b, i - 1]:
                 continue
             p, q, token = y[b, i - 1], t[b, i - 1], each["input_ids"][b, i]
             loss.append(-p[token])
