@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linattn.attention import LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads
+from linattn.attention import InnerAttention, LinearAttention, LocalAttention, SoftmaxAttention, SplitHeads
 from linattn.feature_maps import GeneralizedFeatureMap
 from linattn.integrations.transformers.stock_attention.attention import attention_of
 from linattn.linearize.attention import EXACT, LinearizedAttention, linearized_layers, own_attention
@@ -95,7 +95,7 @@ def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
     bits: dict[str, float] = {}
 
     def note(call: AttentionCall) -> None:
-        inner = attention_of(call.module) or SoftmaxAttention(causal=call.causal)
+        inner = attention_of(call.module) or _softmax(call)
         one_hot = torch.eye(call.k.shape[2], dtype=call.k.dtype, device=call.k.device)
         one_hot = one_hot.expand(*call.k.shape[:2], -1, -1)
         weights = call.attend(inner, call.scaled_queries(), call.k, one_hot, call.gates).abs()
@@ -105,3 +105,10 @@ def entropies(model: PreTrainedModel, batch: Batch) -> dict[str, float]:
 
     observe(model, batch, note)
     return bits
+
+
+def _softmax(call: AttentionCall) -> InnerAttention:
+    """Return the attention of a layer that was not replaced, within its sliding window if it has one."""
+    if call.sliding_window is None:
+        return SoftmaxAttention(causal=call.causal)
+    return LocalAttention(call.sliding_window, causal=call.causal)

@@ -36,6 +36,7 @@ from tests.integrations.transformers.stock_attention.families import (
     EXPERTS,
     TEXT,
     VOCABULARY,
+    WINDOWED,
     every,
     make,
 )
@@ -173,7 +174,20 @@ def test_without_its_linear_part_a_mixture_has_its_window():
         assert off[:, 2:].abs().max() == 0 < y[:, 2:].abs().max()
 
 
-def test_entropies_are_those_of_the_weights():
+@every({"llama": DECODERS["llama"], "modernbert": ENCODERS["modernbert"], **WINDOWED})
+def test_entropies_are_those_of_the_weights(family):
+    model = make(family)
+    inputs = batch(model)
+    model.set_attn_implementation("linattn:softmax")
+    found = entropies(model, inputs)
+    model.set_attn_implementation("eager")
+    weights = model(**inputs, output_attentions=True).attentions
+    bits = [torch.special.entr(each).sum(-1).transpose(0, 1) / math.log(2) for each in weights]
+    expected = [float(each[:, inputs["attention_mask"].bool()].detach().mean()) for each in bits]
+    assert list(found.values()) == pytest.approx(expected)
+
+
+def test_entropies_of_softmax_are_the_teachers():
     made, batches = start(DECODERS["llama"], "softmax", convolution=0)
     assert entropies(made.model, batches[0]) == pytest.approx(entropies(made.teacher, batches[0]))
     with torch.no_grad():
