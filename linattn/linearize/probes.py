@@ -46,6 +46,8 @@ def greedy_agreement(model: PreTrainedModel, teacher: PreTrainedModel, prompts: 
     """Continue the prompts (rows, n) greedily by so many `tokens` with both models. Return how far their texts agree,
     and some of these texts."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    # a checkpoint may have other settings of its own
+    options |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
     texts = []
     for each in (model, teacher):
         with evaluating(each):

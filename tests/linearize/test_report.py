@@ -250,6 +250,23 @@ def test_generated_text_is_compared_token_by_token():
     assert greedy_agreement(made.model, made.teacher, prompts, tokens=6).agreement < 1
 
 
+def test_texts_are_greedy_whatever_the_checkpoint_generates_by_itself():
+    made, _ = start(DECODERS["llama"])
+    prompts = torch.randint(3, VOCABULARY, (2, 5))
+    texts = []
+    for model in (made.teacher, made.model):
+        model.generation_config.update(num_beams=2, num_return_sequences=2, return_dict_in_generate=True)
+        ids = prompts
+        for _ in range(6):
+            likeliest = model(ids, use_cache=False).logits[:, -1]
+            # the end of a text is not among the first tokens
+            likeliest[:, model.config.eos_token_id] = -math.inf
+            ids = torch.cat([ids, likeliest.argmax(-1, keepdim=True)], 1)
+        texts.append(ids[:, 5:].tolist())
+    found = greedy_agreement(made.model, made.teacher, prompts, tokens=6)
+    assert [(sample.teacher, sample.linear) for sample in found.samples] == list(zip(*texts, strict=True))
+
+
 def test_the_cache_of_a_linear_model_has_a_constant_size():
     made, _ = start(DECODERS["llama"])
     stock = make(DECODERS["llama"])
