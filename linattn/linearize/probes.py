@@ -111,8 +111,8 @@ def costs(
     """Read `rows` sequences of `tokens` random tokens with each model, `piece` tokens at a time. Then time single
     tokens: 8 with each model in turn, `repeats` times. If `compiled`, torch.compile runs the models; the first few
     tokens then include the time of compilation."""
-    random, vocabulary = torch.Generator().manual_seed(0), min(model.config.vocab_size for model in models)
-    ids = torch.randint(vocabulary, (rows, tokens), generator=random).to(models[0].device)
+    vocabulary = min(model.config.get_text_config().vocab_size for model in models)
+    ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(models[0].device)
     caches, seconds = [DynamicCache(config=model.config) for model in models], [[] for _ in models]
     with ExitStack() as stack:
         # not at each step: compiled code checks a module again after an attribute was set

@@ -34,6 +34,8 @@ from tests.integrations.transformers.stock_attention.families import (
     ENCODER_DECODERS,
     ENCODERS,
     EXPERTS,
+    GROUPED,
+    IMAGES,
     TEXT,
     VOCABULARY,
     WINDOWED,
@@ -276,6 +278,13 @@ def test_the_cache_of_a_linear_model_has_a_constant_size():
     assert [pair[1].bytes for pair in (small, large)] == [2 * 2 * 2 * 8 * 8 * tokens for tokens in (8, 24)]
     cache: Cache = DynamicCache(config=stock.config)
     assert cache_bytes(cache) == 0
+
+
+def test_a_model_of_several_parts_has_the_costs_of_its_decoder():
+    vision = {"model_type": "clip_vision_model", **IMAGES["clip_vision"][1]}
+    parts = {"text_config": {"model_type": "llama", **GROUPED}, "vision_config": vision}
+    model, text = make(("LlavaForConditionalGeneration", parts)), make(DECODERS["llama"])
+    assert [cost.bytes for cost in costs([model, text], 8, repeats=1)] == 2 * [2 * 2 * 2 * 8 * 8 * 8]
 
 
 def test_the_report_has_every_part_as_json():
