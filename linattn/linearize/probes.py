@@ -20,7 +20,8 @@ NEEDLE = 32
 SAMPLES = 2
 """The number of texts that a report shows."""
 # with one token at a time, each model's weights would drive the other's out of the processor's cache
-TURN = 8
+TURN, TURNS = 8, 3
+"""The number of tokens that a model reads in its turn while `costs` measures the time, and the number of turns."""
 
 
 class Sample(NamedTuple):
@@ -104,7 +105,7 @@ def costs(
     tokens: int,
     *,
     rows: int = 1,
-    repeats: int = 3,
+    repeats: int = TURNS,
     piece: int = 512,
     compiled: bool = False,
 ) -> list[Cost]:

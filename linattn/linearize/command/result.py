@@ -16,6 +16,7 @@ from linattn.console.atomic import atomic_folder, write_atomically
 from linattn.console.errors import CommandError, explained
 from linattn.linearize.command.page import html
 from linattn.linearize.command.text import decoded_samples
+from linattn.linearize.probes import TURN, TURNS
 from linattn.linearize.report import Probes, report
 from linattn.linearize.scores import Scores
 
@@ -108,7 +109,7 @@ def language_probes(config: PreTrainedConfig, text: Tensor, held_out: list[dict[
         recall_lengths=[length for length in lengths if 64 <= length < len(text) - 64],
         prompts=held_out[0]["input_ids"][:PROMPTS, : context // 2],
         new_tokens=min(NEW_TOKENS, limit - context // 2),
-        cost_lengths=lengths,
+        cost_lengths=[length for length in lengths if length + TURNS * TURN <= limit],
     )
 
 
