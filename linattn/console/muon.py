@@ -19,6 +19,8 @@ MOMENTUM = 0.95
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """The iterations, and the coefficients of x, x³ and x⁵: singular values from 0.005 to 1 end between 0.7 and 1.2."""
 
+# the norm of a matrix that has no direction any more, as in torch's Muon
+SMALLEST = 1e-7
 # numbers that are multiplied together, so that a large model needs no second copy of its weights
 LARGEST_STACK = 2**24
 
@@ -85,7 +87,7 @@ def orthogonal(x: Float[Tensor, "b n m"]) -> Float[Tensor, "b n m"]:
         return orthogonal(x.mT).mT
     # the iterations need no precision, but CPUs often multiply bfloat16 slowly
     y = x.to(torch.bfloat16 if x.is_cuda else x.dtype)
-    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(y.dtype).tiny)
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
     iterations, (a, b, c) = NEWTON_SCHULZ
     for _ in range(iterations):
         gram = y @ y.mT
