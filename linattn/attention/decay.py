@@ -30,9 +30,10 @@ class Decay(nn.Module):
 
     def reset_parameters(self) -> None:
         target = self.w if self.learned else self.log_decay
-        kept = 1 - torch.exp2(-5.0 - places(target))
-        # softplus(log(1/kept − 1)) = −log(kept)
-        assign(target, (1 / kept - 1).log() if self.learned else kept.log())
+        lost = torch.exp2(-5.0 - places(target))
+        fixed = torch.log1p(-lost)
+        # softplus(log(lost / (1 − lost))) = −log(1 − lost)
+        assign(target, lost.log() - fixed if self.learned else fixed)
 
     def forward(self) -> Float[Tensor, "hk 1"]:
         return (-nn.functional.softplus(self.w) if self.learned else self.log_decay).unsqueeze(-1)

@@ -1,5 +1,7 @@
 """Attention as a function of raw queries, keys and values."""
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -41,6 +43,7 @@ def attend(
             "q, k and v must have the same number of dimensions, (…, tokens, channels), but they are "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    q, k, v = _same_batches(q, k, v)
     inner = _resolve(method, q, k, is_causal, window)
     if inner.causal != is_causal:
         raise ValueError(f"is_causal is {is_causal}, but {type(inner).__name__} was made with causal={inner.causal}")
@@ -51,8 +54,24 @@ def attend(
     if scale is not None:
         if not inner.scales_products:
             raise ValueError(f"scale multiplies q·k, but {method!r} has other similarities: multiply q or k yourself")
-        q = q * (scale * q.shape[-1] ** 0.5)
+        # both take a part of the factor, so that neither leaves the range of half precision
+        factor = scale * q.shape[-1] ** 0.5
+        q, k = q * math.copysign(abs(factor) ** 0.5, factor), k * abs(factor) ** 0.5
     return inner(_four(q), _four(k), _four(v), key_mask=key_mask).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _same_batches(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Expand what precedes the heads to a common shape. Raise ValueError if there is none."""
+    shapes = [tuple(x.shape[:-3]) for x in (q, k, v)]
+    try:
+        shape = torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        raise ValueError(
+            "the dimensions before the heads must broadcast, but those of q, k and v are "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+        ) from error
+    q, k, v = (x.expand(*shape, *x.shape[-3:]) for x in (q, k, v))
+    return q, k, v
 
 
 def _same_for_all_queries(attn_mask: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from torch.testing import assert_close
 
 from linattn.attention import (
     ATTENTIONS,
+    Decay,
     LinearAttention,
     LocalAttention,
     SoftmaxAttention,
@@ -98,6 +99,43 @@ def test_retention_is_the_papers(length):
     retention = make("retention", num_heads=4, causal=True)
     retention.decay.log_decay = gamma.log()
     assert_close(retention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_decays_of_many_heads_are_the_papers(learned):
+    """log(1 − 2^(−5−i)), which float32 has also where it cannot tell 1 − 2^(−5−i) from 1."""
+    decay = Decay(100, learned=learned)
+    lost = 2.0 ** (-5 - torch.arange(100, dtype=torch.float64))
+    found = decay()
+    assert_close(found.squeeze(-1).double(), torch.log1p(-lost), rtol=2e-5, atol=0)
+    if learned:
+        # each head can learn
+        (gradient,) = torch.autograd.grad(found.log1p().sum(), decay.w)
+        assert gradient.count_nonzero() == 100
+
+
+@pytest.mark.parametrize("method", ["softmax", "elu", "favor"])
+def test_dimensions_before_the_heads_broadcast_as_in_torch(method):
+    q, k, v = torch.randn(2, 3, 4, 5, 8), torch.randn(1, 3, 4, 6, 8), torch.randn(3, 4, 6, 7)[None, :1]
+    y = attend(q, k, v, method)
+    for i in range(2):
+        for j in range(3):
+            assert_close(y[i, j], attend(q[i, j], k[0, j], v[0, 0], method))
+    if method == "softmax":
+        assert_close(y, F.scaled_dot_product_attention(q, k, v))
+    # as many rows, but others
+    for x in (torch.randn(3, 2, 4, 6, 8), torch.randn(2, 2, 4, 6, 8)):
+        with pytest.raises(ValueError, match=r"before the heads must broadcast.*\(2, 3\), .*"):
+            attend(q, x, x, method)
+
+
+@pytest.mark.parametrize("sizes", [(2_000, 1e-4), (1e-4, 2_000)])
+@pytest.mark.parametrize("scale", [20.0, -20.0])
+def test_a_scale_leaves_the_range_of_half_precision_nowhere(sizes, scale):
+    q, k, v = torch.randn(1, 1, 4, 8) * sizes[0], torch.randn(1, 1, 4, 8) * sizes[1], torch.randn(1, 1, 4, 8)
+    q, k, v = (x.half() for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale)
+    assert_close(attend(q, k, v, "softmax", scale=scale).double(), expected, rtol=0, atol=2e-2)
 
 
 def test_a_norm_of_each_head_undoes_the_scale_of_retention():
