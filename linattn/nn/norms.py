@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_numbers, check_types
+from linattn.checks import check_numbers, check_sizes, check_types
 from linattn.nn.checks import check_floats
 from linattn.types import Reduction
 
@@ -26,6 +26,7 @@ class HeadNorm(nn.Module):
     @check_types
     def __init__(self, head_dim: int, *, eps: float = HEAD_NORM_EPS):
         super().__init__()
+        check_sizes(head_dim=head_dim)
         check_numbers(eps=eps)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
@@ -35,7 +36,7 @@ class HeadNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return _rms_normalized(x, self.weight, self.eps, self.over_ranks)
+        return _rms_normalized(x, len(self.weight), self.weight, self.eps, self.over_ranks)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps}"
@@ -49,6 +50,7 @@ class ScaleNorm(nn.Module):
     @check_types
     def __init__(self, dim: int):
         super().__init__()
+        check_sizes(dim=dim)
         self.dim = dim
         self.g = nn.Parameter(torch.empty(()))
         self.reset_parameters()
@@ -57,15 +59,19 @@ class ScaleNorm(nn.Module):
         nn.init.constant_(self.g, self.dim**0.5)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        return _rms_normalized(x, self.g / self.dim**0.5, 0.0)
+        return _rms_normalized(x, self.dim, self.g / self.dim**0.5, 0.0)
 
     def extra_repr(self) -> str:
         return f"{self.dim}"
 
 
-def _rms_normalized(x: Tensor, factor: Tensor, eps: float, over_ranks: Reduction | None = None) -> Tensor:
+def _rms_normalized(
+    x: Tensor, channels: int, factor: Tensor, eps: float, over_ranks: Reduction | None = None
+) -> Tensor:
     """Return x / √(mean(x²) + eps) times the factor, computed in float32 or better."""
     check_floats(x, factor)
+    if x.shape[-1:] != (channels,):
+        raise ValueError(f"the norm is of {channels} channels, but x is {tuple(x.shape)}")
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     # squares of small and of large numbers leave float32's range; a factor of x and √eps changes neither the result nor
     # its gradient
@@ -75,5 +81,6 @@ def _rms_normalized(x: Tensor, factor: Tensor, eps: float, over_ranks: Reduction
     x = x / largest
     square = x.square().mean(-1, keepdim=True)
     square = square if over_ranks is None else over_ranks(square, "mean")
-    square = square + (eps**0.5 / largest).square()
+    if eps:
+        square = square + (eps**0.5 / largest).square()
     return (x * square.masked_fill(square == 0, 1).rsqrt() * factor).to(dtype)

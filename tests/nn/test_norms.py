@@ -16,10 +16,20 @@ def test_starts_as_a_norm_of_unit_variance():
     assert_close(ScaleNorm(64)(torch.randn(10, 64)).square().mean(-1), torch.ones(10))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e30])
-def test_any_scale_gives_the_same(scale):
-    norm, x = ScaleNorm(7), torch.randn(5, 7)
-    assert_close(norm(x * scale), norm(x))
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-8, 1e30])
+@pytest.mark.parametrize("norm", [ScaleNorm(7), HeadNorm(7, eps=0.0)], ids=str)
+def test_any_scale_gives_the_same(norm, scale):
+    x = torch.randn(5, 7) * scale
+    assert_close(norm(x), norm((x.double() / scale).float()))
+
+
+@pytest.mark.parametrize("kind", [ScaleNorm, HeadNorm])
+def test_other_numbers_of_channels_are_refused(kind):
+    for shape in ((2, 1), (2, 16), (2, 0), ()):
+        with pytest.raises(ValueError, match=r"8 channels, but x is|must be"):
+            kind(8)(torch.ones(shape))
+    with pytest.raises(ValueError, match="must be a whole number of at least 1, but is 0"):
+        kind(0)
 
 
 def test_zeros_stay_zeros_and_have_a_gradient():
@@ -46,12 +56,6 @@ def test_head_norm_is_rms_norm():
         module, x = HeadNorm(6, eps=eps).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
         nn.init.normal_(module.weight)
         assert_close(module(x), nn.functional.rms_norm(x, (6,), module.weight, eps=eps))
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-def test_heads_may_be_scaled_without_an_epsilon(scale):
-    module, x = HeadNorm(6, eps=0.0), torch.randn(2, 3, 6)
-    assert_close(module(x * scale), module(x))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-12, 1e-3, 1e12, 1e30])
