@@ -103,8 +103,9 @@ class Reports(TrainerCallback):
 
     def _time_left(self, step: int) -> str:
         progress = self.schedule.progress(step)
-        elapsed = self.schedule.seconds - self.schedule.before
-        return tqdm.format_interval(elapsed * (1 - progress) / (progress - self.first_progress))
+        elapsed, done = self.schedule.seconds - self.schedule.before, progress - self.first_progress
+        # a run that is resumed after its time has made no progress
+        return tqdm.format_interval(elapsed * (1 - progress) / done if progress < 1 else 0)
 
 
 def summary(record: dict[str, Any]) -> str:

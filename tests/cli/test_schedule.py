@@ -6,6 +6,7 @@ import math
 import pytest
 
 from linattn.cli.options import TrainOptions, recorded_options
+from linattn.cli.reports import Reports
 from linattn.cli.schedule import Schedule
 
 LENGTHS = [20, 187, 333, 1000, 2000, 5000]
@@ -48,3 +49,17 @@ def test_a_share_that_is_given_is_kept():
     factors = learning_rates(Schedule(steps=200, minutes=None, warmup=options.warmup))
     cosine = [(1 + math.cos(math.pi * ((step + 0.5) / 200 - 0.05) / 0.95)) / 2 for step in range(10, 200)]
     assert factors == pytest.approx([(step + 0.5) / 10 for step in range(10)] + cosine)
+
+
+def test_the_time_left_of_a_run_that_is_resumed_after_its_time_is_none():
+    schedule = Schedule(steps=1_000, minutes=1, warmup=None)
+    reports = Reports.__new__(Reports)
+    for before, seconds, left in (
+        (0.0, 20.0, "00:40"),
+        (30.0, 40.0, "00:20"),
+        (60.0, 60.0, "00:00"),
+        (60.0, 70.0, "00:00"),
+    ):
+        schedule.before, schedule.seconds = before, seconds
+        reports.schedule, reports.first_progress = schedule, min(1.0, before / 60)
+        assert reports._time_left(3) == left
