@@ -1,6 +1,7 @@
 """Attention as a function of raw queries, keys and values."""
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.linear import LinearAttention
-from linattn.attention.named import untrained_attention
+from linattn.attention.named import shared_attention, untrained_attention
 from linattn.checks import check_tensors, check_types, given
 from linattn.feature_maps.base import FeatureMap
 
@@ -98,8 +99,15 @@ def _resolve(
     if not isinstance(method, str):
         return checked_inner(method)
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    sizes = {"num_heads": heads, "num_key_heads": key_heads, "head_dim": q.shape[-1], "max_length": max(k.shape[-2], 1)}
-    inner = untrained_attention(method, causal=causal, window=128 if window is None else window, **sizes)
+    sizes: dict[str, Any] = {"num_heads": heads, "num_key_heads": key_heads, "head_dim": q.shape[-1]}
+    if "linformer" in method:
+        # any other is the same at each length
+        sizes["max_length"] = max(k.shape[-2], 1)
+    sizes |= {"causal": causal, "window": 128 if window is None else window}
+    place: dict[str, Any] = {"device": q.device, "dtype": torch.promote_types(q.dtype, torch.float32)}
+    # a graph cannot hold the making of a module, and an exported one would draw its features anew
+    traced = torch.compiler.is_compiling()
+    inner = shared_attention(method, **place, **sizes) if traced else untrained_attention(method, **sizes).to(**place)
     if inner.needs is not None:
         raise ValueError(
             f"{method!r} needs gates, which a module learns to make from its input, so a function cannot hold it: "
@@ -110,7 +118,7 @@ def _resolve(
             f"{method!r} has weights to learn, so a function cannot hold it: build the module with "
             f"named_attention({method!r}, …), train it, and give it as method"
         )
-    return inner.to(device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+    return inner
 
 
 def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """Every attention by name, for configurations, command lines and first experiments. `ATTENTIONS` is the table."""
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from linattn.attention.base import InnerAttention, checked_inner
 from linattn.attention.decay import Decay
@@ -158,6 +160,33 @@ def untrained_attention(spec: str, **sizes: Any) -> InnerAttention:
         # torch.manual_seed would seed the other devices too
         torch.default_generator.manual_seed(0)
         return named_attention(spec, **sizes)
+
+
+# a dict, not functools.cache, which torch.compile does not see
+_SHARED: dict[tuple[Any, ...], InnerAttention] = {}
+
+
+def shared_attention(
+    spec: str, *, causal: bool, device: torch.device, dtype: torch.dtype, **sizes: int
+) -> InnerAttention:
+    """Return the `untrained_attention` on this device and in this dtype, the same one in each call. Compiled code
+    makes it while it is compiled, as a graph cannot draw from a fixed seed."""
+    # sizes that compiled code takes for variables are constants here
+    key = (spec, causal, device, dtype, *map(operator.index, sizes.values()))
+    _share(*key, names=tuple(sizes))
+    return _SHARED[key]
+
+
+@torch.compiler.assume_constant_result
+def _share(
+    spec: str, causal: bool, device: torch.device, dtype: torch.dtype, *sizes: int, names: tuple[str, ...]
+) -> None:
+    key = (spec, causal, device, dtype, *sizes)
+    if key not in _SHARED:
+        # outside of inference mode, whose tensors cannot be used in training, and of those in which none has numbers
+        with _disable_current_modes(), torch.inference_mode(False):
+            made = untrained_attention(spec, causal=causal, **dict(zip(names, sizes, strict=True)))
+            _SHARED[key] = made.to(device=device, dtype=dtype)
 
 
 def names_in(spec: str) -> list[str]:

@@ -1,10 +1,13 @@
 """Attentions in one graph, whatever the mask; backends of the compiler do not matter for that."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
-from linattn.attention import named_attention
+from linattn.attention import ATTENTIONS, attend, named, named_attention, traits
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,45 @@ def test_one_graph(spec, causal, masked):
     assert_close(run(*x, key_mask=key_mask), inner(*x, key_mask=key_mask))
     run(*x, key_mask=key_mask).sum().backward()
     assert all(torch.isfinite(t.grad).all() for t in x)
+
+
+# what a function can hold
+UNTRAINED = [name for name in ATTENTIONS if not traits(name).learned and not traits(name).gated]
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("spec", [*UNTRAINED, "local+elu"])
+def test_attend_by_name_in_one_graph(spec, dynamic, monkeypatch):
+    """Which is made while the graph is, with features from the fixed seed, and again for other heads, channels and
+    dtypes. No random number is drawn from the caller's generator."""
+    monkeypatch.setattr(named, "_SHARED", {})
+    causal = not traits(spec.partition("+")[0]).bidirectional
+    run = torch.compile(
+        partial(attend, method=spec, is_causal=causal), fullgraph=True, dynamic=dynamic, backend="eager"
+    )
+    before = torch.get_rng_state()
+    for h, n, d, dtype in ((2, 6, 8, torch.float32), (2, 9, 8, torch.float32), (4, 9, 12, torch.float64)):
+        q, k, v = torch.linspace(-1, 1, 3 * h * n * d, dtype=dtype).sin().view(3, 1, h, n, d)
+        compiled = run(q, k, v)
+        monkeypatch.setattr(named, "_SHARED", {})
+        assert_close(attend(q, k, v, spec, is_causal=causal), compiled)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Attend(nn.Module):
+    def forward(self, q, k, v):
+        return attend(q, k, v, "favor", is_causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_attention_by_name_has_the_features_of_the_seed(strict, monkeypatch):
+    """Which stay numbers for the calls after it."""
+    monkeypatch.setattr(named, "_SHARED", {})
+    q, k, v = torch.randn(3, 1, 2, 6, 8)
+    exported = torch.export.export(Attend(), (q, k, v), strict=strict).module()
+    for _ in range(2):
+        assert_close(exported(q, k, v), Attend()(q, k, v))
+    assert_close(torch.compile(Attend(), backend="eager", fullgraph=True)(q, k, v), Attend()(q, k, v))
 
 
 # the mixture's first part is a window that is not bucketed

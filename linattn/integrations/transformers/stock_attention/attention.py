@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from linattn.attention import InnerAttention
 from linattn.attention.gates import AnyGates
-from linattn.attention.named import untrained_attention
+from linattn.attention.named import shared_attention
 from linattn.integrations.transformers.documents import CAUSAL, DOCUMENTS, MARK, document_numbers, present_keys
 from linattn.integrations.transformers.stock_attention.cache import CachedKeys, tensor_of
 from linattn.integrations.transformers.stock_attention.masks import attend_per_document
@@ -84,8 +84,8 @@ def attention_forward(
     if inner is None:
         method, window = sliding_method(method, sliding_window, m if layer is None else layer.seen)
         dtype = torch.promote_types(query.dtype, torch.float32)
-        sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window, "causal": causal}
-        inner = _inner(method, query.device, dtype, **sizes)
+        sizes = {"num_heads": h, "num_key_heads": hk, "head_dim": d, "window": window}
+        inner = shared_attention(method, causal=causal, device=query.device, dtype=dtype, **sizes)
     documents, handover = document_numbers(attention_mask), vars(module).get(HANDOVER)
     if handover is not None and (documents is not None or layer is not None or not causal):
         raise ValueError("a model whose sequences are sharded takes one document per row, and no cache")
@@ -131,26 +131,6 @@ def sliding_method(method: str, window: int | None, tokens: int) -> tuple[str, i
             'tokens: "linattn:softmax" and "linattn:local" can'
         )
     return method, min(window, own)
-
-
-# a dict, not functools.cache, which torch.compile does not see
-_INNERS: dict[tuple[Any, ...], InnerAttention] = {}
-
-
-def _inner(method: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> InnerAttention:
-    """Return the attention of this method, device, dtype and sizes. All layers with the same ones share it."""
-    key = (method, device, dtype, *sizes.values())
-    if key not in _INNERS:
-        _add_inner(key, sizes)
-    return _INNERS[key]
-
-
-@torch.compiler.disable(recursive=True)
-def _add_inner(key: tuple[Any, ...], sizes: dict[str, int]) -> None:
-    method, device, dtype, *_ = key
-    # outside of inference mode, whose tensors cannot be used in training
-    with torch.inference_mode(False):
-        _INNERS[key] = untrained_attention(method, **sizes).to(device=device, dtype=dtype)
 
 
 def is_causal_call(module: nn.Module, mask: Tensor | None, is_causal: bool | None, queries: int) -> bool:
