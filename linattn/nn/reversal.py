@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from linattn.nn.branch import Call
+from linattn.nn.modes import mode_switch, modes_of
 from linattn.types import Tokens
 
 
@@ -38,7 +39,7 @@ class _Reversal(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         places = {weight: place for place, weight in enumerate(weights, start=1)}
         ctx.branches = [(branch, [places[weight] for weight in _weights(branch)]) for branch in branches]
-        ctx.autocast, ctx.randomness = _autocast_regions(x), []
+        ctx.autocast, ctx.randomness, ctx.modes = _autocast_regions(x), [], modes_of(*branches)
         call, first, second = Call(key_mask, context, context_mask), x, x
         for branch in branches:
             ctx.randomness.append(_randomness(x))
@@ -47,12 +48,20 @@ class _Reversal(torch.autograd.Function):
         # with buffers among them autograd notices if random features are resampled before the backward pass
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
         ctx.save_for_backward(first, second, *call, *weights, *buffers)
+        # saved tensors may come back as other objects, so their identity is kept here
+        ctx.tensors = _tensors(branches)
         return first, second
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         first, second, key_mask, context, context_mask, *_ = ctx.saved_tensors
+        if [*map(id, ctx.tensors)] != [*map(id, _tensors([branch for branch, _ in ctx.branches]))]:
+            raise RuntimeError(
+                "the branches of a reversible stack must have the same weights and buffers in the backward pass as in "
+                "the forward pass, but some are other tensors now, as after torch.func.functional_call: copy the "
+                "weights into the module, or use a ResidualSequence"
+            )
         shared = [] if context is None or not ctx.needs_input_grad[4] else [context.detach().requires_grad_()]
         call = Call(key_mask, shared[0] if shared else context, context_mask)
         d_first, d_second = grads
@@ -60,7 +69,7 @@ class _Reversal(torch.autograd.Function):
         totals: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         for (branch, places), same_randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
-            with torch.enable_grad(), _autocast(ctx.autocast), same_randomness():
+            with torch.enable_grad(), _autocast(ctx.autocast), same_randomness(), mode_switch(ctx.modes):
                 delta = call(branch, first)
             inputs = [first, *shared, *_weights(branch)]
             d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
@@ -75,6 +84,10 @@ class _Reversal(torch.autograd.Function):
 
 def _weights(branch: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in branch.parameters() if weight.requires_grad]
+
+
+def _tensors(branches: Sequence[nn.Module]) -> list[Tensor]:
+    return [tensor for branch in branches for tensor in (*branch.parameters(), *branch.buffers())]
 
 
 def _autocast_regions(x: Tensor) -> list[tuple[str, torch.dtype]]:

@@ -164,6 +164,21 @@ def test_the_backward_pass_leaves_randomness_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_are_the_same_in_the_backward_pass(training):
+    stack, x = reversible(dropout=0.5).train(training), some_inputs().requires_grad_()
+    # one part is in the other mode
+    stack.branches[1].train(not training)
+    inputs = [x, *stack.parameters()]
+    expected = gradients(lambda: plain(stack, x), inputs)
+    torch.manual_seed(3)
+    y = stack(x)
+    stack.train(not training)
+    for one, other in zip(torch.autograd.grad(y.square().sum(), inputs), expected, strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert all(module.training is not training for module in stack.modules())
+
+
 def test_autocast_is_the_same_in_the_backward_pass():
     stack, seen = ReversibleSequence(pairs(2)), []
     for module in stack.modules():
@@ -213,6 +228,16 @@ def test_changed_weights_are_noticed():
     with torch.no_grad():
         next(stack.parameters()).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_substituted_weights_are_refused(learns):
+    """The backward pass would recompute with the weights of the module."""
+    stack, x = reversible(), some_inputs().requires_grad_()
+    weights = {name: (1.5 * weight.detach()).requires_grad_(learns) for name, weight in stack.named_parameters()}
+    y = torch.func.functional_call(stack, weights, (x,))
+    with pytest.raises(RuntimeError, match=r"other tensors now, as after torch\.func\.functional_call"):
         y.sum().backward()
 
 
