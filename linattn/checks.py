@@ -90,7 +90,8 @@ def extra(name: str) -> Iterator[None]:
 
 def check_types(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function, or a constructor, raise ValueError for an argument that is not of the type that its annotation
-    names: bool, int, float (NaN is none), str, None, and unions and tuples of them. Compiled graphs skip the check."""
+    names: bool, int, float (NaN is none), str, None, and unions and tuples of them, with their lengths. Compiled graphs
+    skip the check."""
     annotations = {name: each.annotation for name, each in inspect.signature(function).parameters.items()}
     names = tuple(annotations)
 
@@ -130,17 +131,26 @@ def _fits(value: object, annotation: Any) -> bool:
         return any(_fits(value, each) for each in get_args(annotation))
     if not _is_series(annotation):
         return True
-    entry = get_args(annotation)[0]
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(x, entry) for x in value)
+    if not isinstance(value, Sequence) or isinstance(value, str) or _length(annotation) not in (None, len(value)):
+        return False
+    return all(_fits(x, get_args(annotation)[0]) for x in value)
 
 
 def _is_series(annotation: Any) -> bool:
     return get_origin(annotation) in (tuple, Sequence) and get_args(annotation)[0] in _NAMES
 
 
+def _length(annotation: Any) -> int | None:
+    """Return the number of entries of a tuple[int, int], and None for a series of any length."""
+    entries = get_args(annotation)
+    return None if get_origin(annotation) is not tuple or Ellipsis in entries else len(entries)
+
+
 def _described(annotation: Any) -> str:
     if isinstance(annotation, UnionType):
         return " or ".join(map(_described, get_args(annotation)))
     if _is_series(annotation):
-        return f"a tuple, with each entry {_described(get_args(annotation)[0])}"
+        length = _length(annotation)
+        kind = "a tuple" if length is None else f"a tuple of {length}"
+        return f"{kind}, with each entry {_described(get_args(annotation)[0])}"
     return _NAMES[annotation]

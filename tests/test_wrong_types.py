@@ -49,7 +49,11 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def wrong_values(kind: Any) -> Iterable[Any]:
-    return WRONG[kind] if kind in WRONG else [(x,) for x in WRONG[get_args(kind)[0]]]
+    if kind in WRONG:
+        return WRONG[kind]
+    entry, *others = get_args(kind)
+    lengths = () if get_origin(kind) is Sequence or Ellipsis in others else (len(others), len(others) + 2)
+    return [*((x,) for x in WRONG[entry]), *((RIGHT[entry],) * length for length in lengths)]
 
 
 def is_series(kind: Any) -> bool:

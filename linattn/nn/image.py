@@ -32,7 +32,8 @@ class ImageLinearAttention(nn.Module):
     image or a set of pixels (b, chan, m), queries attend to the pixels of both.
 
     Masks are True for present pixels. The others are treated as lying outside of the image: the convolutions read zeros
-    there, and they are no keys. A small image in a corner of a larger one gives what it gives alone."""
+    there, and they are no keys. A small image within a larger one gives what it gives alone, if its offset from the top
+    and the left is a multiple of the stride."""
 
     @check_types
     def __init__(
@@ -68,22 +69,29 @@ class ImageLinearAttention(nn.Module):
     ) -> Float[Tensor, "b o h2 w2"]:
         x = _checked(x, mask, self.chan)
         check_input(x, self.to_q)
+        if context is None and context_mask is not None:
+            raise ValueError("context_mask is of a context, but none was given")
         q = self.to_q(x)
         present = None if mask is None else self._mask_after(mask)
         keys = [(self.to_k(x), self.to_v(x), present)]
         if context is not None:
-            keys.append(self._context(context, context_mask))
+            keys.append(self._context(context, context_mask, len(x)))
         k = torch.cat([_pixels(k, self.heads) for k, _, _ in keys], -2)
         v = torch.cat([_pixels(v, self.heads) for _, v, _ in keys], -2)
         scale = self.key_dim**-0.25
         y = self.inner(_pixels(q, self.heads) * scale, k * scale, v, key_mask=_key_mask(keys))
-        y = y.mT.reshape(len(x), -1, *q.shape[-2:])
+        y = y.mT.flatten(1, 2).unflatten(-1, q.shape[-2:])
         return self.to_out(_zero_missing(y, present))
 
-    def _context(self, context: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _context(self, context: Tensor, mask: Tensor | None, batch_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        check_input(context, self.to_k, name="context")
         if context.ndim == 3:
             context, mask = context.unsqueeze(2), None if mask is None else mask.unsqueeze(1)
         context = _checked(context, mask, self.chan)
+        if len(context) != batch_size:
+            raise ValueError(
+                f"x and the context must have one batch size, but they have {batch_size} and {len(context)}"
+            )
         return self.to_k(context), self.to_v(context), None if mask is None else self._mask_after(mask)
 
     def _mask_after(self, mask: Bool[Tensor, "b h w"]) -> Bool[Tensor, "b h2 w2"]:

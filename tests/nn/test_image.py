@@ -89,6 +89,17 @@ def test_padding_and_neighbours_change_nothing(options, context):
         assert_close(y[one, :, : alone.shape[2], : alone.shape[3]], alone)
 
 
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+def test_a_small_image_may_be_anywhere_that_the_stride_reaches(options):
+    attention = ImageLinearAttention(3, 4, **(SMALL | options)).double()
+    small = image(6, 9)
+    rows, columns = (2 * stride for stride in attention.to_q.stride)
+    batch, mask = 1e6 * image(15, 20), torch.zeros(2, 15, 20, dtype=torch.bool)
+    batch[..., rows : rows + 6, columns : columns + 9], mask[:, rows : rows + 6, columns : columns + 9] = small, True
+    alone = attention(small)
+    assert_close(attention(batch, mask=mask)[..., 2 : alone.shape[2] + 2, 2 : alone.shape[3] + 2], alone)
+
+
 def crops(height, width, sizes):
     x = 1e6 * torch.randn(len(sizes), 3, height, width, dtype=torch.float64)
     mask = torch.zeros(len(sizes), height, width, dtype=torch.bool)
@@ -122,6 +133,15 @@ def test_pixels_may_be_permuted_and_batches_do_not_mix():
     assert torch.autograd.gradcheck(attention, image(2, 3, b=1).requires_grad_(), fast_mode=True)
 
 
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("context", [False, True])
+def test_an_empty_batch_has_an_empty_result(options, context):
+    attention = ImageLinearAttention(3, 4, **(SMALL | options)).double()
+    x, more, mask = image(b=2), image(5, 8) if context else None, torch.ones(2, 6, 11, dtype=torch.bool)
+    y = attention(x[:0], None if more is None else more[:0], mask=mask[:0])
+    assert y.shape == (0, *attention(x, more, mask=mask).shape[1:])
+
+
 def test_large_keys_stay_finite():
     attention = ImageLinearAttention(3, **SMALL)
     for scale in (1, 1e2, 1e4):
@@ -136,6 +156,17 @@ def test_errors():
     with pytest.raises(TypeError, match="dim_key"):
         ImageLinearAttention(3, dim_key=4)
     assert math.isclose(attention.key_dim, 5)
+    for name, size in itertools.product(("kernel_size", "stride", "padding"), ((1,), (1, 1, 1))):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number or a tuple of 2, .* but is"):
+            ImageLinearAttention(3, **SMALL, **{name: size})
+    x = image().float()
+    with pytest.raises(ValueError, match="context_mask is of a context, but none was given"):
+        attention(x, context_mask=torch.ones(2, 6, 11, dtype=torch.bool))
+    for context in (x, x.flatten(2)):
+        with pytest.raises(ValueError, match="x and the context must have one batch size, but they have 2 and 1"):
+            attention(x, context[:1])
+        with pytest.raises(ValueError, match=r"context must be torch\.float32, as the weights, but is torch\.float64"):
+            attention(x, context.double())
     modules = (attention, PositionLinearAttention(3), ChannelLinearAttention())
     for module, wrong in itertools.product(modules, (image()[0], image(chan=4))):
         if not isinstance(module, ChannelLinearAttention) or wrong.ndim == 3:
