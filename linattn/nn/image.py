@@ -120,8 +120,12 @@ class PositionLinearAttention(nn.Module):
         self.query_conv = nn.Conv2d(channels, keys, 1)
         self.key_conv = nn.Conv2d(channels, keys, 1)
         self.value_conv = nn.Conv2d(channels, channels, 1)
-        self.gamma = nn.Parameter(torch.zeros(1))
+        self.gamma = nn.Parameter(torch.empty(1))
         self.inner = LinearAttention(TaylorFeatureMap())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gamma)
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         pixels = _checked(x, mask, self.query_conv.in_channels)
@@ -140,8 +144,12 @@ class ChannelLinearAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gamma = nn.Parameter(torch.zeros(1))
+        self.gamma = nn.Parameter(torch.empty(1))
         self.inner = LinearAttention(TaylorFeatureMap())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gamma)
 
     def forward(self, x: Image, *, mask: PixelMask = None) -> Image:
         check_floats(x, self.gamma)
