@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.checks import check_sizes, check_types
-from linattn.ops.numerics import accumulator
+from linattn.ops.numerics import accumulator, without_autocast
 
 
 @final
@@ -49,7 +49,7 @@ class RandomProjection(nn.Module):
                 f"x must be (..., {self.rows.shape[-1]}), as the projection was made for, but is {tuple(x.shape)}"
             )
         dtype = accumulator(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x, rows = x.to(dtype), (self.rows.to(dtype) * self.rows.shape[-1] ** -0.25).mT
             if x.ndim == 2 or x.shape[-2] == 1:
                 return x @ rows

@@ -181,6 +181,18 @@ def test_made_on_meta_then_filled(name, side):
     assert value.isfinite().all() and value.abs().sum() > 0
 
 
+@every_map
+@both_sides
+@pytest.mark.parametrize("autocast", [False, True])
+def test_meta_tensors_have_shapes(name, side, autocast):
+    x, expected = tokens(side, dtype=torch.float32), scaled(make(name, torch.float32), side, tokens(side).float())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = scaled(make(name, torch.float32).to("meta"), side, x.to("meta"))
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.is_meta and one.shape == other.shape and one.dtype == other.dtype)
+
+
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - SIGNED))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALF)
