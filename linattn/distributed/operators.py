@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linattn.attention.checks import check_keys
 from linattn.attention.delta import DeltaAttentionState
 from linattn.distributed.parts import Group, process_group
 from linattn.distributed.scan import gathered
@@ -91,6 +92,7 @@ def _check(line: Line, tensors: dict[str, Tensor], options: dict[str, Any]) -> N
     for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (b, h, n, d), but is {tuple(x.shape)}")
+    check_keys(tensors["k"], tensors["v"], options["key_mask"])
     log_decay = options["log_decay"]
     if log_decay is not None and log_decay.ndim not in (3, 4):
         raise ValueError(f"log_decay must be (b, h, n) or (b, h, n, d), but is {tuple(log_decay.shape)}")

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from linattn.distributed.transport import Line
 from linattn.models.loss import NO_LABEL
+from linattn.nn.checks import check_indices
 from linattn.ops.nested import map_state, tensors_in
 from linattn.ops.tokens.compaction import compact, pack, packed_mask, unpack
 from linattn.types import TokenIds, TokenMask
@@ -47,6 +48,7 @@ def split_sequence(
     −100.
 
     Raises ValueError unless the number of ranks divides n."""
+    check_indices(tokens, key_mask)
     line = Line(process_group(group))
     labels = tokens if labels is None else labels
     n = tokens.shape[1]

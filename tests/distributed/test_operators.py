@@ -88,6 +88,16 @@ def every_call(rank: int, size: int) -> None:
     x = drawn(5, 4)
     with pytest.raises(ValueError, match=r"log_decay must be \(b, h, n\) or \(b, h, n, d\), but is \(3, 5\)"):
         sharded_linear_attention(x, x, x, group=dist.group.WORLD, log_decay=-torch.ones(3, 5))
+    present = torch.ones(2, 5, dtype=torch.bool)
+    for mask, why in (
+        (present, r"key_mask must be \(2, 3, 5\), as the keys, .* but is \(2, 5\)"),
+        (present[:, None, :4], r"key_mask must be \(2, 3, 5\), as the keys, .* but is \(2, 1, 4\)"),
+        (present[:, None].long(), "key_mask must be boolean, .* but is torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            sharded_linear_attention(x, x, x, group=dist.group.WORLD, key_mask=mask)
+        with pytest.raises(ValueError, match=why):
+            distributed.sharded_delta_attention(x, x, x, x[..., 0], group=dist.group.WORLD, key_mask=mask)
     wider = drawn(5, 6 if rank else 4)
     with pytest.raises(ValueError, match=r"all ranks must do the same, but rank 0 has .*, and rank 1 "):
         sharded_linear_attention(wider, wider, x, group=dist.group.WORLD)
