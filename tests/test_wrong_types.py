@@ -79,6 +79,29 @@ def plain_arguments() -> Iterator[Any]:
                     yield pytest.param(function, parameter.name, values, id=where)
 
 
+def sizes() -> Iterator[Any]:
+    """Yield (class, argument) for each argument of a public module that is a whole number."""
+    for name in linattn.__all__:
+        module = getattr(linattn, name)
+        if inspect.isclass(module) and issubclass(module, nn.Module) and not inspect.isabstract(module):
+            for parameter in inspect.signature(module).parameters.values():
+                if int in members(parameter.annotation):
+                    yield pytest.param(module, parameter.name, id=f"{name}-{parameter.name}")
+
+
+# numbers of things of which there may be none, and a choice
+MAY_BE_ZERO = {"convolution", "padding", "scaling"}
+
+
+@pytest.mark.parametrize(("module", "name"), list(sizes()))
+def test_a_size_that_is_too_small_is_named(module: type[nn.Module], name: str) -> None:
+    positional, others = other_arguments(module, name)
+    for size in (-1, -2) if name in MAY_BE_ZERO else (0, -1, -2):
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*{size}\b"):
+            module(*positional, **others, **{name: size})
+            pytest.fail(f"{name}={size} is taken")
+
+
 def fits(value: Any, kind: type) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from linattn.attention.base import InnerAttention, KeysAndValues
 from linattn.attention.checks import checked_heads
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types, given
 from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator
 from linattn.ops.softmax.kernel import softmax_attention
@@ -28,10 +28,10 @@ class SequenceProjection(nn.Module, ABC):
     @check_types
     def __init__(self, max_length: int, projected_length: int):
         super().__init__()
-        if not 1 <= projected_length <= max_length:
+        check_sizes(max_length=max_length, projected_length=projected_length)
+        if projected_length > max_length:
             raise ValueError(
-                "a projected length must be at least 1 and at most the longest length, "
-                f"but they are {projected_length} and {max_length}"
+                f"projected_length must be at most max_length, but they are {projected_length} and {max_length}"
             )
         self.max_length, self.projected_length = max_length, projected_length
 
@@ -59,6 +59,7 @@ class LearnedProjection(SequenceProjection):
     @check_types
     def __init__(self, max_length: int, projected_length: int, *, num_key_heads: int | None = None):
         super().__init__(max_length, projected_length)
+        check_sizes(**given(num_key_heads=num_key_heads))
         heads = () if num_key_heads is None else (num_key_heads,)
         self.weight = nn.Parameter(torch.empty(*heads, projected_length, max_length))
         self.reset_parameters()
@@ -91,6 +92,7 @@ class StridedConvolution(SequenceProjection):
     @check_types
     def __init__(self, max_length: int, projected_length: int, head_dim: int):
         super().__init__(max_length, projected_length)
+        check_sizes(head_dim=head_dim)
         self.weight = nn.Parameter(torch.empty(self.window, head_dim))
         self.reset_parameters()
 

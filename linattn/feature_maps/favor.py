@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types, given
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.random_projection import RandomProjection, default_num_features
 from linattn.ops.features import Features, value_dtype
@@ -27,6 +27,7 @@ class _RandomFeatureMap(FeatureMap):
     @check_types
     def __init__(self, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, scaling: int = 0):
         super().__init__()
+        check_sizes(head_dim=head_dim, **given(num_features=num_features))
         if num_features is not None and num_features % self.features_per_row:
             raise ValueError(f"these features come in pairs, so num_features must be even, but is {num_features}")
         rows = -(-(default_num_features(head_dim) if num_features is None else num_features) // self.features_per_row)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types, given
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.ops.features import Features, value_dtype
@@ -22,6 +22,7 @@ class HedgehogFeatureMap(FeatureMap):
     @check_types
     def __init__(self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None):
         super().__init__()
+        check_sizes(head_dim=head_dim, num_heads=num_heads, **given(num_key_heads=num_key_heads))
         self.query_linear = PerHeadLinear(num_heads, head_dim, head_dim, identity=True)
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         self.key_linear = PerHeadLinear(num_key_heads, head_dim, head_dim, identity=True)

@@ -5,7 +5,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from linattn.checks import check_types
+from linattn.checks import check_sizes, check_types, given
 from linattn.feature_maps.base import FeatureMap
 from linattn.feature_maps.per_head_linear import PerHeadLinear
 from linattn.ops.features import Features
@@ -22,6 +22,8 @@ class T2RFeatureMap(FeatureMap):
         self, head_dim: int, num_heads: int, *, num_key_heads: int | None = None, num_features: int | None = None
     ):
         super().__init__()
+        check_sizes(head_dim=head_dim, num_heads=num_heads)
+        check_sizes(**given(num_key_heads=num_key_heads, num_features=num_features))
         f = head_dim if num_features is None else num_features
         self.query_linear = PerHeadLinear(num_heads, head_dim, f)
         self.key_linear = PerHeadLinear(num_heads if num_key_heads is None else num_key_heads, head_dim, f)

@@ -120,7 +120,7 @@ class MultiheadAttention(nn.Module):
     ):
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads, writes=writes)
-        check_sizes(**given(num_key_heads=num_key_heads, head_dim=head_dim, key_dim=key_dim))
+        check_sizes(**given(num_key_heads=num_key_heads, head_dim=head_dim, key_dim=key_dim, context_dim=context_dim))
         check_sizes(convolution=convolution, least=0)
         _check_choices(rotary, convolution, convolution_on, gate, gate_function)
         key_heads = num_heads if num_key_heads is None else num_key_heads

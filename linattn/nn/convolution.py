@@ -32,7 +32,7 @@ class ShortConvolution(nn.Module):
     @check_types
     def __init__(self, dim: int, width: int, *, residual: bool = True):
         super().__init__()
-        check_sizes(width=width)
+        check_sizes(dim=dim, width=width)
         self.residual = residual
         # weight[0] belongs to the oldest token, weight[-1] to the token itself
         self.weight = nn.Parameter(torch.empty(width, dim))

@@ -34,6 +34,7 @@ class FeedForward(nn.Module):
         hidden_dropout: float = 0.0,
     ):
         super().__init__()
+        check_sizes(dim=dim, hidden_dim=hidden_dim)
         self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
         self.activation = activation
@@ -65,6 +66,7 @@ class GatedFeedForward(nn.Module):
         hidden_dropout: float = 0.0,
     ):
         super().__init__()
+        check_sizes(dim=dim, hidden_dim=hidden_dim)
         self.gate_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)

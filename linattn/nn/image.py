@@ -116,6 +116,7 @@ class PositionLinearAttention(nn.Module):
     @check_types
     def __init__(self, channels: int, key_channels: int | None = None):
         super().__init__()
+        check_sizes(channels=channels, **given(key_channels=key_channels))
         keys = max(1, channels // 8) if key_channels is None else key_channels
         self.query_conv = nn.Conv2d(channels, keys, 1)
         self.key_conv = nn.Conv2d(channels, keys, 1)

@@ -22,7 +22,7 @@ class LearnedPositions(nn.Module):
     @check_types
     def __init__(self, max_length: int, dim: int, *, std: float = INIT_STD):
         super().__init__()
-        check_sizes(max_length=max_length)
+        check_sizes(max_length=max_length, dim=dim)
         self.max_length, self.std = max_length, std
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
@@ -49,6 +49,7 @@ class SinusoidalPositions(nn.Module):
     @check_types
     def __init__(self, dim: int, *, base: float = 10000.0):
         super().__init__()
+        check_sizes(dim=dim)
         check_numbers(least=1.0, base=base)
         self.dim, self.base = dim, base
         # it is empty: it only follows the model's dtype when `to` changes it
@@ -74,7 +75,7 @@ class AxialPositions(nn.Module):
     @check_types
     def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
         super().__init__()
-        check_sizes(axes=len(shape), shape=shape)
+        check_sizes(dim=dim, axes=len(shape), shape=shape)
         self.shape, self.max_length, self.std = tuple(shape), math.prod(shape), std
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(length, dim)) for length in shape)
         self.reset_parameters()

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linattn.checks import check_types, given
+from linattn.checks import check_sizes, check_types, given
 from linattn.names import unknown_name
 from linattn.nn.branch import Branch, Call
 from linattn.nn.checks import check_floats, check_input
@@ -126,6 +126,7 @@ class Projected(Stack):
     @check_types
     def __init__(self, stack: Stack, in_dim: int, dim: int, *, out_dim: int | None = None):
         super().__init__()
+        check_sizes(in_dim=in_dim, dim=dim, **given(out_dim=out_dim))
         self.in_proj, self.stack = nn.Linear(in_dim, dim), stack
         self.out_proj = None if out_dim is None else nn.Linear(dim, out_dim)
 
