@@ -192,6 +192,8 @@ def test_torchs_module_shows_what_it_was_given() -> None:
         module = linattn.TorchMultiheadAttention(DIM, 4, inner=inner(spec, causal=False), batch_first=True)
         refused(lambda m=module: m(x[..., 1:], x, x), "query must have 16 channels")
         refused(lambda m=module: m(x, x, other), "(2, 5, 16)", "(2, 6, 16)")
+        refused(lambda m=module: m(x, x.double(), x), "key must be torch.float32", "torch.float64")
+        refused(lambda m=module: m(x, x, x.half()), "value must be torch.float32", "torch.float16")
         refused(lambda m=module: m(x, x, x, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool)), "(2, 5)", "(2, 4)")
     refused(lambda: module(x, other, other), "there are 5, 6 and 6")
     linformer = linattn.LinearMultiheadAttention(DIM, 4, seq_len=4, batch_first=True)

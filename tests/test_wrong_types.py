@@ -4,6 +4,7 @@ for all its numbers, strings and booleans, as the annotations say which they are
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -79,27 +80,36 @@ def plain_arguments() -> Iterator[Any]:
                     yield pytest.param(function, parameter.name, values, id=where)
 
 
-def sizes() -> Iterator[Any]:
-    """Yield (class, argument) for each argument of a public module that is a whole number."""
-    for name in linattn.__all__:
-        module = getattr(linattn, name)
+def arguments_of(kind: type, name: str = ".*") -> Iterator[Any]:
+    """Yield (class, argument) for each argument of a public module that is a number of the kind and has such a name."""
+    for public in linattn.__all__:
+        module = getattr(linattn, public)
         if inspect.isclass(module) and issubclass(module, nn.Module) and not inspect.isabstract(module):
             for parameter in inspect.signature(module).parameters.values():
-                if int in members(parameter.annotation):
-                    yield pytest.param(module, parameter.name, id=f"{name}-{parameter.name}")
+                if kind in members(parameter.annotation) and re.fullmatch(name, parameter.name):
+                    yield pytest.param(module, parameter.name, id=f"{public}-{parameter.name}")
 
 
 # numbers of things of which there may be none, and a choice
 MAY_BE_ZERO = {"convolution", "padding", "scaling"}
 
 
-@pytest.mark.parametrize(("module", "name"), list(sizes()))
+@pytest.mark.parametrize(("module", "name"), list(arguments_of(int)))
 def test_a_size_that_is_too_small_is_named(module: type[nn.Module], name: str) -> None:
     positional, others = other_arguments(module, name)
     for size in (-1, -2) if name in MAY_BE_ZERO else (0, -1, -2):
         with pytest.raises(ValueError, match=rf"\b{name}\b.*{size}\b"):
             module(*positional, **others, **{name: size})
             pytest.fail(f"{name}={size} is taken")
+
+
+@pytest.mark.parametrize(("module", "name"), list(arguments_of(float, ".*dropout")))
+def test_dropout_is_a_probability(module: type[nn.Module], name: str) -> None:
+    positional, others = other_arguments(module, name)
+    for dropout in (-0.5, 1.5):
+        with pytest.raises(ValueError, match=rf"dropout .*between 0 and 1, but .*{dropout}"):
+            module(*positional, **others, **{name: dropout})
+            pytest.fail(f"{name}={dropout} is taken")
 
 
 def fits(value: Any, kind: type) -> bool:

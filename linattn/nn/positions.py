@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.checks import check_numbers, check_sizes, check_types
+from linattn.checks import check_numbers, check_sizes, check_tensors, check_types
 from linattn.nn.checks import out_of_range
 
 INIT_STD = 0.02
@@ -31,6 +31,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        _check_positions(positions)
         return _rows(self.weight, positions, positions, self.max_length)
 
     def extra_repr(self) -> str:
@@ -86,6 +87,7 @@ class AxialPositions(nn.Module):
             nn.init.normal_(weight, std=self.std / math.sqrt(len(self.shape)))
 
     def forward(self, positions: Int[Tensor, "*b n"]) -> Float[Tensor, "*b n d"]:
+        _check_positions(positions)
         parts, rest = [], positions
         for length, weight in zip(self.shape[:0:-1], list(self.weights)[:0:-1], strict=True):
             parts.append(weight[rest % length])
@@ -94,6 +96,12 @@ class AxialPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weights[0].shape[1]}, {self.shape}"
+
+
+def _check_positions(positions: Tensor) -> None:
+    check_tensors(positions=positions)
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"positions must be torch.int64 or torch.int32, but are {positions.dtype}")
 
 
 def _rows(table: Tensor, rows: Tensor, positions: Tensor, max_length: int) -> Tensor:

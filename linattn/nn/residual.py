@@ -99,6 +99,13 @@ class ReversibleSequence(Stack):
         super().__init__()
         if reduce not in ("mean", "sum"):
             raise unknown_name("reduce", reduce, ("mean", "sum"))
+        pairs = [*pairs]
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                came = (
+                    f"{type(pair).__name__} of {len(pair)}" if isinstance(pair, tuple | list) else type(pair).__name__
+                )
+                raise ValueError(f"pairs must be tuples of two branches, (f, g), but one is a {came}")
         self.branches = nn.ModuleList(branch for pair in pairs for branch in pair)
         self.reduce = reduce
 

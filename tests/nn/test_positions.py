@@ -64,6 +64,18 @@ def test_positions_end_somewhere(module):
         module(torch.tensor([6]))
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("module", [LearnedPositions(6, 4), AxialPositions(4, (2, 3))], ids=["learned", "axial"])
+def test_positions_are_whole_numbers(module):
+    positions = torch.arange(6)
+    assert_close(module(positions.int()), module(positions))
+    for dtype in (torch.float32, torch.bool, torch.uint8):
+        with pytest.raises(ValueError, match=f"positions must be torch.int64 or torch.int32, but are {dtype}"):
+            module(positions.to(dtype))
+    with pytest.raises(ValueError, match="positions must be a tensor, but is a list"):
+        module(positions.tolist())
+
+
 def test_there_must_be_positions():
     for make in (lambda: LearnedPositions(0, 4), lambda: AxialPositions(4, ()), lambda: AxialPositions(4, (3, 0))):
         with pytest.raises(ValueError, match="must be a whole number of at least 1, but is"):

@@ -272,3 +272,7 @@ def test_no_branches_change_nothing():
 def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match="reduce must be one of mean, sum"):
         ReversibleSequence([], reduce="max")
+    f, g = pairs(1)[0]
+    for wrong, came in (((f,), "a tuple of 1"), ([f, g, f], "a list of 3"), (f, "a Branch")):
+        with pytest.raises(ValueError, match=rf"pairs must be tuples of two branches, \(f, g\), but one is {came}"):
+            ReversibleSequence([(f, g), wrong])

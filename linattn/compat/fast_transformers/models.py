@@ -61,6 +61,14 @@ class TransformerOptions(Options):
     cross_value_dimensions: int | None = None
     cross_model_dimensions: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.feature_map, FeatureMap) or not callable(self.feature_map):
+            raise ValueError(
+                "feature_map must be a function from the number of channels of a query to a feature map, such as "
+                f"`elu`, but is {self.feature_map!r}"
+            )
+
     @property
     def dim(self) -> int:
         return self.n_heads * self.value_dimensions if self.model_dimensions is None else self.model_dimensions

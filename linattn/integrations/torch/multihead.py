@@ -62,6 +62,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads, **given(kdim=kdim, vdim=vdim))
         if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, but they are {num_heads} and {embed_dim}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be between 0 and 1, but is {dropout}")
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -114,8 +116,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         parts = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
         check_tensors(query=query, key=key, value=value)
-        check_input(query, self.out_proj, name="query")
         for name, (x, width) in parts.items():
+            check_input(x, self.out_proj, name=name)
             if x.is_nested != query.is_nested or x.ndim != query.ndim or x.ndim not in (2, 3):
                 raise ValueError("query, key and value must be alike: all (n, d), all (n, b, d), or all nested")
             if x.size(-1) != width:
