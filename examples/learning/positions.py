@@ -2,16 +2,23 @@
 
 Trains by `linattn train` on Python's standard library, with and without `--carry`, and reads held-out files: whole, and
 each part of them from 256 bytes before it, as if there were no longer past. It also reads a passage again after some
-other text. A run is a line of JSON; what the file has is not run again. The table and the picture go into the page.
+other text. With `--renamed` each document has names of its own, which only its past can tell. A run is a line of JSON;
+what the file has is not run again. The tables and the picture, which is of the first of them, go into the page.
 
     python -m examples.learning.positions --method hybrid gated_delta --carry 0 0.9 --out docs/positions.jsonl
     python -m examples.learning.positions --out docs/positions.jsonl --page docs/learning.md"""
 
 import argparse
+import builtins
+import io
+import keyword
 import math
+import random
+import re
 import sysconfig
 import tempfile
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -37,6 +44,9 @@ HELD_OUT, SHORTEST = 12, 16_384
 SHORT_PAST, EVERY = 256, {1_024: 1, 4_096: 4, 16_384: 8}
 # bytes of a passage that is read twice, and of another document between the two
 PASSAGE, GAPS = 128, (64, 1_024, 4_096, 16_384)
+# what keeps its name with `--renamed`, as do names of fewer letters
+KEPT, FEWEST_LETTERS = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self"}, 4
+CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
@@ -57,6 +67,38 @@ def split() -> tuple[list[Path], list[Path]]:
     names = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
     files = [folder / name for name in names if not any(Path(part).match(x) for part in name.parts for x in excluded)]
     return [file for i, file in enumerate(files) if i % HELD_OUT], files[::HELD_OUT]
+
+
+def renamed(text: bytes, rng: random.Random) -> bytes:
+    """Return a Python file in which each name that its code has is replaced, everywhere alike, by a random one as long;
+    the words of the language, special names and names of few letters stay."""
+    code = tokenize.tokenize(io.BytesIO(text).readline)
+    names = {token.string for token in code if token.type == tokenize.NAME and token.string not in KEPT}
+    chosen: dict[str, str] = {}
+    for name in sorted(name for name in names if name.isascii() and not name.startswith("__")):
+        if sum(map(str.isalpha, name)) >= FEWEST_LETTERS:
+            while (other := _made_up(name, rng)) in {*names, *chosen.values()}:
+                pass
+            chosen[name] = other
+    return re.sub(rb"\w+", lambda word: chosen.get(word[0].decode(), word[0].decode()).encode(), text)
+
+
+def _made_up(name: str, rng: random.Random) -> str:
+    """Return a name that can be spoken, with capitals, digits and underscores where the other has them."""
+    letters = (rng.choice(VOWELS if i % 2 else CONSONANTS) for i in range(len(name)))
+    return "".join(
+        (new.upper() if old.isupper() else new) if old.isalpha() else old
+        for old, new in zip(name, letters, strict=True)
+    )
+
+
+def renamed_files(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Write the files with names of their own into a folder, and return their paths."""
+    folder.mkdir()
+    paths = [folder / f"{number}.py" for number in range(len(files))]
+    for path, file in zip(paths, files, strict=True):
+        path.write_bytes(renamed(file.read_bytes(), random.Random(f"{folder.name} {path.name}")))
+    return paths
 
 
 def documents(files: Sequence[Path]) -> Iterator[Tensor]:
@@ -131,9 +173,14 @@ def repeats(model: LanguageModel, texts: Sequence[Tensor], last: int) -> list[di
 def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of one run."""
     training, held_out = split()
-    texts, steps = list(documents(held_out)), options.steps
+    steps = options.steps
     with tempfile.TemporaryDirectory() as folder:
-        run = f"{folder}/run"
+        if options.renamed:
+            training, held_out = (
+                renamed_files(files, Path(folder, name))
+                for name, files in (("training", training), ("held out", held_out))
+            )
+        texts, run = list(documents(held_out)), f"{folder}/run"
         words = f"{SIZES} {METHODS[method]} --out {run} --cpu --seed {seed} --depth {options.depth} --steps {steps}"
         words += f" --context {options.context} --batch {max(1, BATCH // options.context)} --lr {options.lr}"
         words += f" --evaluate-every {steps} --evaluate-tokens 65536 --save-every {steps} --log-every 100"
@@ -152,7 +199,7 @@ def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> 
 
 
 def key(method: str, carry: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    settings = {name: getattr(options, name) for name in ("depth", "context", "segment", "steps", "lr")}
+    settings = {name: getattr(options, name) for name in ("depth", "context", "segment", "steps", "lr", "renamed")}
     return {"method": method, "carry": carry, "seed": seed, **settings}
 
 
@@ -189,9 +236,19 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return markdown(lines)
 
 
+def texts_of(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each text that has any: figures of different texts are not compared."""
+    texts: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        texts.setdefault("positions-renamed" if run.get("renamed") else "positions", []).append(run)
+    return texts
+
+
 def with_tables(page: str, runs: Sequence[dict[str, Any]]) -> str:
-    """Return the page with the table of the runs in the place of what was there."""
-    return replaced(page, "positions", table(runs))
+    """Return the page with the tables of the runs in the place of what was there."""
+    for name, group in texts_of(runs).items():
+        page = replaced(page, name, table(group))
+    return page
 
 
 def _place(run: dict[str, Any]) -> tuple[int, int, int, int, float, float]:
@@ -264,6 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--segment", type=int, help="tokens that keep their activations at once (default: all)")
+    parser.add_argument(
+        "--renamed", action="store_const", const=True, help="give each document made-up names, which no other has"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=RATE)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
@@ -279,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         runs = read(options.out)
         options.page.write_text(with_tables(options.page.read_text("utf-8"), runs), "utf-8")
-        draw(runs, options.page.with_name(f"{options.page.stem}-positions.svg"))
+        draw(texts_of(runs)["positions"], options.page.with_name(f"{options.page.stem}-positions.svg"))
 
 
 if __name__ == "__main__":

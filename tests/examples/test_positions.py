@@ -1,6 +1,10 @@
 """Positions are counted from the beginning of a document, and a short past is a short one."""
 
+import json
 import math
+import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +104,21 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     assert segments["segment"] == 64 and len(read(out)) == 3
     for cut, whole in zip(segments["ranges"], records[1]["ranges"], strict=True):
         assert cut["bits"] == pytest.approx(whole["bits"], abs=2e-3)
+    # with names of their own, the same files are another text, with a table of its own
+    seen = []
+    monkeypatch.setattr(positions, "linattn", lambda words: seen.extend(Path(words[1]).read_bytes()) or command(words))
+    for file in files:
+        file.write_bytes(b"import letters\n" * 2_000)
+    positions.main([*arguments[:-4], "0.9", "--renamed", "--out", str(out)])
+    assert bytes(seen[:7]) == b"import " and bytes(seen[7:14]) != b"letters"
+    assert bytes(seen[22:29]) == bytes(seen[7:14])
+    kept, (other,) = positions.texts_of(read(out)).values()
+    assert len(kept) == 3 and other["renamed"] is True
+    written = positions.with_tables(
+        "<!-- table positions -->\n<!-- end -->\n<!-- table positions-renamed -->\n<!-- end -->", read(out)
+    )
+    assert written.split("<!-- end -->")[1].strip().splitlines()[1:] == positions.table([other]).splitlines()
+    out.write_text("".join(json.dumps(record) + "\n" for record in kept))
     # the same run with more updates, and two that no picture shows
     append(out, records[0] | {"steps": 2_000})
     append(out, records[0] | {"context": 512})
@@ -126,6 +145,40 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
 def test_the_demos_files_are_split():
     training, held_out = positions.split()
     assert len(training) > 9 * len(held_out) > 0 and not set(training) & set(held_out)
+
+
+def test_a_renamed_file_has_other_names_and_is_the_same_code():
+    source = """
+import argparse as ap
+
+class DataFile(dict):
+    '''A DataFile has lines; the file is closed.  Übung'''
+    def __init__(self, file, x2=None, file_name=b"file"):
+        self.file, self.x2 = file, x2  # the file
+        print(len(file_name), DataFile, ap.__doc__, 0xfeed, "text")
+"""
+    text = positions.renamed(source.encode(), random.Random(1)).decode()
+    words, old = re.findall(r"\w+", text), re.findall(r"\w+", source)
+    chosen = dict(zip(old, words, strict=True))
+    changed = {a for a, b in chosen.items() if a != b}
+    assert changed == {"argparse", "DataFile", "file", "file_name"}
+    # everywhere alike, no two alike, as long, and in the same style
+    assert [chosen[word] for word in old] == words and len(set(chosen.values())) == len(chosen)
+    assert all(re.fullmatch(re.sub("[a-z]", "[a-z]", re.sub("[A-Z]", "[A-Z]", a)), chosen[a]) for a in changed)
+    back = {b: a for a, b in chosen.items()}
+    assert re.sub(r"\w+", lambda word: back[word[0]], text) == source
+    assert positions.renamed(source.encode(), random.Random(2)).decode() != text
+
+
+def test_no_two_files_have_the_same_made_up_names(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_bytes(b"import something\nsomething.other()\n")
+    paths = [
+        *positions.renamed_files([file, file], tmp_path / "one"),
+        *positions.renamed_files([file], tmp_path / "two"),
+    ]
+    texts = [path.read_bytes() for path in paths]
+    assert len({*texts, file.read_bytes()}) == 4 and {len(text) for text in texts} == {len(file.read_bytes())}
 
 
 def test_no_two_curves_of_a_picture_look_alike(tmp_path, monkeypatch):
