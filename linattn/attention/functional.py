@@ -18,7 +18,7 @@ from linattn.feature_maps.base import FeatureMap
 def attend(
     q: Float[Tensor, "*b n d"],
     k: Float[Tensor, "*b2 m d"],
-    v: Float[Tensor, "*b2 m dv"],
+    v: Float[Tensor, "*b3 m dv"],
     method: str | FeatureMap | InnerAttention = "elu",
     *,
     is_causal: bool = False,
@@ -26,13 +26,14 @@ def attend(
     attn_mask: Bool[Tensor, "..."] | None = None,
     scale: float | None = None,
     window: int | None = None,
-) -> Float[Tensor, "*b n dv"]:
+) -> Float[Tensor, "*b4 n dv"]:
     """Attend by any method on raw `q`, `k` and `v`, which are laid out as for `scaled_dot_product_attention`.
 
-    Heads precede tokens, (…, h, n, d). k and v may have fewer heads, each for consecutive heads of q. `method` is a
-    name in `ATTENTIONS` that needs no training, a mixture of such names, a feature map, or an inner attention, whose
-    `causal` must equal `is_causal`. If `is_causal`, a query sees the keys up to its own. Random features come from a
-    fixed seed. `key_mask` is True for keys that are present; it is (…, h, m), or (b, m) for all heads.
+    Heads precede tokens, (…, h, n, d), and what precedes the heads broadcasts. k and v may have fewer heads, each for
+    consecutive heads of q. `method` is a name in `ATTENTIONS` that needs no training, a mixture of such names, a
+    feature map, or an inner attention, whose `causal` must equal `is_causal`. If `is_causal`, a query sees the keys up
+    to its own. Random features come from a fixed seed. `key_mask` is True for keys that are present; it is (…, h, m),
+    or (b, m) for all heads.
 
     `attn_mask` is a boolean mask of `scaled_dot_product_attention` with one row for all queries, (…, 1, m). `scale` is
     the factor of q·k in methods that have one (None: 1/√d). `window` is the reach of local heads in tokens (None: 128).

@@ -172,16 +172,16 @@ def shared_attention(
     """Return the `untrained_attention` on this device and in this dtype, the same one in each call. Compiled code
     makes it while it is compiled, as a graph cannot draw from a fixed seed."""
     # sizes that compiled code takes for variables are constants here
-    key = (spec, causal, device, dtype, *map(operator.index, sizes.values()))
-    _share(*key, names=tuple(sizes))
+    key = (spec, causal, device, dtype, tuple(sizes), *map(operator.index, sizes.values()))
+    _share(*key)
     return _SHARED[key]
 
 
 @torch.compiler.assume_constant_result
 def _share(
-    spec: str, causal: bool, device: torch.device, dtype: torch.dtype, *sizes: int, names: tuple[str, ...]
+    spec: str, causal: bool, device: torch.device, dtype: torch.dtype, names: tuple[str, ...], *sizes: int
 ) -> None:
-    key = (spec, causal, device, dtype, *sizes)
+    key = (spec, causal, device, dtype, names, *sizes)
     if key not in _SHARED:
         # outside of inference mode, whose tensors cannot be used in training, and of those in which none has numbers
         with _disable_current_modes(), torch.inference_mode(False):

@@ -15,7 +15,8 @@ from linattn.nn.checks import check_floats, check_input
 
 Size = int | tuple[int, int]
 Image = Float[Tensor, "b c h w"]
-PixelMask = Bool[Tensor, "b h w"] | None
+# or one mask for all images
+PixelMask = Bool[Tensor, "#b h w"] | None
 
 
 @final

@@ -82,7 +82,7 @@ class _Reversal(torch.autograd.Function):
         return None, None, None, d_first + d_second, *totals
 
 
-def _weights(branch: nn.Module) -> list[nn.Parameter]:
+def _weights(branch: nn.Module) -> list[Tensor]:
     return [weight for weight in branch.parameters() if weight.requires_grad]
 
 

@@ -269,7 +269,7 @@ def test_no_branches_change_nothing():
     assert_close(ResidualSequence([])(x), x)
 
 
-def test_what_is_not_known_is_refused():
+def test_what_is_not_known_is_refused(unchecked):
     with pytest.raises(ValueError, match="reduce must be one of mean, sum"):
         ReversibleSequence([], reduce="max")
     f, g = pairs(1)[0]

@@ -97,7 +97,7 @@ class PerformerLM(TokenModel, Redrawing):
     @property
     def max_length(self) -> int | None:
         # a grid of positions may have more places
-        return None if self.positions.max_length is None else self.max_seq_len
+        return None if super().max_length is None else self.max_seq_len
 
     def get_stack(self) -> nn.Module:
         return self.performer.net
