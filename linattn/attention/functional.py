@@ -106,7 +106,7 @@ def _resolve(
         sizes["max_length"] = max(k.shape[-2], 1)
     sizes |= {"causal": causal, "window": 128 if window is None else window}
     place: dict[str, Any] = {"device": q.device, "dtype": torch.promote_types(q.dtype, torch.float32)}
-    # a graph cannot hold the making of a module, and an exported one would draw its features anew
+    # a graph cannot hold the making of a module, and an exported one would draw its features again
     traced = torch.compiler.is_compiling()
     inner = shared_attention(method, **place, **sizes) if traced else untrained_attention(method, **sizes).to(**place)
     if inner.needs is not None:

@@ -177,7 +177,6 @@ def shared_attention(
     return _SHARED[key]
 
 
-@torch.compiler.assume_constant_result
 def _share(
     spec: str, causal: bool, device: torch.device, dtype: torch.dtype, names: tuple[str, ...], *sizes: int
 ) -> None:
@@ -187,6 +186,10 @@ def _share(
         with _disable_current_modes(), torch.inference_mode(False):
             made = untrained_attention(spec, causal=causal, **dict(zip(names, sizes, strict=True)))
             _SHARED[key] = made.to(device=device, dtype=dtype)
+
+
+# as torch.compiler.assume_constant_result does, which imports the compiler
+vars(_share)["_dynamo_marked_constant"] = True
 
 
 def names_in(spec: str) -> list[str]:

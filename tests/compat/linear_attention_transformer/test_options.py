@@ -266,7 +266,7 @@ REFUSED = [
     ({"blindspot_size": 0, "causal": True}, "at least 1, but is 0"),
     ({"blindspot_size": 4, "causal": True}, "only local heads see a token's own block of 4"),
     ({"blindspot_size": 9, "causal": True, "n_local_attn_heads": 2}, "a local_attn_window_size of at least 9"),
-    ({"linformer_settings": LinformerSettings(k=65)}, "at most the longest length"),
+    ({"linformer_settings": LinformerSettings(k=65)}, "projected_length must be at most max_length"),
     ({"ff_chunks": 0}, "ff_chunks must be a whole number of at least 1"),
     ({"dim_head": None, "heads": 3}, "heads must divide dim, or dim_head be given, but they are 3 and 16"),
 ]
