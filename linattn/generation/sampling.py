@@ -64,7 +64,7 @@ def draw(logits: Logits, sampling: Sampling, seen: Seen, generator: torch.Genera
 
 def most_likely(logits: Logits, sampling: Sampling, seen: Seen) -> Int[Tensor, " b"]:
     logits = penalised(logits.float(), seen, sampling.repetition_penalty)
-    return (logits if sampling.filter is None else _shares(logits, sampling.filter)).argmax(-1)
+    return (logits if sampling.filter is None else _drawable(logits, sampling)).argmax(-1)
 
 
 def probabilities(logits: Logits, sampling: Sampling, seen: Seen) -> Logits:
@@ -77,20 +77,20 @@ def probabilities(logits: Logits, sampling: Sampling, seen: Seen) -> Logits:
     if sampling.min_p is not None:
         least = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill(logits < least, -math.inf)
-    return _shares(logits, sampling.filter)
+    return _drawable(logits, sampling).softmax(-1)
 
 
-def _shares(logits: Logits, filter: Callable[[Tensor], Tensor] | None) -> Logits:
-    if filter is not None:
-        shape, logits = logits.shape, filter(logits)
+def _drawable(logits: Logits, sampling: Sampling) -> Logits:
+    """Return the logits that the filter leaves. Raise ValueError if there is no token to draw."""
+    if sampling.filter is not None:
+        shape, logits = logits.shape, sampling.filter(logits)
         if not isinstance(logits, Tensor) or logits.shape != shape:
             came = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise ValueError(f"the filter must return logits {tuple(shape)}, as it gets them, but returned {came}")
-    shares = logits.softmax(-1)
-    if not shares.isfinite().all():
-        origin = "model" if filter is None else "model, or the filter,"
+    if not logits.amax(-1).isfinite().all():
+        origin = "model" if sampling.filter is None else "model, or the filter,"
         raise ValueError(f"the logits of the {origin} hold NaN or +∞, or −∞ for every token: nothing can be drawn")
-    return shares
+    return logits
 
 
 def penalised(logits: Logits, seen: Seen, penalty: float) -> Logits:

@@ -30,7 +30,7 @@ class TextCoder:
         with extra("cli"):
             from tokenizers import Tokenizer
         self.tokenizer: Any = Tokenizer.from_file(str(model.tokenizer_file))
-        # a file may say that all texts become as long
+        # truncation and padding are settings of a batch, not of a text
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         separator = self.tokenizer.token_to_id(SEPARATOR)

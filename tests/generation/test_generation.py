@@ -249,6 +249,11 @@ def test_a_filter_chooses_what_is_likeliest(draft):
     assert new != generate(model, [prompt], max_new_tokens=9)[0]
 
 
+def test_a_filter_tells_logits_apart_whose_probabilities_are_equal():
+    sampling = Sampling(filter=lambda logits: logits)
+    assert draw(torch.tensor([[0.0, 1e-9]]), sampling, torch.zeros(1, 2, dtype=torch.bool)) == 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [nan, -inf])
 def test_a_filter_that_leaves_nothing_is_refused(temperature, value):
