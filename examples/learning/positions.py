@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         runs = read(options.out)
         options.page.write_text(with_tables(options.page.read_text("utf-8"), runs), "utf-8")
-        draw(texts_of(runs)["positions"], options.page.with_name(f"{options.page.stem}-positions.svg"))
+        draw(texts_of(runs).get("positions", runs), options.page.with_name(f"{options.page.stem}-positions.svg"))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _resolve(
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
     sizes: dict[str, Any] = {"num_heads": heads, "num_key_heads": key_heads, "head_dim": q.shape[-1]}
     if "linformer" in method:
-        # any other is the same at each length
+        # a graph for each length, which the others do not need
         sizes["max_length"] = max(k.shape[-2], 1)
     sizes |= {"causal": causal, "window": 128 if window is None else window}
     place: dict[str, Any] = {"device": q.device, "dtype": torch.promote_types(q.dtype, torch.float32)}

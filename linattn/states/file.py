@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from linattn.checks import check_sizes, check_types, plain_number
+from linattn.checks import check_sizes, check_types, given, plain_number
 from linattn.files import atomic_file, safetensors_library, write_tensors
 from linattn.models.storage import check_version
 from linattn.ops.nested import map_state
@@ -53,10 +53,8 @@ def save_state(
 
     `model` is the module that the state belongs to, such as a language model: only this module will be able to load the
     state (and for a module that is no language model, any of its class with its weights). It is None for the state of
-    an operator. `num_tokens` is the number of tokens that were read; `notes` are any
-    strings by name."""
-    if num_tokens is not None:
-        check_sizes(least=0, num_tokens=num_tokens)
+    an operator. `num_tokens` is the number of tokens that were read; `notes` are any strings by name."""
+    check_sizes(least=0, **given(num_tokens=num_tokens))
     if wrong := [note for note in (notes or {}).items() if not all(isinstance(part, str) for part in note)]:
         raise ValueError(f"notes must be strings by name, but {wrong[0][0]!r} is {wrong[0][1]!r}")
     tensors: dict[str, Tensor] = {}
