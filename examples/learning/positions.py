@@ -50,14 +50,15 @@ CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 SIZES, BATCH, RATE = "--dim 128 --num-heads 4 --window 64", 2_048, 5e-3
 METHODS = {
-    # the command's own choice of layers
-    "hybrid": "",
-    "hybrid+keys128": "--key-dim 128",
+    # the command's own choice
+    "hybrid+induction": "",
+    "hybrid": "--no-induction",
+    "hybrid+keys128": "--key-dim 128 --no-induction",
     "softmax": "--attention softmax --convolution-on projections",
     "local": "--attention local --convolution-on projections",
     "local+elu": "--attention local:2+elu:2 --convolution-on projections",
     "retention": "--attention retention --convolution-on projections --rotary none --head-norm",
-    **{name: f"--attention {name}" for name in ("gated_delta", "ssd", "gla", "kda")},
+    **{name: f"--attention {name} --no-induction" for name in ("gated_delta", "ssd", "gla", "kda")},
 }
 
 

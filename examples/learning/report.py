@@ -128,25 +128,28 @@ def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
 
 
 def tuned_table(tasks: Sequence[Task], runs: Sequence[Run]) -> str:
-    """A row for each method and optimizer, with the runs of its best learning rate and warm-up at each task; all have
-    the task's time."""
-    runs = [run for run in runs if run["steps"] == TASKS[run["task"]].training.steps]
+    """A row for each method, variant and optimizer, with the runs of its best learning rate and warm-up at each task;
+    all have the task's time."""
+    runs = of_usual_length(runs)
     head = ["method", "optimizer", "state", *(cell for task in tasks for cell in (task.title, "rate, warm-up"))]
     lines = []
-    for method, optimizer in itertools.product(tasks[0].methods, OPTIMIZERS):
-        cells = []
+    for method, variant, optimizer in itertools.product(tasks[0].methods, (None, *VARIANTS), OPTIMIZERS):
+        kind, cells = (method, variant, optimizer), []
         for task in tasks:
-            own = [
-                run for run in runs if (run["task"], run["method"], run["optimizer"]) == (task.name, method, optimizer)
-            ]
-            chosen = best(task, own)
+            own = [run for run in runs if run["task"] == task.name]
+            chosen = best(task, [run for run in own if _kind_of_best(run) == kind])
             figures = " / ".join(
                 f"{show(task, at(run, task.metric, None))} ({run['curve'][-1]['step']:,})" for run in chosen
             )
             cells += [figures, f"{chosen[0]['lr']:g}, {chosen[0]['warmup']}" if chosen else ""]
         if any(cells):
-            lines.append([label(method), optimizer, f"{state_size(tasks[0], method):,}", *cells])
+            row = label(method) + comma(variant or ""), optimizer, f"{state_size(tasks[0], method):,}"
+            lines.append([*row, *cells])
     return markdown([head, *lines])
+
+
+def _kind_of_best(run: Run) -> tuple[str, str | None, str]:
+    return run["method"], run.get("variant"), run["optimizer"]
 
 
 def best(task: Task, runs: Sequence[Run]) -> list[Run]:
@@ -330,8 +333,8 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the tables of the tasks that were run, by name."""
     every, runs = runs, unchanged(runs)
     at_best = {task.name: name for name, tasks in TUNED.items() for task in tasks}
-    tuned, others = [run for run in runs if run["task"] in at_best], usual(runs)
-    of_bytes = [run for run in tuned if at_best[run["task"]] == "bytes"]
+    tuned, others = [run for run in every if run["task"] in at_best], usual(runs)
+    of_bytes = [run for run in unchanged(tuned) if at_best[run["task"]] == "bytes"]
     tuned_names = {at_best[run["task"]] for run in tuned}
     done = {run["task"] for run in others} - at_best.keys()
     together = {name: columns for name, columns in TOGETHER.items() if done & {column.task.name for column in columns}}

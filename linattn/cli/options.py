@@ -38,7 +38,7 @@ PATTERN = ("gated_delta", "gated_delta", "gated_delta", "local")
 # and the width of which a CPU learns most in ten minutes (there)
 MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4, "dim": 128}
 # of a model with a layer that has gates: these mark the order of tokens, and their outputs have any size
-GATED_DEFAULTS = {"convolution_on": "projections", "head_norm": True, "rotary": None}
+GATED_DEFAULTS = {"convolution_on": "projections", "induction": True, "head_norm": True, "rotary": None}
 
 
 def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
@@ -155,19 +155,28 @@ OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
 
 
 def new_options(given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a new run. Without a preset, some defaults depend on the attention. With one, an option of
-    the model that is neither in the preset nor `given` has the default of LanguageModelConfig, not that of `linattn
-    train`."""
+    """Return the options of a new run. Without a preset, some defaults depend on the attention, and `induction` on what
+    it needs. With one, an option of the model that is neither in the preset nor `given` has the default of
+    LanguageModelConfig, not that of `linattn train`."""
     if (name := given.get("preset")) is None:
         pattern = tuple(islice(cycle(PATTERN), given.get("depth", TrainOptions.depth)))
         attention = given.get("attention", pattern)
         gated = any(traits(name).gated for name in attention if not name.startswith("convolution:"))
-        return TrainOptions(**{"attention": attention, **(GATED_DEFAULTS if gated else {}), **given})
+        options = TrainOptions(**{"attention": attention, **(GATED_DEFAULTS if gated else {}), **given})
+        if "induction" in given or _has_a_key_per_query(options):
+            return options
+        return dataclasses.replace(options, induction=False)
     defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}
     fields = defaults | preset_fields(name, given)
     if isinstance(fields["attention"], str):
         fields["attention"] = (fields["attention"],)
     return TrainOptions(**(fields | dict(given)))
+
+
+def _has_a_key_per_query(options: TrainOptions) -> bool:
+    """Return whether a token's key can be the query of the token before."""
+    is_late = options.convolution_on == "projections" and options.convolution > 1
+    return is_late and options.writes == 1 and options.num_key_heads in (None, options.num_heads)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -93,6 +93,7 @@ class LanguageModelConfig:
     max_length: int | None = field(default=None, metadata={"least": 1, "choices": ()})
     convolution: int = _attention_option("convolution", least=0)
     convolution_on: str = _attention_option("convolution_on", choices=CONVOLUTIONS_ON)
+    induction: bool = _attention_option("induction")
     writes: int = _attention_option("writes")
     beta_limit: float = _attention_option("beta_limit")
     value_skip: bool = _attention_option("value_skip")

@@ -70,6 +70,9 @@ class LanguageModel(TokenModel):
                         nn.init.normal_(child.weight, std=INIT_STD / shrinks)
                     if isinstance(child, nn.Linear) and child.bias is not None:
                         nn.init.zeros_(child.bias)
+            if isinstance(module, MultiheadAttention):
+                # its keys may begin as copies of its queries
+                module.reset_parameters()
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write config.json, model.safetensors and a loader for transformers into the folder, no file half-written."""

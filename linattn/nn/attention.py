@@ -67,6 +67,7 @@ class MultiheadAttention(nn.Module):
 
     - `convolution`: width of the short causal convolution before the attention (0: none)
     - `convolution_on`: the convolution is on the inputs of q, k and v, or on their projections with a SiLU
+    - `induction`: begin as an induction head: a token's key is the query of the token before, so q finds what followed
 
     Gates:
 
@@ -104,6 +105,7 @@ class MultiheadAttention(nn.Module):
         rotary: float | None = None,
         convolution: int = 0,
         convolution_on: str = "inputs",
+        induction: bool = False,
         writes: int = 1,
         beta_limit: float = 1.0,
         value_skip: bool = False,
@@ -124,6 +126,8 @@ class MultiheadAttention(nn.Module):
         check_sizes(convolution=convolution, least=0)
         _check_choices(rotary, convolution, convolution_on, gate, gate_function)
         key_heads = num_heads if num_key_heads is None else num_key_heads
+        if induction:
+            _check_induction(convolution, convolution_on, num_heads, key_heads, writes)
         self.head_dim = checked_head_dim(dim, num_heads, key_heads, head_dim)
         self.key_dim = self.head_dim if key_dim is None else key_dim
         self.rotary, self.dim, self.unit_keys, self.writes = rotary, dim, unit_keys, writes
@@ -135,7 +139,7 @@ class MultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(source, key_heads * writes * self.head_dim, bias=bias)
         self.g_proj = nn.Linear(dim, width, bias=bias) if gate else None
         self.o_proj = nn.Linear(width, dim, bias=bias if out_bias is None else out_bias)
-        self.convolution_on, self.gate_function = convolution_on, gate_function
+        self.convolution_on, self.gate_function, self.induction = convolution_on, gate_function, induction
         self.convolution = self._make_convolution(convolution)
         if beta_limit != 1 and not needs_strength(self.inner.needs):
             raise ValueError(f"beta_limit is of attentions with the delta rule, but is {beta_limit} for another one")
@@ -155,9 +159,14 @@ class MultiheadAttention(nn.Module):
             self._check_cross_attention()
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Fill what is no part's own. With `induction` keys begin as queries, so reset all parts before."""
         if self.value_skip is not None:
             nn.init.ones_(self.value_skip)
+        if self.induction:
+            self.k_proj.load_state_dict(self.q_proj.state_dict())
+            self.convolution.begin_induction()
 
     def forward(
         self, x: Tokens, context: Context = None, *, key_mask: ContextMask = None, starts: TokenMask = None
@@ -289,6 +298,19 @@ def _check_choices(rotary: float | None, convolution: int, convolution_on: str, 
         raise unknown_name("gate_function", gate_function, GATE_FUNCTIONS)
     if gate_function != "silu" and not gate:
         raise ValueError(f"gate_function is {gate_function!r}, but gate is false: there is none")
+
+
+def _check_induction(convolution: int, convolution_on: str, num_heads: int, key_heads: int, writes: int) -> None:
+    if convolution_on != "projections" or convolution < 2:
+        raise ValueError(
+            "induction needs a convolution on projections over two tokens at least, "
+            f"but it is over {convolution} on {convolution_on}"
+        )
+    if key_heads != num_heads or writes != 1:
+        raise ValueError(
+            "induction needs a key for each query: as many key heads as query heads and one write per token, "
+            f"but there are {num_heads} query heads, {key_heads} key heads and {writes} writes"
+        )
 
 
 def _split(x: Tensor, channels: int, writes: int = 1) -> Tensor:

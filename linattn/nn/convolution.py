@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.checks import check_sizes, check_types
+from linattn.initialization import places
 from linattn.nn.checks import check_floats, check_input, check_mask, check_tokens
 from linattn.nn.starts import ages
 from linattn.ops.convolution import short_convolution
@@ -93,6 +94,17 @@ class ProjectionConvolutions(nn.Module):
     def __init__(self, dims: Sequence[int], width: int):
         super().__init__()
         self.parts = nn.ModuleList(ShortConvolution(dim, width) for dim in dims)
+
+    @torch.no_grad()
+    def begin_induction(self) -> None:
+        """Change what was drawn for q, k and v: k becomes what q is, one token later, and v sees the token itself."""
+        q, k, v = (cast(ShortConvolution, part).weight for part in self.parts)
+        place, last = places(q), len(q) - 1
+        # one token later, q would look back too far
+        q.mul_(place > 0)
+        # the residuals are one token apart, too
+        k.copy_(q.roll(-1, 0) + 1.0 * (place == last - 1) - 1.0 * (place == last))
+        v.zero_()
 
     def extend(
         self,

@@ -31,6 +31,7 @@ CONFIGURED = {
     "rotary": ("none", None),
     "convolution": ("0", 0),
     "convolution_on": ("projections", "projections"),
+    "induction": (("--convolution-on", "projections"), True),
     "writes": (("2", "--attention", "delta"), 2),
     "beta_limit": (("2", "--attention", "delta"), 2.0),
     "unit_keys": ((), True),
@@ -153,11 +154,22 @@ def test_defaults_depend_on_whether_a_layer_has_gates(name):
     given = {"attention": ("elu", name, "convolution:3"), "depth": 3}
     config = new_options(given).language_model(9)
     inner = named_attention(name, num_heads=2, head_dim=8, causal=True)
-    expected = ("projections", True, None) if inner.needs else ("inputs", False, 10_000.0)
-    assert (config.convolution_on, config.head_norm, config.rotary) == expected
+    expected = ("projections", True, True, None) if inner.needs else ("inputs", False, False, 10_000.0)
+    assert (config.convolution_on, config.induction, config.head_norm, config.rotary) == expected
     # what is given wins
     own = new_options({**given, "convolution_on": "inputs", "head_norm": False, "rotary": 500.0}).language_model(9)
-    assert (own.convolution_on, own.head_norm, own.rotary) == ("inputs", False, 500.0)
+    assert (own.convolution_on, own.induction, own.head_norm, own.rotary) == ("inputs", False, False, 500.0)
+    assert not new_options({**given, "induction": False}).induction
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_key_heads": 2}, {"writes": 2}, {"convolution": 1}, {"convolution_on": "inputs"}]
+)
+def test_where_no_key_can_be_the_query_before_no_layer_begins_so(given):
+    assert not new_options(given).language_model(9).induction
+    with pytest.raises(ValueError, match="induction needs"):
+        new_options({**given, "induction": True}).language_model(9)
+    assert new_options({"num_key_heads": 4, "num_heads": 4}).language_model(9).induction
 
 
 @pytest.mark.parametrize("name", TRAINING)

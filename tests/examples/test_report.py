@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from examples.learning import haystack, library, points, report, run
 from examples.learning.curves import draw, styles
 from examples.learning.training import settings
+from examples.learning.variants import VARIANTS
 
 NAMES = (
     *report.TOGETHER,
@@ -127,6 +128,15 @@ def test_bytes_have_a_row_for_each_method_and_optimizer():
     rows = cells(report.tuned_table(library.TASKS, runs))[2:]
     assert [row[:2] for row in rows] == [[report.label(run["method"]), run["optimizer"]] for run in runs]
     assert all(row[3:] == ["", "", "1.500 (900)", "0.002, 100", "", ""] for row in rows)
+
+
+def test_a_variant_has_a_row_of_its_own():
+    variants = [None, *VARIANTS]
+    runs = [tuned("bytes256", "gla+silu4", 0, 1.5) | ({"variant": name} if name else {}) for name in variants]
+    rows = cells(report.tables(runs)["bytes"])[2:]
+    assert [row[0] for row in rows] == [f"gla + silu4{report.comma(name or '')}" for name in variants]
+    # rates are compared of what the tasks have
+    assert report.tables(runs)["rates"] == report.tables(runs[:1])["rates"]
 
 
 def test_prose_has_a_table_of_its_own():

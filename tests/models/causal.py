@@ -30,6 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "gate": True,
         "rotary": None,
     },
+    "induction": {
+        "attention": ("gated_delta", "local"),
+        "convolution": 3,
+        "convolution_on": "projections",
+        "induction": True,
+        "head_norm": True,
+        "rotary": None,
+    },
     "several writes": {
         "attention": "kda+gated_delta",
         "writes": 3,

@@ -71,6 +71,8 @@ def work_from_meta(rank: int) -> None:
         everyones = [torch.empty_like(logits) for _ in range(2)]
         dist.all_gather(everyones, logits.detach())
         assert torch.equal(everyones[0], everyones[1]), options
+        for block in model.blocks if config.induction else ():
+            assert torch.equal(*(part.weight.full_tensor() for part in (block.mixer.q_proj, block.mixer.k_proj)))
     for heads in (1, 3):
         initialised_where_it_lies(lambda heads=heads: Decay(heads, learned=True))
 

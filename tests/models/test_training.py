@@ -116,6 +116,18 @@ def test_a_model_made_on_the_meta_device_is_complete_after_a_reset(options):
     assert model(some_tokens(1, 9)).isfinite().all()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_keys_begin_as_queries(device):
+    config = LanguageModelConfig(**({"vocab_size": 200, "dim": 64, "depth": 2} | MODELS["induction"]))
+    with torch.device(device):
+        model = LanguageModel(config)
+    if device == "meta":
+        model.to_empty(device="cpu").reset_parameters()
+    for block in model.blocks:
+        assert torch.equal(block.mixer.k_proj.weight, block.mixer.q_proj.weight)
+        assert block.mixer.q_proj.weight.std() > 0.01
+
+
 @every_model
 def test_copies_are_independent_and_equal(options):
     model, tokens = small_model(options), some_tokens(2, 20)

@@ -21,6 +21,7 @@ OPTIONS = {
     "convolution": {"convolution": 4},
     "norm and gate": {"head_norm": True, "gate": True},
     "convolution on projections": {"convolution": 4, "convolution_on": "projections", "key_dim": 4},
+    "induction": {"convolution": 3, "convolution_on": "projections", "induction": True, "bias": True},
     "of kimi": {"unit_keys": True, "gate": True, "gate_function": "sigmoid"},
     "of mamba": {"num_key_heads": 2, "value_skip": True, "gate": True, "gated_norm": True},
     "all": {"num_key_heads": 2, "rotary": 100.0, "convolution": 3, "head_norm": True, "gate": True},
@@ -228,6 +229,29 @@ def test_convolutions_on_projections_are_followed_by_silu():
     assert_close(module(x), plain(x))
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": True, "key_dim": 3, "convolution": 2}])
+def test_a_new_induction_head_finds_what_followed(options):
+    """A token's key is the query of the token before, by the same matrices, and its value is its own."""
+    options = {"convolution": 4, "convolution_on": "projections", "induction": True, "bias": True} | options
+    module, seen = attention("elu", **options), []
+    module.inner.forward = lambda q, k, v, **_: seen.extend((q, k, v)) or v
+    module(x := some_inputs())
+    q, k, v = seen
+    assert_close(k[:, :, 1:], q[:, :, :-1])
+    assert not k[:, :, 0].any()
+    assert_close(v.transpose(1, 2).flatten(2), nn.functional.silu(module.v_proj(x)))
+    # the query is of all tokens that the key of the next one sees
+    x[:, -options["convolution"]] += 1
+    module(x)
+    assert torch.equal(seen[3][:, :, -1], q[:, :, -1]) and not torch.isclose(seen[3][:, :, -2], q[:, :, -2]).any()
+
+
+def test_an_induction_head_learns_keys_of_its_own():
+    module = attention("elu", convolution=4, convolution_on="projections", induction=True)
+    module(some_inputs()).square().sum().backward()
+    assert not torch.allclose(module.q_proj.weight.grad, module.k_proj.weight.grad)
+
+
 def test_the_limit_of_the_write_strength():
     once, twice = attention("delta"), attention("delta", beta_limit=2.0)
     twice.load_state_dict(once.state_dict())
@@ -241,6 +265,13 @@ def test_the_limit_of_the_write_strength():
     [
         ({"convolution": 3, "convolution_on": "outputs"}, "convolution_on must be one of inputs, projections"),
         ({"beta_limit": 2.0}, "beta_limit is of attentions with the delta rule"),
+        ({"induction": True}, "convolution on projections over two tokens at least, but it is over 0 on inputs"),
+        ({"induction": True, "convolution": 4}, "but it is over 4 on inputs"),
+        ({"induction": True, "convolution": 1, "convolution_on": "projections"}, "but it is over 1 on projections"),
+        (
+            {"induction": True, "convolution": 2, "convolution_on": "projections", "num_key_heads": 2},
+            "but there are 4 query heads, 2 key heads and 1 writes",
+        ),
         ({"gate": True, "gate_function": "relu"}, "gate_function must be one of silu, sigmoid"),
     ],
 )
