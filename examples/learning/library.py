@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from examples.learning.task import Data, Task, Training, loss_and_accuracy
+from examples.learning.task import IGNORED, Data, Task, Training, loss_and_accuracy
 from linattn import LanguageModel, LanguageModelConfig
 
 # channels of models with 0.2 to 10 million weights
 WIDTHS = (64, 128, 192, 288, 448)
 # bytes of a batch, and bytes that are predicted to measure by
 BATCH, TEST = 2_048, 131_072
+# passages that are read twice, bytes of one, and of another text between the two readings
+PASSAGES, PASSAGE, GAP = 64, 96, 64
 HELD_OUT = 15
 SECONDS, LONG_SECONDS = 260.0, 1_800.0
 
@@ -53,6 +55,7 @@ class Library:
         self.train, held_out = split(path)
         starts = np.linspace(0, len(held_out) - length - 1, TEST // length).astype(np.int64)
         self.test = self._windows(held_out, starts)
+        self.repeats = repeats(held_out)
 
     def _windows(self, text: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         places = torch.from_numpy(starts)[:, None] + torch.arange(self.length)
@@ -64,7 +67,21 @@ class Library:
 
     def measure(self, model: LanguageModel) -> dict[str, float]:
         loss, accuracy = loss_and_accuracy(model, *self.test)
-        return {"bits": loss / math.log(2), "loss": loss, "accuracy": accuracy}
+        again, first = (loss_and_accuracy(model, *texts)[0] for texts in self.repeats)
+        saved = (first - again) / math.log(2)
+        return {"bits": loss / math.log(2), "loss": loss, "accuracy": accuracy, "saved": saved}
+
+
+def repeats(text: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return texts that have a passage, other bytes and the passage again, and texts with yet another passage in the
+    first one's place; asked is the second passage alone, but for its first byte."""
+    size = 2 * PASSAGE + GAP
+    starts = torch.linspace(0, len(text) - size, PASSAGES).long()
+    passages = text[starts[:, None] + torch.arange(size)].long()
+    again = torch.cat([passages[:, -PASSAGE:], passages[:, PASSAGE:]], 1)
+    return [
+        (x[:, :-1], torch.where(torch.arange(1, size) > size - PASSAGE, x[:, 1:], IGNORED)) for x in (again, passages)
+    ]
 
 
 def _code(seed: int, _: Path | None, *, length: int) -> Library:

@@ -301,6 +301,7 @@ def unchanged(runs: Sequence[Run]) -> list[Run]:
 COMPARED_STEPS = {library.TASKS[0].name: 400, haystack.TASK.name: haystack.TASK.training.steps}
 COMPARED = [
     Column("bits per byte", library.TASKS[0], "bits"),
+    Column("read again, saved", library.TASKS[0], "saved"),
     *(Column(f"haystack, {column.heading}", *column[1:]) for column in TOGETHER["haystack"]),
 ]
 
@@ -317,11 +318,16 @@ def variants_table(runs: Sequence[Run]) -> str:
         own = [run for run in runs if (_without_silu(run["method"]), run.get("variant")) == (name, variant)]
         if own:
             cells = [
-                " / ".join(show(task, at(run, metric, None)) for run in own if run["task"] == task.name)
+                " / ".join(show(task, at(run, metric, None)) for run in own if _has(run, task, metric))
                 for _, task, metric, _ in COMPARED
             ]
             lines.append([label(name), variant or "", *cells])
     return markdown(lines)
+
+
+def _has(run: Run, task: Task, metric: str) -> bool:
+    """Return whether it is a run of the task; those of before have no passages that are read again."""
+    return run["task"] == task.name and metric in run["curve"][-1]
 
 
 def _without_silu(method: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.learning import library
+from examples.learning.task import IGNORED
 from linattn import LanguageModel
 from linattn.cli.options import GATED_DEFAULTS, TrainOptions
 
@@ -76,10 +77,46 @@ def test_bits_are_those_of_the_loss(small):
     assert figures["bits"] == pytest.approx(figures["loss"] / math.log(2))
 
 
+def test_a_passage_is_read_again_after_another_text(small):
+    text = torch.arange(300) % 256
+    (again, asked), (once, also) = library.repeats(text)
+    assert again.shape == once.shape == asked.shape == (library.PASSAGES, 2 * library.PASSAGE + library.GAP - 1)
+    assert torch.equal(asked, also)
+    for x, targets in ((again, asked), (once, also)):
+        where = targets != IGNORED
+        assert where.sum(1).unique().tolist() == [library.PASSAGE - 1] and where[:, -1].all()
+        assert torch.equal(x[:, 1:][where[:, :-1]], targets[:, :-1][where[:, :-1]])
+        # a passage goes on where the text between ends
+        assert ((targets[where] - x[where]) % 256 == 1).all()
+    assert torch.equal(again[:, : library.PASSAGE - 1], again[:, -library.PASSAGE + 1 :])
+    assert torch.equal(again[:, library.PASSAGE :], once[:, library.PASSAGE :]) and not torch.equal(again, once)
+
+
+def test_what_a_second_reading_saves():
+    class Remembers(torch.nn.Module):
+        """Gives what stood a passage and a gap before the next byte half of the probability."""
+
+        def hidden(self, tokens):
+            return torch.nn.functional.one_hot(tokens.roll(library.PASSAGE + library.GAP - 1, 1), 256).double()
+
+        def logits(self, x):
+            return x * math.log(255)
+
+    data = library.Library(0, length=256)
+    (again, asked), (once, _) = data.repeats
+    before = [x.roll(library.PASSAGE + library.GAP - 1, 1)[asked != IGNORED] for x in (again, once)]
+    wanted = asked[asked != IGNORED]
+    assert (before[0] == wanted).all()
+    # 1 bit where it is right, and else that of 1 of 510
+    missed = (before[1] != wanted).double().mean().item()
+    assert data.measure(Remembers())["saved"] == pytest.approx(missed * (math.log2(510) - 1), abs=1e-6)
+
+
 def test_the_commands_defaults_are_what_was_measured():
-    """The model of its table of widths, but for the size of windows and the separator, and as many bytes per update."""
+    """The model of its table of widths, but for the size of windows, the separator and induction, which is compared in
+    other tables, and as many bytes per update."""
     options = TrainOptions()
-    own = replace(TrainOptions(**GATED_DEFAULTS).language_model(256), window=64)
+    own = replace(TrainOptions(**GATED_DEFAULTS).language_model(256), window=64, induction=False)
     measured = library.SIZES[0]
     assert own == measured.methods["hybrid:128"]
     assert (options.context, options.batch * options.context) == (measured.length, library.BATCH)
