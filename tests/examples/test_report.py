@@ -275,6 +275,8 @@ def test_variants_are_beside_what_they_change_and_nowhere_else():
     ]
     for record in ours[-2:]:
         record["curve"][0] |= {f"accuracy_{length}": record["curve"][0]["accuracy"] for length in haystack.LENGTHS}
+    # a run of today says more than one of before
+    ours[2]["curve"][-1]["saved"] = 0.25
     others = [
         tuned("bytes256", "gla+silu4", 0, 1.5, **chosen | {"lr": 1e-2}),
         tuned("bytes256", "ssd+silu4", 0, 1.6, **chosen),
@@ -283,14 +285,14 @@ def test_variants_are_beside_what_they_change_and_nowhere_else():
         tuned("bytes256", "gla+silu4", 0, 1.8, **chosen | {"steps": 800}, variant="unit_keys"),
     ]
     head, _, *rows = cells(report.variants_table([*ours, *others]))
-    assert head[:2] == ["method", "changed"] and len(head) == 7
+    assert head[:4] == ["method", "changed", "bits per byte", "read again, saved"] and len(head) == 8
     assert rows == [
-        ["local + elu + convolution", "zero_outputs", "2.100", *[""] * 4],
-        ["local", "zero_outputs", "2.200", *[""] * 4],
-        ["gla", "", "1.100 / 1.200", *["40.0 %"] * 4],
-        ["gla", "unit_keys", "1.300 / 1.400", *[""] * 4],
-        ["gla", "zero_outputs", "", *["50.0 %"] * 4],
-        ["local + elu", "zero_outputs", "1.900", *[""] * 4],
+        ["local + elu + convolution", "zero_outputs", "2.100", *[""] * 5],
+        ["local", "zero_outputs", "2.200", *[""] * 5],
+        ["gla", "", "1.100 / 1.200", "", *["40.0 %"] * 4],
+        ["gla", "unit_keys", "1.300 / 1.400", "0.250", *[""] * 4],
+        ["gla", "zero_outputs", "", "", *["50.0 %"] * 4],
+        ["local + elu", "zero_outputs", "1.900", "", *[""] * 4],
     ]
     shown = report.tables([*ours, *others])
     assert shown["variants"] == report.variants_table([*ours, *others])
