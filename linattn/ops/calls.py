@@ -35,7 +35,8 @@ class CausalCall(NamedTuple):
 
 
 class SumCall(NamedTuple):
-    """Checked arguments of `summarize`, whose results are S and z; leading dimensions broadcast."""
+    """Checked arguments of `summarize`, whose results are S and z. Tensors have equally many leading dimensions, which
+    broadcast."""
 
     k: Tensor
     v: Tensor
@@ -50,8 +51,8 @@ class SumCall(NamedTuple):
 
 
 class ReadCall(NamedTuple):
-    """Checked arguments of `read`, whose result is y = φ(q) S in `dtype`, divided by φ(q)·z if `normalized`; leading
-    dimensions broadcast."""
+    """Checked arguments of `read`, whose result is y = φ(q) S in `dtype`, divided by φ(q)·z if `normalized`. Tensors
+    have equally many leading dimensions, which broadcast; those of S and z are the same."""
 
     q: Tensor
     S: Tensor
@@ -63,7 +64,7 @@ class ReadCall(NamedTuple):
     @property
     def lead(self) -> torch.Size:
         """The leading dimensions of the outputs."""
-        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2], self.z.shape[:-1])
+        return torch.broadcast_shapes(self.q.shape[:-2], self.S.shape[:-2])
 
 
 class DeltaCall(NamedTuple):

@@ -4,9 +4,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linattn.checks import check_types
-from linattn.ops.calls import SumCall
 from linattn.ops.delta import delta_call
-from linattn.ops.linear import causal_call, checked, checked_mask
+from linattn.ops.linear import causal_call, checked, sum_call
 from linattn.ops.nested import checked_kind
 from linattn.ops.operators import DELTA, SUM_KEYS
 from linattn.ops.state import LinearState
@@ -46,4 +45,4 @@ def explain_backend(
         operator, call = causal_call(q, k, v, sums, log_decay, key_mask, normalize, feature_map)
         return operator.explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
-    return SUM_KEYS.explain(SumCall(k, v, checked_mask(k, key_mask), feature_map))
+    return SUM_KEYS.explain(sum_call(k, v, key_mask, feature_map))

@@ -86,9 +86,8 @@ def linear_attention(
     The options `key_mask`, `normalize` and `feature_map`, and errors, are those of `causal_linear_attention`; `backend`
     is "triton", "chunked", "reference" or None, the first that can run."""
     q, k, v = checked(q, k, v, normalize, feature_map)
-    key_mask = checked_mask(k, key_mask)
-    broadcast(q=q.shape[:-2], k=k.shape[:-2], v=v.shape[:-2])
-    keys = SumCall(k, v, key_mask, feature_map)
+    keys = sum_call(k, v, key_mask, feature_map)
+    broadcast(q=q.shape[:-2], keys=keys.lead)
     S, z = SUM_KEYS.choose(keys, backend)(keys)
     queries = read_call(q, S, z, normalize, feature_map, v.dtype)
     return READ.choose(queries, backend)(queries)[0]
@@ -108,7 +107,7 @@ def summarize(
     Raises ValueError for shapes and names that do not fit."""
     check_tensors(k=k, v=v)
     k, _, v = checked(k, k, v, None, feature_map)
-    call = SumCall(k, v, checked_mask(k, key_mask), feature_map)
+    call = sum_call(k, v, key_mask, feature_map)
     return LinearState(*SUM_KEYS.choose(call)(call))
 
 
@@ -135,10 +134,19 @@ def read(
     return READ.choose(call)(call)[0]
 
 
+def sum_call(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> SumCall:
+    """Return the call. Raise ValueError for a mask or leading dimensions that do not fit."""
+    key_mask = checked_mask(k, key_mask)
+    sides = {"k": k.shape[:-2], "v": v.shape[:-2]} | ({} if key_mask is None else {"key_mask": key_mask.shape[:-1]})
+    ndim = len(broadcast(**sides)) + 2
+    key_mask = None if key_mask is None else align(key_mask, ndim - 1)
+    return SumCall(align(k, ndim), align(v, ndim), key_mask, feature_map)
+
+
 def read_call(q: Tensor, S: Tensor, z: Tensor, normalize: str | None, feature_map: str, dtype: torch.dtype) -> ReadCall:
     """Return the call. With "keys", queries read the means S / z."""
-    S = divide(S, z.unsqueeze(-1)) if normalize == "keys" else S
-    return ReadCall(q, S, z, normalize == "output", feature_map, dtype)
+    ndim, S = max(q.ndim, S.ndim), divide(S, z.unsqueeze(-1)) if normalize == "keys" else S
+    return ReadCall(align(q, ndim), align(S, ndim), align(z, ndim - 1), normalize == "output", feature_map, dtype)
 
 
 def shape(x: Tensor) -> tuple[int, ...]:

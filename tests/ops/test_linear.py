@@ -168,3 +168,8 @@ def test_errors_say_what_came() -> None:
         read(q, LinearState(torch.zeros(4, 3), torch.zeros(4)))
     with pytest.raises(ValueError, match="boolean"):
         summarize(k, v, key_mask=torch.ones(10))
+    for mask in (None, torch.ones(4, 1, 10, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="leading dimensions must broadcast, but are k"):
+            summarize(k, v if mask is not None else v[:, :2], key_mask=mask)
+    with pytest.raises(ValueError, match="leading dimensions must broadcast, but are q"):
+        linear_attention(q[:, :2], k, v)

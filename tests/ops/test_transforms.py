@@ -23,6 +23,17 @@ def test_vmap_is_a_loop(operator: Callable[..., Tensor]) -> None:
 
 
 @every_operator
+@pytest.mark.parametrize("more", range(3))
+def test_vmap_keeps_leading_dimensions_apart(operator: Callable[..., Tensor], more: int) -> None:
+    """One tensor has one more leading dimension, of the size of the mapped one, which is not taken for it."""
+    inputs = [x[:, :2] if i == more else x[:, 0] for i, x in enumerate(tokens(70))]
+    gradient = torch.func.grad(lambda *x: operator(*x).square().sum(), argnums=(0, 1, 2))
+    assert_close(torch.func.vmap(operator)(*inputs), torch.stack([operator(*x) for x in zip(*inputs, strict=True)]))
+    apart = zip(*(gradient(*x) for x in zip(*inputs, strict=True)), strict=True)
+    assert_close(torch.func.vmap(gradient)(*inputs), tuple(torch.stack(g) for g in apart))
+
+
+@every_operator
 def test_vmap_of_gradients_is_a_loop(operator: Callable[..., Tensor]) -> None:
     q, k, v = tokens(70)
     gradient = torch.func.grad(lambda *x: operator(*x).square().sum(), argnums=(0, 1, 2))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from linattn.ops.calls import ReadCall, SumCall
-from linattn.ops.numerics import align, summed
+from linattn.ops.numerics import summed
 from linattn.ops.operator import Tensors
 from linattn.ops.triton import bidirectional_kernels as kernels
 from linattn.ops.triton.launch import Inputs, Rows, gradient_shape, in_words, launch_query_gradient, sum_splits
@@ -15,10 +15,8 @@ from linattn.ops.triton.tiling import over_both, over_queries, over_values
 
 def _keys(call: SumCall) -> Inputs:
     """Return the kernels' view of keys and values. A row is a key head of a batch element."""
-    (k, v, key_mask, feature_map), lead = call, call.lead
-    tokens = {"k": align(k, len(lead) + 2), "v": align(v, len(lead) + 2)}
-    key_mask = None if key_mask is None else align(key_mask, len(lead) + 1)
-    return Inputs(lead, tokens, v.shape[-1], feature_map, key_mask=in_words(key_mask))
+    k, v, key_mask, feature_map = call
+    return Inputs(call.lead, {"k": k, "v": v}, v.shape[-1], feature_map, key_mask=in_words(key_mask))
 
 
 def sum_keys(call: SumCall, save: bool) -> tuple[Tensor, ...]:
@@ -52,11 +50,9 @@ def empty_sums_gradient(call: SumCall) -> Tensors:
 
 def _queries(call: ReadCall) -> tuple[Inputs, Tensor, Tensor]:
     """Return the kernels' view of the queries, expanded to all rows, and the sums S and z that they read."""
-    q, S, z, normalized, feature_map, _ = call
-    lead, sums = call.lead, torch.broadcast_shapes(S.shape[:-2], z.shape[:-1])
-    S, z = S.expand(*sums, *S.shape[-2:]), z.expand(*sums, z.shape[-1])
+    (q, S, z, normalized, feature_map, _), lead = call, call.lead
     inputs = Inputs(lead, {"q": q.expand(*lead, *q.shape[-2:])}, S.shape[-1], feature_map, normalized)
-    return inputs, align(S, len(lead) + 2).contiguous(), align(z, len(lead) + 1).contiguous()
+    return inputs, S.contiguous(), z.contiguous()
 
 
 def read(call: ReadCall, save: bool) -> tuple[Tensor, ...]:
@@ -81,7 +77,7 @@ def read_gradient(call: ReadCall, saved: Tensors, grads: Tensors) -> Tensors:
     state, splits = rows.shared(S, z), rows.split(tiles)
     denominators = launch_query_gradient(rows, kernels.read_gradient, tiles, splits, state)
     dS, dz, _ = sum_splits(inputs, query_sums, [*inputs.tokens.values(), dy], numbers=denominators)
-    return summed(dq, call.q), dS.sum(-3).sum_to_size(*call.S.shape), dz.sum(-2).sum_to_size(*call.z.shape)
+    return summed(dq, call.q), dS.sum(-3).sum_to_size(S.shape), dz.sum(-2).sum_to_size(z.shape)
 
 
 def empty_read_gradient(call: ReadCall) -> Tensors:

@@ -41,9 +41,7 @@ def read_unsupported(call: ReadCall) -> str | None:
         return reason
     if call.S.dtype != torch.float32 or call.z.dtype != torch.float32:
         return f"takes sums in float32, but they are {call.S.dtype} and {call.z.dtype}"
-    sums = torch.broadcast_shapes(call.S.shape[:-2], call.z.shape[:-1])
-    lead = torch.broadcast_shapes(call.q.shape[:-2], sums)
-    return too_many_groups(lead, (1,) * (len(lead) - len(sums)) + tuple(sums))
+    return too_many_groups(call.lead, call.S.shape[:-2])
 
 
 def cannot(x: Tensor, f: int, dv: int) -> str | None:
