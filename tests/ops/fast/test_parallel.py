@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from linattn.ops import LinearState, causal_linear_attention, explain_backend
+from linattn.ops import ELEMENTWISE, LinearState, causal_linear_attention, explain_backend
 from tests import laws
 from tests.laws import tokens
 from tests.recurrence import recurrence, relative, rounded
@@ -64,6 +64,19 @@ def test_second_derivatives(normalize: str | None) -> None:
 
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+@every_normalization
+@pytest.mark.parametrize("feature_map", ELEMENTWISE)
+def test_second_derivatives_of_every_map_agree_with_the_definition(normalize: str | None, feature_map: str) -> None:
+    """Where squared ReLU is flat too, though the root in its derivative, 2 √φ(x), is not."""
+    leaves = [x.requires_grad_() for x in tokens(20, positive=feature_map == "identity")]
+    results = []
+    for backend in ("parallel", "reference"):
+        y, _ = causal_linear_attention(*leaves, backend=backend, normalize=normalize, feature_map=feature_map)
+        gradients = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.sin().sum() for g in gradients), leaves))
+    assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 @every_normalization
