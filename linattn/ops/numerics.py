@@ -72,14 +72,15 @@ def summed(gradient: Tensor, x: Tensor) -> Tensor:
 def decay_gradient(gradient: Tensor, log_decay: Tensor) -> Tensor:
     """Return `gradient`, which may be overwritten, summed to the shape of `log_decay`, zero where log_decay is −inf."""
     gradient = gradient.sum_to_size(log_decay.shape)
-    # on a CPU, a search for −inf takes a twentieth of the time of a mask; a NaN compares false
-    if log_decay.device.type != "cpu" or not log_decay.numel() or not log_decay.amin() > -torch.inf:
+    # a search for −inf takes a twentieth of the time of a mask; a NaN compares false
+    if not is_readable(log_decay) or not log_decay.numel() or not log_decay.amin() > -torch.inf:
         gradient.masked_fill_(log_decay == -torch.inf, 0)
     return gradient.to(log_decay.dtype)
 
 
 def is_readable(x: Tensor) -> bool:
-    """Return whether the numbers of x can be read without waiting for a device: not in graphs and transforms."""
+    """Return whether the numbers of x can be read, without waiting for a device: fake tensors, graphs and transforms
+    have none."""
     wrapped = torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter)
     return not (wrapped or x.device.type != "cpu" or is_functorch_wrapped_tensor(x))
 

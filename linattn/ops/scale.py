@@ -4,10 +4,9 @@ size of a key is its largest feature."""
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from linattn.ops.calls import SHORT
-from linattn.ops.numerics import is_exporting
+from linattn.ops.numerics import is_exporting, is_readable
 from linattn.ops.tokens.cutting import running_max
 
 
@@ -66,10 +65,8 @@ def _running_max(x: Tensor) -> Tensor:
 
 
 def _is_zero(decay: Tensor) -> bool:
-    """Return whether the decay can be left out: it is zero everywhere and needs no gradient. Return False in
-    compilation, under vmap, and where reading the decay would wait for a device; also for short sequences, which
-    without a decay run on another backend: its rounding differs, so a later key would change earlier outputs."""
-    if torch.compiler.is_compiling() or type(decay) is not Tensor or is_functorch_wrapped_tensor(decay):
-        return False
-    known = decay.device.type == "cpu" and not decay.requires_grad
+    """Return whether the decay can be left out: it is zero everywhere and needs no gradient. Return False where it
+    cannot be read; also for short sequences, which without a decay run on another backend: its rounding differs, so a
+    later key would change earlier outputs."""
+    known = is_readable(decay) and not decay.requires_grad
     return known and not 1 < decay.shape[-1] <= SHORT and not decay.any()

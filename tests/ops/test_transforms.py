@@ -1,16 +1,18 @@
-"""The operator under torch's transforms: vmap, forward-mode differentiation, autocast, checkpointing, export, meta."""
+"""The operator under torch's transforms: vmap, forward-mode differentiation, autocast, checkpointing, export,
+meta and fake tensors."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from linattn.ops import causal_linear_attention
+from linattn.ops import causal_delta_attention, causal_linear_attention
 from tests.laws import tokens
-from tests.operators import OPTIONS, causal, decaying, over_all
+from tests.operators import OPTIONS, causal, decaying, gated, over_all, sharing
 
 every_operator = pytest.mark.parametrize("operator", [causal, over_all, decaying])
 
@@ -159,3 +161,17 @@ def test_meta_tensors_have_shapes(operator: Callable[..., Tensor]) -> None:
     y = operator(q, k, v)
     assert y.shape == (2, 3, 70, 3) and y.device.type == "meta"
     assert [g.shape for g in torch.autograd.grad(y.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal_delta_attention(q, k, v, v[..., 0].sigmoid(), log_decay=-k[..., 0].exp())[0]
+
+
+@pytest.mark.parametrize("operator", [causal, over_all, decaying, gated, sharing, delta])
+def test_fake_tensors_have_shapes(operator: Callable[..., Tensor]) -> None:
+    """They stand for tensors on a CPU, but hold no numbers."""
+    with FakeTensorMode():
+        q, k, v = (x.requires_grad_() for x in tokens(70))
+        y = operator(q, k, v)
+        assert y.shape == (2, 3, 70, 3)
+        assert [g.shape for g in torch.autograd.grad(y.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linattn.ops.numerics import is_readable
+
 
 def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return D (B 1 C C), r and w (B 1 C 1). `log_decay` (B C 1) is summed in float64, so that differences of long sums
@@ -17,7 +19,7 @@ def decay_weights(log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = log_decay.to(exact).masked_fill(begins, 0).cumsum(-1).mul_(math.log2(math.e)).unsqueeze(-1)
     D = (total - total.mT).to(dtype).exp2_().tril_()
     r, w = (x.to(dtype).exp2() for x in (total, total[..., -1:, :] - total))
-    if log_decay.device.type != "cpu" or begins.any():
+    if not is_readable(begins) or begins.any():
         sequence = begins.cumsum(-1).unsqueeze(-1)
         D.mul_(sequence == sequence.mT)
         r.mul_(sequence == 0)

@@ -29,6 +29,7 @@ from linattn.ops.fast.block_tree import (
 )
 from linattn.ops.fast.blocks import Workspace
 from linattn.ops.fast.decay_weights import decay_weights, sum_crossing
+from linattn.ops.numerics import is_readable
 
 
 class Decays(ABC):
@@ -64,8 +65,8 @@ def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Work
         return NoDecay(rows, keys, work)
     if log_decay.shape[-1] == 1:
         return PerHead(rows, keys, log_decay, work)
-    # leaves of many tokens look at numbers, for which other devices would wait
-    leaf = min(LEAF, log_decay.shape[-2]) if log_decay.device.type == "cpu" and log_decay.numel() else 1
+    # leaves of many tokens look at numbers
+    leaf = min(LEAF, log_decay.shape[-2]) if is_readable(log_decay) and log_decay.numel() else 1
     return PerChannel(rows, keys, _exp(log_decay), work, leaf)
 
 

@@ -21,6 +21,7 @@ from linattn.ops.calls import DeltaCall
 from linattn.ops.fast.block_tree import inverse
 from linattn.ops.fast.blocks import Place, Sizes, Workspace, empty_like, group_view, scan
 from linattn.ops.fast.decays import intra_chunk
+from linattn.ops.numerics import is_readable
 from linattn.ops.plain import delta as plain
 
 # tokens: longer chunks waste products, shorter blocks would save a state too often
@@ -43,9 +44,8 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, ...]:
         else:
             E = work("E", (len(S[rows]), place.chunk, S.shape[-1])).expand(place.number, -1, -1, -1)
         place.write(y_view, block.outputs(place.chunks(views.v), S[rows], E))
-    # as zero times NaN is NaN, products in a chunk carry one to earlier tokens. It is in the last state, too; other
-    # devices would wait for the answer
-    if S.device.type == "cpu" and not S.isfinite().all():
+    # as zero times NaN is NaN, products in a chunk carry one to earlier tokens. It is in the last state, too
+    if is_readable(S) and not S.isfinite().all():
         y.copy_(plain.BACKEND.forward(call, False)[0])
     return results
 
