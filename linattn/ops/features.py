@@ -14,7 +14,7 @@ from torch import Tensor
 from linattn.checks import check_tensors, on_one_device
 from linattn.names import unknown_name
 from linattn.ops.elementwise import ELEMENTWISE
-from linattn.ops.linear import causal_linear_attention, checked_decay, checked_mask, read, summarize
+from linattn.ops.linear import broadcast, causal_linear_attention, checked_decay, checked_mask, read, summarize
 from linattn.ops.nested import checked_kind
 from linattn.ops.numerics import accumulator
 from linattn.ops.scale import finite, running_scale
@@ -117,7 +117,7 @@ def causal_feature_attention(
     scale = end = None
     if log_size is not None and log_decay is not None:
         log_decay = decay_per_token(log_decay, keys.x, key_mask)
-        log_size = log_size.expand(torch.broadcast_shapes(log_size.shape, log_decay.shape))
+        log_size = log_size.expand(broadcast(keys=log_size.shape, log_decay=log_decay.shape))
     sums, start = (None, None) if state is None else _checked_parts(state, keys.x)
     if state is not None:
         check_scale(state, log_size)
@@ -168,10 +168,13 @@ def read_features(
 
 
 def checked_features(name: str, x: Features) -> Features:
-    """Return `x`. Raise ValueError, with its `name`, unless it is a Features of tensors on one device."""
+    """Return `x`. Raise ValueError, with its `name`, unless it is a Features of tensors on one device, whose shapes
+    fit."""
     if not isinstance(x, Features):
         raise ValueError(f"{name} must be Features, as a feature map returns them, but is a {type(x).__name__}")
     _check_scaled(x.x, x.log_scale)
+    if x.log_scale is not None:
+        broadcast(x=x.x.shape[:-1], log_scale=x.log_scale.shape)
     return x
 
 
@@ -190,6 +193,8 @@ def _check_scaled(x: Tensor, log_scale: Tensor | None) -> None:
 def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
     """Return the keys and their `log_size`. The size of a masked key, and its scale unless None, is −inf."""
     key_mask = checked_mask(keys.x, key_mask)
+    if key_mask is not None:
+        broadcast(keys=keys.x.shape[:-1], key_mask=key_mask.shape)
     if key_mask is not None and keys.log_scale is not None:
         keys = keys._replace(log_scale=torch.where(key_mask, keys.log_scale, -torch.inf))
     log_size = keys.log_size()
@@ -233,8 +238,11 @@ def check_scale(state: FeatureState, log_size: Float[Tensor, "*b n"] | None) -> 
     log_scale = checked_kind(state, FeatureState).log_scale
     expected = None if log_size is None else (*log_size.shape[:-1], 1)
     came = None if log_scale is None else tuple(log_scale.shape)
-    sizes = zip(came[::-1], expected[::-1], strict=False) if came and expected else ()
-    if came != expected and (came is None or expected is None or any(x not in (1, y) for x, y in sizes)):
+    fits = came == expected
+    if came and expected:
+        sizes = zip(came[::-1], expected[::-1], strict=False)
+        fits = len(came) <= len(expected) and all(x in (1, y) for x, y in sizes)
+    if not fits:
         raise ValueError(
             f"the state's log_scale must be {expected} for these keys, but is {came}: it was made from other features"
         )

@@ -359,7 +359,8 @@ def test_without_scales_it_is_the_operator() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     queries, keys, v = case("scaled exp")
     plain = Features(keys.x)
-    state = summarize_features(plain, v)
+    state, four = summarize_features(plain, v), torch.ones(4, 1, N)
+    deeper = summarize_features(Features(keys.x[None], function="exp"), v[None])
     calls: list[tuple[Any, str]] = [
         (lambda: causal_feature_attention(queries, keys, v, state), r"log_scale must be \(2, 2, 1, 1\) .* but is None"),
         (lambda: causal_feature_attention(plain, plain, v, summarize_features(keys, v)), "must be None for these"),
@@ -367,6 +368,11 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: causal_feature_attention(queries, keys, v, log_decay=torch.ones(N)), "must not be positive"),
         (lambda: causal_feature_attention(queries, keys, v, key_mask=torch.ones(N)), "key_mask must be boolean"),
         (lambda: causal_feature_attention(queries, keys._replace(function="sine"), v), "function must be"),
+        (lambda: causal_feature_attention(queries, keys, v, key_mask=four.bool()), "must broadcast, but are keys"),
+        (lambda: causal_feature_attention(queries, keys, v, log_decay=-four), "must broadcast, but are keys"),
+        (lambda: causal_feature_attention(queries, keys, v, deeper), r"log_scale must be \(2, 2, 1, 1\)"),
+        (lambda: summarize_features(keys._replace(log_scale=four), v), "must broadcast, but are x"),
+        (lambda: read_features(queries._replace(log_scale=four), state, normalize=None), "must broadcast, but are x"),
         (lambda: read_features(queries, LinearState(v, v)), "must be a FeatureState"),  # pyright: ignore[reportArgumentType]
         (lambda: read_features(queries, FeatureState(state.sums, None), normalize="rows"), "normalize must be"),
     ]
