@@ -5,9 +5,10 @@ from torch import Tensor
 
 from linattn.checks import check_types
 from linattn.ops.delta import delta_call
-from linattn.ops.linear import causal_call, checked, sum_call
+from linattn.ops.linear import broadcast, causal_call, checked, read_call, sum_call
 from linattn.ops.nested import checked_kind
-from linattn.ops.operators import DELTA, SUM_KEYS
+from linattn.ops.numerics import accumulator
+from linattn.ops.operators import DELTA, READ
 from linattn.ops.state import LinearState
 
 
@@ -45,4 +46,9 @@ def explain_backend(
         operator, call = causal_call(q, k, v, sums, log_decay, key_mask, normalize, feature_map)
         return operator.explain(call)
     q, k, v = checked(q, k, v, normalize, feature_map)
-    return SUM_KEYS.explain(sum_call(k, v, key_mask, feature_map))
+    keys = sum_call(k, v, key_mask, feature_map)
+    broadcast(q=q.shape[:-2], keys=keys.lead)
+    sizes, dtype = (k.shape[-1], v.shape[-1]), accumulator(k.dtype)
+    S, z = (k.new_empty(*keys.lead, *size, dtype=dtype) for size in (sizes, sizes[:1]))
+    # a form that can read the sums can also sum the keys
+    return READ.explain(read_call(q, S, z, None, feature_map, v.dtype))

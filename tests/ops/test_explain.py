@@ -48,7 +48,10 @@ def test_arguments_of_another_operator_are_refused() -> None:
 
 
 def test_attention_to_all_keys() -> None:
-    assert choice(explain_backend(*tokens(5, 7), is_causal=False)) == "chunked"
+    q, k, v = tokens(5, 7)
+    assert choice(explain_backend(q, k, v, is_causal=False)) == "chunked"
+    with pytest.raises(ValueError, match="leading dimensions must broadcast, but are q"):
+        explain_backend(q[:, :2], k, v, is_causal=False)
 
 
 @pytest.mark.parametrize("attend", [causal_linear_attention, linear_attention])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from linattn.ops import explain_backend
 from linattn.ops.calls import CausalCall
 from linattn.ops.triton import CAUSAL, support
 
@@ -42,6 +43,19 @@ def test_a_gpu_that_kernels_are_not_compiled_for_is_refused_when_named_too(
         reason = CAUSAL.refusal(call("cuda"), named=named)
     assert (reason is None) == taken
     assert taken or "made for the compute capabilities 8, 9, 12, but the device has" in str(reason)
+
+
+def test_an_explanation_of_attention_to_all_keys_is_of_the_queries_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys can be summed for every group of queries; reading the sums is refused for some."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(support, "_capability", lambda device: (12, 0))
+    with FakeTensorMode():
+        leads = (2, 3, 2, 3), (2, 1, 2, 1), (2, 3, 1, 1)
+        q, apart, beside = (torch.empty(*lead, 5, 4, device="cuda") for lead in leads)
+        refused, *others = explain_backend(q, apart, apart, is_causal=False).splitlines()
+        assert refused.startswith("triton: takes keys shared along neighbouring dimensions, but q has (2, 3, 2, 3)")
+        assert others[0] == "chunked: runs this call"
+        assert explain_backend(q, beside, beside, is_causal=False).startswith("triton: runs this call")
 
 
 @pytest.mark.parametrize(
