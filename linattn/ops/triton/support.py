@@ -27,6 +27,8 @@ def unsupported(call: CausalCall) -> str | None:
         return reason
     if call.normalize == "keys":
         return 'has no causal normalize="keys"'
+    if 0 in call.q.shape[:-2] and 0 not in call.S.shape[:-2]:
+        return f"needs queries for the states that it computes, but q is {tuple(call.q.shape)}"
     # three leading dimensions are always few enough
     return None if call.q.ndim <= 5 else too_many_groups(call.lead, call.S.shape[:-2])
 

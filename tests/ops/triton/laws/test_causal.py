@@ -288,6 +288,18 @@ def test_states_with_decays_of_their_own_share_queries_and_keys(n: int, device: 
     compare([q, k, v, *state(device, lead=(2, 3)), decay], 1e-5, decayed=True, normalize=None)
 
 
+@pytest.mark.parametrize("n", [1, 20])
+def test_an_empty_batch_of_queries_leaves_the_keys_of_all_to_another_backend(n: int, device: torch.device) -> None:
+    """A program computes the state of its queries' keys, and there are no programs without queries."""
+    q, k, v = (torch.rand(batch, 2, n, 5, device=device) for batch in (0, 1, 1))
+    y, state = causal_linear_attention(q, k, v)
+    _, expected = causal_linear_attention(k, k, v, backend="reference")
+    assert y.shape == (0, 2, n, 5)
+    assert_close(state, expected)
+    with pytest.raises(NotImplementedError, match="triton: needs queries for the states"):
+        causal_linear_attention(q, k, v, backend="triton")
+
+
 @pytest.mark.parametrize("lead", [(), (2, 2, 2, 2)])
 def test_any_leading_dimensions(lead: tuple[int, ...], device: torch.device) -> None:
     q, k, v = tokens(1, device, lead=lead)
