@@ -535,6 +535,13 @@ def test_wrong_calls_are_refused() -> None:
 
 @every_backend
 @every_decay
+def test_a_state_keeps_no_other_memory_alive(backend: str, decay: str | None) -> None:
+    _, state = run(**inputs(100, decay), backend=backend)
+    assert state.untyped_storage().nbytes() == state.nbytes
+
+
+@every_backend
+@every_decay
 def test_a_nan_does_not_reach_earlier_tokens(backend: str, decay: str | None) -> None:
     given, at = inputs(100, decay), 71
     expected, _ = run(**given, backend=backend)

@@ -68,3 +68,13 @@ def test_a_state_broadcasts(backend: str, batch: int, of_state: int, n: int) -> 
         results.append([y, after.S, after.z, *torch.autograd.grad(loss, [*leaves, *sums])])
     assert results[0][0].shape[0] == both
     assert_close(results[0], results[1])
+
+
+@every_backend
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_a_state_keeps_no_other_memory_alive(backend: str, decay: str | None) -> None:
+    """A view of the states of all chunks would keep them all."""
+    q, k, v = tokens(1 if backend == "recurrent" else 130)
+    log_decay = {None: None, "head": -k[..., 0].abs(), "channel": -k.abs()}[decay]
+    for x in causal_linear_attention(q, k, v, log_decay=log_decay, backend=backend)[1]:
+        assert x.untyped_storage().nbytes() == x.nbytes

@@ -30,7 +30,8 @@ def forward(call: DeltaCall, save: bool) -> tuple[Tensor, Tensor]:
     states = _states(maps, call.S, _steps(maps.shape[-3]))
     read = torch.cat(reads, -2)
     y = read[..., :d] @ states[..., :-1, :, :] + read[..., d:]
-    return (join(y, n) * call.scale).to(call.v.dtype), states[..., -1, :, :]
+    # a copy, as a view would keep the states of all chunks alive
+    return (join(y, n) * call.scale).to(call.v.dtype), states[..., -1, :, :].clone()
 
 
 def _steps(count: int) -> int:

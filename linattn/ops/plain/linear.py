@@ -44,7 +44,9 @@ def forward(call: CausalCall, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         q = divide(q, (inside @ k.mT.unsqueeze(-1)).squeeze(-1).mT + _times(z, since))
     y = _similarities(q, k, inside, seen) @ v + _times(q, since) @ before
     y = divide(y[..., :dv], y[..., dv:]) if call.normalize == "output" else y[..., :dv]
-    return join(y, call.q.shape[-2]).to(call.v.dtype), states[..., -1, :, :dv], states[..., -1, :, dv]
+    # copies, as views would keep the states of all chunks alive
+    S, z = states[..., -1, :, :dv].clone(), states[..., -1, :, dv].clone()
+    return join(y, call.q.shape[-2]).to(call.v.dtype), S, z
 
 
 def _similarities(q: Tensor, k: Tensor, inside: Tensor, seen: Tensor) -> Tensor:
