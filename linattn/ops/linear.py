@@ -126,8 +126,6 @@ def read(
     S, z = checked_kind(state, LinearState)
     check_tensors(q=q, S=S, z=z)
     checked(q, q, q, normalize, feature_map)
-    if z.ndim > 0 and q.shape[-1] != z.shape[-1]:
-        raise ValueError(f"q and the state must have the same number of features, but q is {shape(q)} and z {shape(z)}")
     check_sums(S, z, q.shape[-1], None, q.dtype)
     broadcast(q=q.shape[:-2], state=S.shape[:-2])
     call = read_call(q, S, z, normalize, feature_map, q.dtype)

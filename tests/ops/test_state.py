@@ -27,7 +27,7 @@ WRONG = {
     "z is a number": (LinearState(good.S, good.z[0, 0, 0]), r"but has \(2, 3, 5, 3\) and \(\)"),
     "z has no heads": (LinearState(good.S, good.z[0, 0]), r"but has \(2, 3, 5, 3\) and \(5,\)"),
     "z has a dimension more": (LinearState(good.S, good.z[None]), r"but has \(2, 3, 5, 3\) and \(1, 2, 3, 5\)"),
-    "other features": (a_state(2, 3, f=4), r"features, but q is|must have S \(..., 5, 3\)"),
+    "other features": (a_state(2, 3, f=4), r"must have S \(..., 5, "),
     "other values": (a_state(2, 3, dv=4), r"must have S \(..., 5, 3\)"),
     "other heads": (a_state(2, 4), r"must broadcast, but are .*state \(2, 4\)"),
     "another batch": (a_state(4, 3), r"must broadcast, but are .*state \(4, 3\)"),
