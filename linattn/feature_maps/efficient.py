@@ -17,7 +17,7 @@ class EfficientFeatureMap(FeatureMap):
     """φ_q(x) = softmax(x) over channels, φ_k(x) = exp(x). Each feature is normalised by its own sum over keys, which
     makes that exponential the softmax over tokens: y = Σ_c softmax(q)_c · Σ_j softmax_j(k_jc) v_j.
 
-    A feature φ_k(x)_c is zero where k_jc is more than about 70 below the largest entry of all keys. Without
+    A feature φ_k(x)_c counts as zero where all k_jc are more than about 57 below the largest entry of the keys. Without
     `norm_queries`, φ_q(x) = x."""
 
     normalize = "keys"

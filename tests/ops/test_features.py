@@ -346,6 +346,16 @@ def test_no_keys() -> None:
     assert not y.any() and state.log_scale is not None and state.log_scale.isneginf().all()
 
 
+@pytest.mark.parametrize("normalize", ["output", "keys"])
+@pytest.mark.parametrize("largest", range(0, 24, 3))
+def test_channels_far_below_the_largest_key_count(normalize: str, largest: int) -> None:
+    """57 below, as the docs say, wherever the rounded scale lies."""
+    q, k, v = torch.tensor([-300.0, 0.0]).expand(5, 2), torch.tensor([0.0, -57.0]).expand(5, 2), torch.ones(5, 1)
+    queries, keys = Features(q, function="exp"), Features(k + largest, function="exp")
+    y, _ = causal_feature_attention(queries, keys, v, normalize=normalize)
+    assert_close(y, v)
+
+
 def test_without_scales_it_is_the_operator() -> None:
     q, k, v = laws.tokens(50, positive=True)
     y, (sums, log_scale) = causal_feature_attention(Features(q), Features(k), v)
