@@ -8,7 +8,6 @@ that over all t of the chunk. A chunked form needs, with their gradients,
 The quotients D_ij = r_i / r_j would overflow, so no kind of decay divides by r. Decays per channel: Yang et al., Gated
 Linear Attention, https://arxiv.org/abs/2312.06635."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from linattn.ops.elementwise import ELEMENTWISE
 from linattn.ops.fast.block_tree import (
     as_blocks,
     block_products,
@@ -67,12 +67,7 @@ def intra_chunk(rows: Tensor, keys: Tensor, log_decay: Tensor | None, work: Work
         return PerHead(rows, keys, log_decay, work)
     # leaves of many tokens look at numbers
     leaf = min(LEAF, log_decay.shape[-2]) if is_readable(log_decay) and log_decay.numel() else 1
-    return PerChannel(rows, keys, _exp(log_decay), work, leaf)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """Overwrite x with exp(x): on a CPU torch's exp2 takes a fifth of the time of exp."""
-    return x.mul_(math.log2(math.e)).exp2_()
+    return PerChannel(rows, keys, ELEMENTWISE["exp"].overwrite(log_decay, None), work, leaf)
 
 
 @final
