@@ -193,15 +193,14 @@ def _check_scaled(x: Tensor, log_scale: Tensor | None) -> None:
 def _masked(keys: Features, key_mask: Tensor | None) -> tuple[Features, Tensor | None]:
     """Return the keys and their `log_size`. The size of a masked key, and its scale unless None, is −inf."""
     key_mask = checked_mask(keys.x, key_mask)
-    if key_mask is not None:
-        broadcast(keys=keys.x.shape[:-1], key_mask=key_mask.shape)
-    if key_mask is not None and keys.log_scale is not None:
+    if key_mask is None:
+        return keys, keys.log_size()
+    broadcast(keys=keys.x.shape[:-1], key_mask=key_mask.shape)
+    if keys.log_scale is not None:
         keys = keys._replace(log_scale=torch.where(key_mask, keys.log_scale, -torch.inf))
     log_size = keys.log_size()
-    if key_mask is not None and log_size is not None:
-        # not NaN, which the size of a missing key may be
-        log_size = torch.where(key_mask, log_size, -torch.inf)
-    return keys, log_size
+    # not NaN, which the size of a missing key may be
+    return keys, None if log_size is None else torch.where(key_mask, log_size, -torch.inf)
 
 
 def _argument(queries: Features, normalize: str | None) -> tuple[Tensor, Tensor | None]:
