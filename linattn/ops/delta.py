@@ -15,7 +15,7 @@ from torch import Tensor
 from linattn.checks import check_tensors, on_one_device
 from linattn.ops.calls import DeltaCall
 from linattn.ops.linear import broadcast, checked, checked_decay, checked_mask, expanded, per_channel, shape
-from linattn.ops.numerics import accumulator, align, expand, zero_masked, zero_masked_tokens
+from linattn.ops.numerics import accumulator, align, expand, summable, zero_masked, zero_masked_tokens
 from linattn.ops.operators import DELTA
 
 
@@ -76,7 +76,7 @@ def delta_call(
     # a float passes at the first comparison, in 0.03 µs
     if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat))):
         raise ValueError(f"scale must be a number, but is {scale!r}")
-    beta = expanded(k, beta, "beta").unsqueeze(-1)
+    beta = expanded(k, summable(beta, "beta"), "beta").unsqueeze(-1)
     log_decay = None if log_decay is None else per_channel(k, log_decay)
     removal_key = None if removal_key is None else _checked_removal_key(k, removal_key)
     (n, d), dv = k.shape[-2:], v.shape[-1]

@@ -182,14 +182,13 @@ def checked_mask(k: Tensor, key_mask: Tensor | None) -> Tensor | None:
 
 
 def expanded(k: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return x, (…, 1) or (…, n), expanded to the n tokens of k; errors call it `name`. Unless it is boolean, x becomes
-    float32 or better first, so that the gradient of a number that tokens or heads share is summed in this dtype."""
+    """Return x, (…, 1) or (…, n), expanded to the n tokens of k; errors call it `name`."""
     n = k.shape[-2]
     if not on_one_device(k, x, x):
         check_tensors(**{"k": k, name: x})
     if x.ndim == 0 or x.shape[-1] not in (1, n):
         raise ValueError(f"{name} must be (..., {n}), as k is {shape(k)}, but is {shape(x)}")
-    return (x if x.dtype == torch.bool else summable(x, name)).expand(*x.shape[:-1], n)
+    return x.expand(*x.shape[:-1], n)
 
 
 def per_channel(k: Tensor, log_decay: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from linattn.checks import check_tensors
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums over `dtype`: float32, or float64 for float64. A half-precision sum stops growing."""
@@ -58,7 +60,9 @@ def expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def summable(x: Tensor, name: str) -> Tensor:
-    """Return x in the dtype in which its gradient may be summed. Raise ValueError, with `name`, for integers."""
+    """Return x in the dtype in which its gradient may be summed, where tokens share a number. Raise ValueError, with
+    `name`, unless it is a floating-point tensor."""
+    check_tensors(**{name: x})
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name} must be floating-point, but is {x.dtype}")
     return x.to(accumulator(x.dtype))

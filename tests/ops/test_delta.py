@@ -522,8 +522,9 @@ def test_wrong_calls_are_refused() -> None:
     parts: Any = (given["state"],)
     with pytest.raises(ValueError, match="state must be a tensor"):
         call(given | {"state": parts})
-    with pytest.raises(ValueError, match="beta must be floating-point"):
-        call(given | {"beta": given["beta"].long()})
+    for beta in (given["beta"].long(), given["beta"] > 1):
+        with pytest.raises(ValueError, match="beta must be floating-point"):
+            call(given | {"beta": beta})
     with pytest.raises(ValueError, match="must not be positive"):
         call(given | {"log_decay": -given["log_decay"]})
     for scale in ("x", True, None, torch.tensor(0.5)):
