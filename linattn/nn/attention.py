@@ -248,6 +248,10 @@ class MultiheadAttention(nn.Module):
         gates = None if self.gates is None else self.gates(x)
         if starts is not None:
             gates = begin_sequences(self.inner.needs, gates, first_present(starts, key_mask))
+            if self.inner.same_tokens:
+                raise ValueError(
+                    "positions of a RotaryAttention do not begin again in packed sequences: rotate by the option rotary"
+                )
         return gates if self.writes == 1 else fade_at_first(gates, self.writes)
 
     def _keys(self, context: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:

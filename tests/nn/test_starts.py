@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from linattn.attention.named import named_attention
+from linattn.attention.rotary import RotaryAttention
 from linattn.nn import MultiheadAttention, ShortConvolution
 from linattn.nn.starts import UNKNOWN, ages
 from tests.attention.cases import FADING
@@ -101,6 +102,15 @@ def test_what_does_not_fade_cannot_be_packed(name):
     x, starts = packed()
     with pytest.raises(ValueError, match="packed sequences need an attention that fades by a gate in every head"):
         layer(name)(x, starts=starts)
+
+
+@pytest.mark.parametrize("name", ["gla", "gla+gated_delta"])
+def test_positions_that_do_not_begin_again_are_refused(name):
+    """Decays of channels turn with the positions, so that outputs depend on where a sequence begins."""
+    inner = RotaryAttention(named_attention(name, num_heads=HEADS, head_dim=DIM // HEADS, causal=True))
+    module, (x, starts) = MultiheadAttention(DIM, HEADS, inner).double(), packed()
+    with pytest.raises(ValueError, match="do not begin again in packed sequences: rotate by the option rotary"):
+        module(x, starts=starts)
 
 
 @pytest.mark.usefixtures("unchecked")
