@@ -52,7 +52,8 @@ def attend(
     if attn_mask is not None:
         key_mask = _same_for_all_queries(attn_mask, key_mask)
     if key_mask is not None:
-        key_mask = _four(_expanded_mask(key_mask, k).unsqueeze(-1)).squeeze(-1)
+        for_all_heads = attn_mask is None and key_mask.ndim == 2 and k.ndim == 4
+        key_mask = _four(_expanded_mask(key_mask, k, for_all_heads).unsqueeze(-1)).squeeze(-1)
     if scale is not None:
         if not inner.scales_products:
             raise ValueError(f"scale multiplies q·k, but {method!r} has other similarities: multiply q or k yourself")
@@ -122,10 +123,10 @@ def _resolve(
     return inner
 
 
-def _expanded_mask(key_mask: Tensor, k: Tensor) -> Tensor:
-    """Expand a key mask to (…, h, m), the heads and keys of k. It is (b, m), for all heads, or broadcasts to k."""
+def _expanded_mask(key_mask: Tensor, k: Tensor, for_all_heads: bool) -> Tensor:
+    """Expand a key mask to (…, h, m), the heads and keys of k. It is (b, m), `for_all_heads`, or broadcasts to k."""
     wanted = k.shape[:-1]
-    shape = (key_mask.unsqueeze(-2) if key_mask.ndim == 2 and k.ndim == 4 else key_mask).shape
+    shape = (key_mask.unsqueeze(-2) if for_all_heads else key_mask).shape
     if len(shape) > len(wanted) or any(b not in (a, 1) for a, b in zip(wanted[::-1], shape[::-1], strict=False)):
         raise ValueError(
             f"key_mask must be {tuple(wanted)}, as the keys, or broadcast to it, or be (b, m) for all heads, but is "

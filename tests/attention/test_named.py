@@ -250,6 +250,13 @@ def test_random_features_estimate_softmax_of_any_scale(features):
     assert_close(y, F.scaled_dot_product_attention(q, k, v, scale=0.8), rtol=0, atol=0.02)
 
 
+def test_a_mask_of_keys_for_each_head_is_not_one_for_each_row():
+    q, k, v = torch.randn(3, 2, 2, 30, 8, dtype=torch.float64)
+    mask = torch.rand(2, 1, 30) < 0.5
+    assert_close(attend(q, k, v, "softmax", attn_mask=mask), F.scaled_dot_product_attention(q, k, v, mask))
+    assert_close(attend(q, k, v, attn_mask=mask), attend(q, k, v, key_mask=mask.squeeze(1)[None]))
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_attend_takes_the_masks_and_windows_that_it_can():
     q, k, v = some_heads()

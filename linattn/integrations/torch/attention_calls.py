@@ -116,5 +116,6 @@ def _attend(
         query = query * (scale * query.shape[-1] ** 0.5)
     if dropout_p:
         value = value * F.dropout(value.new_ones(*value.shape[:-1], 1), dropout_p)
-    y = attend(query, key, value, method, is_causal=is_causal, key_mask=present, window=window)
+    seen = None if present is None else present.unsqueeze(-2)
+    y = attend(query, key, value, method, is_causal=is_causal, attn_mask=seen, window=window)
     return y.reshape(*leading, *y.shape[-2:])

@@ -118,6 +118,7 @@ CASES = {
     "padded by floats": Case("torch", Layers, lambda: tokens(mask=-1e9 * ~PRESENT[:, None, None])),
     "causal and padded": Case("torch", lambda: Layers(is_causal=True), lambda: tokens(mask=PRESENT[:, None, None])),
     "the same keys for all": Case("torch", Layers, lambda: tokens(mask=PRESENT[1:])),
+    "other keys for each head": Case("torch", Layers, lambda: tokens(mask=PRESENT[:, None])),
     "one head": Case("torch", lambda: Layers(heads=False), tokens),
     "one head, padded": Case("torch", lambda: Layers(heads=False), lambda: tokens(mask=PRESENT[:, None])),
     "one head, the same keys for all": Case("torch", lambda: Layers(heads=False), lambda: tokens(mask=PRESENT[1:])),
