@@ -31,7 +31,7 @@ def next_token_loss(
 
     `logits` are for `tokens[:, :-1]`, as no token follows the last one, or for all tokens, where those of the last are
     ignored. Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
-    count = tokens.shape[1] - 1
+    count = max(tokens.shape[1] - 1, 0)
     if logits.shape[1] not in (count, count + 1):
         wanted = f"logits for the first {count} of {count + 1} tokens, or for all"
         raise ValueError(f"there must be {wanted}, but there are {logits.shape[1]}")

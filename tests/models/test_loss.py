@@ -58,6 +58,13 @@ def test_nothing_to_learn_is_zero():
     assert loss == 0 and not logits.grad.any()
 
 
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_following_token_is_zero_too(n):
+    logits, tokens = torch.randn(2, n, 7), torch.randint(7, (2, n))
+    for mask in (None, torch.ones(2, n, dtype=torch.bool)):
+        assert next_token_loss(logits, tokens, key_mask=mask) == 0
+
+
 def test_other_lengths_are_refused():
     logits, tokens = example()
     with pytest.raises(ValueError, match="logits for the first 11 of 12 tokens, or for all, but there are 10"):
