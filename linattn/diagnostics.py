@@ -12,7 +12,8 @@ from linattn.attention.checks import checked_heads
 from linattn.checks import check_types
 from linattn.feature_maps.base import FeatureMap, checked_feature_map
 from linattn.feature_maps.elementwise import ElementwiseFeatureMap
-from linattn.ops.numerics import accumulator, divide
+from linattn.ops.numerics import accumulator, divide, zero_masked
+from linattn.ops.tokens.compaction import per_query_head
 from linattn.types import KeyMask, Keys, Queries, Values
 
 __all__ = ["SoftmaxComparison", "compare_with_softmax"]
@@ -99,7 +100,9 @@ def compare_with_softmax(
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"a causal comparison needs a query for every key, not {q.shape[2]} for {k.shape[2]}")
     dtype, group = accumulator(q.dtype), q.shape[1] // k.shape[1]
-    q, k = q.to(dtype), k.to(dtype)
+    q, k, values = q.to(dtype), zero_masked(k.to(dtype), key_mask), zero_masked(values.to(dtype), key_mask)
+    if causal and key_mask is not None:
+        q = zero_masked(q, per_query_head(key_mask, q.shape[1]))
     queries, by_key = feature_map.query(q), feature_map.normalize == "keys"
     # weights that are normalised per query do not depend on its scale
     phi_q = queries.value() if by_key else queries.evaluated().x
@@ -107,7 +110,7 @@ def compare_with_softmax(
     log_scale = k.new_zeros(k.shape[:-1]) if log_scale is None else log_scale
     present = torch.ones_like(log_scale, dtype=torch.bool) if key_mask is None else key_mask.expand_as(log_scale)
     k, phi_k, log_scale, present = (x.repeat_interleave(group, 1) for x in (k, phi_k, log_scale, present))
-    v = None if v is None else values.to(dtype).repeat_interleave(group, 1)
+    v = None if v is None else values.repeat_interleave(group, 1)
     total = torch.zeros(11, q.shape[1], dtype=torch.float64)
     size = max(1, _WEIGHTS_AT_A_TIME // (q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], size):
@@ -125,7 +128,7 @@ def compare_with_softmax(
         (uniform_error / norm).sqrt(),
         *(x / count for x in means),
         small_features=_small_features(phi_k, log_scale, present).cpu(),
-        norm_product=_norm_product(q, k, present).cpu(),
+        norm_product=(_norm(q, present if causal else None) * _norm(k, present) / math.sqrt(q.shape[-1])).cpu(),
     )
 
 
@@ -191,7 +194,7 @@ def _small_features(
     return small.sum((0, 2, 3)) / (present.sum((0, 2)) * phi_k.shape[-1])
 
 
-def _norm_product(q: Queries, k: Keys, present: Bool[Tensor, "b h m"]) -> PerHead:
-    q_norm = q.square().sum(-1).mean((0, 2)).sqrt()
-    k_norm = ((k.square().sum(-1) * present).sum((0, 2)) / present.sum((0, 2))).sqrt()
-    return q_norm * k_norm / math.sqrt(q.shape[-1])
+def _norm(x: Float[Tensor, "b h n d"], present: Bool[Tensor, "b h n"] | None) -> PerHead:
+    """Return the root mean square of the lengths of the vectors that are `present` (None: all)."""
+    square = x.square().sum(-1)
+    return (square.mean((0, 2)) if present is None else (square * present).sum((0, 2)) / present.sum((0, 2))).sqrt()

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -47,6 +48,21 @@ def test_the_output_error_is_that_of_the_attention(name, causal):
     for error, other in ((report.output_error, y), (report.uniform_output_error, uniform)):
         expected = (((other - target) * counted).square().sum((0, 2, 3)) / size).sqrt()
         assert_close(error, expected, rtol=1e-6, atol=1e-8)
+
+
+@either
+@pytest.mark.parametrize("rubbish", [3.0, math.nan])
+def test_what_stands_in_the_place_of_a_missing_token_has_no_effect(causal, rubbish):
+    """Missing queries only count where they are missing tokens themselves."""
+    (q, k, v), (present, _) = tokens(), holes(65, causal)
+    absent, options = ~present.unsqueeze(-1), {"causal": causal, "key_mask": present}
+    changed = [x.masked_fill(absent, rubbish) for x in ((q, k, v) if causal else (k, v))]
+    feature_map = ElementwiseFeatureMap("elu_plus_one")
+    expected = compare_with_softmax(q, k, feature_map, v=v, **options)
+    q, k, v = changed if causal else (q, *changed)
+    found = compare_with_softmax(q, k, feature_map, v=v, **options)
+    for figure in dataclasses.fields(found)[1:]:
+        assert_close(getattr(found, figure.name), getattr(expected, figure.name))
 
 
 @either
