@@ -16,7 +16,7 @@ from linattn.nn import FeedForward, GatedConvolution, GatedFeedForward, LearnedP
 from linattn.nn.gates import HeadDecay, PerChannelGate, WriteStrength
 from linattn.nn.positions import INIT_STD
 from linattn.nn.residual import Stack, Step
-from linattn.ops.elementwise import ELEMENTWISE
+from linattn.ops.elementwise import squared_relu
 from linattn.types import TokenIds, TokenMask, Tokens
 
 
@@ -144,5 +144,5 @@ def _feed_forward(config: LanguageModelConfig) -> FeedForward | GatedFeedForward
     kind = GatedFeedForward if config.feed_forward == "gated" else FeedForward
     options: dict[str, Any] = {"dropout": config.dropout}
     if config.feed_forward == "squared_relu":
-        options |= {"activation": ELEMENTWISE["squared_relu"].function, "bias": False}
+        options |= {"activation": squared_relu, "bias": False}
     return kind(config.dim, config.hidden_dim, **options)

@@ -26,6 +26,11 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return x.clamp(min=0).add_(x.clamp(max=0).exp_())
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)². It has a name for pickle: feed-forwards hold it."""
+    return torch.relu(x).square()
+
+
 def _overwrite_with_exp(x: Tensor, _: Tensor | None = None) -> Tensor:
     # on a CPU torch's exp2 takes a tenth to a third of the time of exp, from about a thousand numbers on
     return x.mul_(math.log2(math.e)).exp2_()
@@ -45,9 +50,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
         elu_plus_one, _overwrite_with_elu_plus_one, lambda y, scratch: torch.clamp(y, max=1, out=scratch)
     ),
     "relu": Elementwise(torch.relu, lambda x, _: x.relu_(), lambda y, _: (y > 0).to(y.dtype)),
-    "squared_relu": Elementwise(
-        lambda x: torch.relu(x).square(), lambda x, _: x.relu_().square_(), lambda y, _: 2 * y.sqrt()
-    ),
+    "squared_relu": Elementwise(squared_relu, lambda x, _: x.relu_().square_(), lambda y, _: 2 * y.sqrt()),
     "exp": Elementwise(torch.exp, _overwrite_with_exp, lambda y, _: y),
     # sigmoid(x) = 1 − exp(−softplus(x))
     "softplus": Elementwise(_softplus, lambda x, _: x.copy_(_softplus(x)), lambda y, _: -torch.expm1(-y)),

@@ -1,6 +1,7 @@
 """The laws, for whole models with every attention: what each layer keeps, their composition keeps."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -172,6 +173,13 @@ def test_evaluation_draws_nothing_and_changes_nothing(options):
     assert torch.equal(torch.get_rng_state(), random)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("feed_forward", ["gated", "gelu", "squared_relu", "none"])
+@torch.no_grad()
+def test_models_can_be_pickled(feed_forward):
+    model, tokens = small_model({"attention": "local+rwkv7", "feed_forward": feed_forward}), some_tokens(2, 9)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("place", ["embedding", "mixer", "feed_forward"])
