@@ -161,6 +161,9 @@ class SequenceModel(TokenModel):
         self.dropout, self.norm = nn.Dropout(dropout), nn.Identity() if norm is None else norm
         self.head, self.tied = head, tied
         self.causal = any(part.causal for part in stack.modules() if isinstance(part, InnerAttention))
+        layers = [part for part in stack.modules() if isinstance(part, MultiheadAttention)]
+        if self.causal and not all(part.inner.causal or part.is_cross_attention for part in layers):
+            raise ValueError("self attention must be causal in every layer or in none, but is in some")
 
     def forward(
         self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
