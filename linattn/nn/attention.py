@@ -44,8 +44,8 @@ class AttentionState(NamedTuple):
 class MultiheadAttention(nn.Module):
     """y = W_o concat_h(inner(W_q x, W_k c, W_v c)), with c = x (self attention) or the context (cross attention).
 
-    With a `context_dim` every call is cross attention, which takes neither a causal `inner` nor rotary positions,
-    convolution, unit_keys and value_skip. The gates that `inner` needs are made from x (`linattn.nn.gates`).
+    With a `context_dim` every call is cross attention, which takes neither a causal or local `inner` nor rotary
+    positions, convolution, unit_keys and value_skip. The gates that `inner` needs are made from x (`linattn.nn.gates`).
 
     The configuration of a language model and the help of `linattn train` take the descriptions below from here.
 
@@ -285,6 +285,8 @@ class MultiheadAttention(nn.Module):
     def _check_cross_attention(self) -> None:
         if self.inner.causal:
             raise ValueError("cross attention has no order of queries and keys: the inner attention must not be causal")
+        if self.inner.same_tokens:
+            raise ValueError(f"{type(self.inner).__name__} is self attention: cross attention has keys of other tokens")
         if self.convolution is not None or self.rotary is not None or self.unit_keys or self.value_skip is not None:
             raise ValueError(
                 "convolution, rotary, unit_keys and value_skip belong to self attention: cross attention takes none"

@@ -347,6 +347,11 @@ def test_cross_attention_is_not_causal_and_has_no_neighbours():
     for options in ({"convolution": 3}, {"rotary": 100.0}):
         with pytest.raises(ValueError, match=r"convolution, rotary, .* belong to self attention"):
             attention("elu", causal=False, **options)(x, context)
+    for name in ("local", "roformer", "local+elu"):
+        with pytest.raises(ValueError, match="is self attention: cross attention has keys of other tokens"):
+            attention(name, causal=False, context_dim=10)
+        with pytest.raises(ValueError, match="is self attention: cross attention has keys of other tokens"):
+            attention(name, causal=False)(x, some_inputs(n=7))
     with pytest.raises(ValueError, match="needs its context"):
         attention("elu", causal=False, context_dim=10)(x)
 
