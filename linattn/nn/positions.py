@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linattn.checks import check_numbers, check_sizes, check_tensors, check_types
+from linattn.checks import check_numbers, check_sizes, check_tensors, check_types, given
 from linattn.nn.checks import out_of_range
 
 INIT_STD = 0.02
@@ -71,13 +71,16 @@ class SinusoidalPositions(nn.Module):
 class AxialPositions(nn.Module):
     """The position is a cell of a grid of the given `shape`, counted row by row; its vector is the sum of one learned
     vector of `dim` channels per axis: (64, 128) has 8,192 positions with 192 vectors. At first these sums have the
-    standard deviation `std`. Positions beyond the grid are an error."""
+    standard deviation `std`. Positions from `max_length` on (default: beyond the grid) are an error."""
 
     @check_types
-    def __init__(self, dim: int, shape: tuple[int, ...], *, std: float = INIT_STD):
+    def __init__(self, dim: int, shape: tuple[int, ...], *, max_length: int | None = None, std: float = INIT_STD):
         super().__init__()
-        check_sizes(dim=dim, axes=len(shape), shape=shape)
-        self.shape, self.max_length, self.std = tuple(shape), math.prod(shape), std
+        check_sizes(dim=dim, axes=len(shape), shape=shape, **given(max_length=max_length))
+        self.shape, self.std = tuple(shape), std
+        self.max_length = math.prod(shape) if max_length is None else max_length
+        if self.max_length > math.prod(shape):
+            raise ValueError(f"the grid {self.shape} has {math.prod(shape)} positions, but max_length is {max_length}")
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(length, dim)) for length in shape)
         self.reset_parameters()
 
@@ -92,6 +95,7 @@ class AxialPositions(nn.Module):
         for length, weight in zip(self.shape[:0:-1], list(self.weights)[:0:-1], strict=True):
             parts.append(weight[rest % length])
             rest = rest // length
+        rest = rest.masked_fill(positions >= self.max_length, self.shape[0])
         return sum(parts, _rows(self.weights[0], rest, positions, self.max_length))
 
     def extra_repr(self) -> str:

@@ -57,7 +57,11 @@ def test_sinusoidal_positions_are_exact_far_away():
     assert math.isclose(table[0, 0], math.sin(10**7 + 1), abs_tol=1e-6)
 
 
-@pytest.mark.parametrize("module", [LearnedPositions(6, 4), AxialPositions(4, (2, 3))], ids=["learned", "axial"])
+@pytest.mark.parametrize(
+    "module",
+    [LearnedPositions(6, 4), AxialPositions(4, (2, 3)), AxialPositions(4, (2, 5), max_length=6)],
+    ids=["learned", "axial", "axial, shorter"],
+)
 def test_positions_end_somewhere(module):
     module(torch.tensor([5]))
     with pytest.raises(ValueError, match=r"positions must be in \[0, 6\)"):
@@ -77,6 +81,8 @@ def test_positions_are_whole_numbers(module):
 
 
 def test_there_must_be_positions():
+    with pytest.raises(ValueError, match=r"the grid \(2, 3\) has 6 positions, but max_length is 7"):
+        AxialPositions(4, (2, 3), max_length=7)
     for make in (lambda: LearnedPositions(0, 4), lambda: AxialPositions(4, ()), lambda: AxialPositions(4, (3, 0))):
         with pytest.raises(ValueError, match="must be a whole number of at least 1, but is"):
             make()

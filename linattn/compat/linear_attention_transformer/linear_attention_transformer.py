@@ -156,7 +156,7 @@ def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions |
         return SinusoidalPositions(width)
     if options.use_axial_pos_emb is False:
         return LearnedPositions(longest, width, std=1.0)
-    return AxialPositions(width, (math.ceil(longest / window), window), std=1.0)
+    return AxialPositions(width, (math.ceil(longest / window), window), max_length=longest, std=1.0)
 
 
 def _stack(options: TransformerOptions) -> Any:

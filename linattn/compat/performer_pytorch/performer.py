@@ -94,11 +94,6 @@ class PerformerLM(TokenModel, Redrawing):
         self.norm = nn.LayerNorm(options.dim)
         self.head = None if self.tied else nn.Linear(options.dim, options.num_tokens)
 
-    @property
-    def max_length(self) -> int | None:
-        # a grid of positions may have more places
-        return None if super().max_length is None else self.max_seq_len
-
     def get_stack(self) -> nn.Module:
         return self.performer.net
 
@@ -160,4 +155,4 @@ def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPosition
     if math.prod(shape) < length:
         raise ValueError(f"axial_position_shape {shape} has {math.prod(shape)} places for max_seq_len {length}")
     # each axis is as large, not their sum
-    return AxialPositions(dim, shape, std=math.sqrt(len(shape)))
+    return AxialPositions(dim, shape, max_length=length, std=math.sqrt(len(shape)))

@@ -214,14 +214,19 @@ def test_receives_context_reads_it():
     assert_close(model(x, context=hidden, context_mask=mask), model(x, context=one, context_mask=mask))
 
 
-@pytest.mark.parametrize(("options", "longest"), [({}, 64), ({"max_seq_len": 50}, 50)], ids=["axial", "learned"])
-def test_max_seq_len_is_where_positions_end(options, longest):
-    model = lm(use_axial_pos_emb=not options, **options)
+@pytest.mark.parametrize("axial", [True, False])
+@pytest.mark.parametrize("longest", [64, 50])
+def test_max_seq_len_is_where_positions_end(axial, longest):
+    """A grid of windows may be larger: its other positions are never trained."""
+    model = lm(use_axial_pos_emb=axial, max_seq_len=longest, causal=True)
     model(some_tokens(longest))
     with pytest.raises(ValueError, match=f"positions end at {longest}"):
         model(some_tokens(longest + 1))
+    _, state = model.extend(some_tokens(longest - 1))
+    with pytest.raises(ValueError, match=rf"positions must be in \[0, {longest}\)"):
+        model.extend(some_tokens(2), state)
     tables = [tuple(table.shape) for table in model.positions.parameters()]
-    assert tables == ([(50, 16)] if options else [(8, 16), (8, 16)])
+    assert tables == ([(-(-longest // 8), 16), (8, 16)] if axial else [(longest, 16)])
 
 
 def test_with_rotary_positions_there_is_no_longest_length():
