@@ -69,10 +69,12 @@ class _Reversal(torch.autograd.Function):
         totals: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         for (branch, places), same_randomness in zip(reversed(ctx.branches), reversed(ctx.randomness), strict=True):
             first = first.detach().requires_grad_()
-            with torch.enable_grad(), _autocast(ctx.autocast), same_randomness(), mode_switch(ctx.modes):
-                delta = call(branch, first)
             inputs = [first, *shared, *_weights(branch)]
-            d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
+            with mode_switch(ctx.modes):
+                with torch.enable_grad(), _autocast(ctx.autocast), same_randomness():
+                    delta = call(branch, first)
+                # a branch with checkpoints runs once more here
+                d_input, *d_inputs = torch.autograd.grad(delta, inputs, d_second.to(delta.dtype), allow_unused=True)
             first, second = second - delta.detach(), first
             d_first, d_second = d_second, d_first if d_input is None else d_first + d_input
             for place, gradient in zip([0] * len(shared) + places, d_inputs, strict=True):

@@ -164,9 +164,13 @@ def test_the_backward_pass_leaves_randomness_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("training", [True, False])
-def test_modes_are_the_same_in_the_backward_pass(training):
-    stack, x = reversible(dropout=0.5).train(training), some_inputs().requires_grad_()
+def test_modes_are_the_same_in_the_backward_pass(training, chunks):
+    stack, x = reversible(dropout=0.5), some_inputs().requires_grad_()
+    for branch in stack.branches[1::2]:
+        branch.module = Chunked(branch.module, chunks)
+    stack.train(training)
     # one part is in the other mode
     stack.branches[1].train(not training)
     inputs = [x, *stack.parameters()]
