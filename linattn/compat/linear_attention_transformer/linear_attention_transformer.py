@@ -150,13 +150,14 @@ def _rotate_if_marked(model: Any, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _positions(options: TransformerOptions, width: int) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return positions of `width` channels. Learned ones begin with the standard deviation of an nn.Embedding."""
+    """Return positions of `width` channels. Learned tables, one or one per axis, begin as an nn.Embedding does."""
     longest, window = options.max_seq_len, options.local_attn_window_size
     if options.use_rotary_emb:
         return SinusoidalPositions(width)
     if options.use_axial_pos_emb is False:
         return LearnedPositions(longest, width, std=1.0)
-    return AxialPositions(width, (math.ceil(longest / window), window), max_length=longest, std=1.0)
+    # each axis is as large, not their sum
+    return AxialPositions(width, (math.ceil(longest / window), window), max_length=longest, std=math.sqrt(2))
 
 
 def _stack(options: TransformerOptions) -> Any:

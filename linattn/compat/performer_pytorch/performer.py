@@ -144,8 +144,7 @@ def _pairs(options: PerformerOptions) -> Iterator[Pair]:
 
 
 def _positions(options: PerformerOptions) -> SinusoidalPositions | AxialPositions | LearnedPositions:
-    """Return the positional embedding of the options. Learned tables, one or one per axis, are drawn such that the
-    embedding of a position has a standard deviation of 1, as that of a token has."""
+    """Return positions of the options' kind. Learned tables, one or one per axis, begin as an nn.Embedding does."""
     dim, length, shape = options.dim, options.max_seq_len, options.axial_position_shape
     if options.rotary_position_emb:
         return SinusoidalPositions(dim)

@@ -229,6 +229,13 @@ def test_max_seq_len_is_where_positions_end(axial, longest):
     assert tables == ([(-(-longest // 8), 16), (8, 16)] if axial else [(longest, 16)])
 
 
+@pytest.mark.parametrize("axial", [True, False])
+def test_each_table_of_positions_begins_as_large_as_an_embedding(axial):
+    model = lm(use_axial_pos_emb=axial, emb_dim=256)
+    for table in (*model.positions.parameters(), model.embedding.weight):
+        assert table.std().item() == pytest.approx(1, rel=0.1)
+
+
 def test_with_rotary_positions_there_is_no_longest_length():
     model = lm(use_rotary_emb=True, n_local_attn_heads=2, causal=True)
     assert model.max_length is None
