@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linattn.attention.base import InnerAttention
 from linattn.attention.rotary import count_positions
 from linattn.checks import check_types
-from linattn.nn import MultiheadAttention
+from linattn.nn import MultiheadAttention, TokenShift
 from linattn.nn.branch import Call
 from linattn.nn.checks import check_indices, out_of_range
 from linattn.ops.nested import check_part, checked_kind, for_batch
@@ -161,9 +161,10 @@ class SequenceModel(TokenModel):
         self.dropout, self.norm = nn.Dropout(dropout), nn.Identity() if norm is None else norm
         self.head, self.tied = head, tied
         self.causal = any(part.causal for part in stack.modules() if isinstance(part, InnerAttention))
-        layers = [part for part in stack.modules() if isinstance(part, MultiheadAttention)]
-        if self.causal and not all(part.inner.causal or part.is_cross_attention for part in layers):
-            raise ValueError("self attention must be causal in every layer or in none, but is in some")
+        if self.causal and any(map(_looks_ahead, stack.modules())):
+            raise ValueError(
+                "some attention is causal, so no layer may look ahead: neither another self attention nor a token shift"
+            )
 
     def forward(
         self, tokens: TokenIds, *, key_mask: TokenMask = None, context: Context = None, context_mask: ContextMask = None
@@ -185,6 +186,12 @@ class SequenceModel(TokenModel):
         A context is needed only where there is no state."""
         x, state = self.extend_hidden(tokens, state, key_mask=key_mask, context=context, context_mask=context_mask)
         return self.logits(x) if self.gives_logits else x, state
+
+
+def _looks_ahead(part: nn.Module) -> bool:
+    if isinstance(part, TokenShift):
+        return part.future > 0
+    return isinstance(part, MultiheadAttention) and not (part.inner.causal or part.is_cross_attention)
 
 
 def run_stack(stack: Any, causal: bool, x: Tokens, call: Call) -> Float[Tensor, "b n o"]:
