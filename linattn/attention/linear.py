@@ -25,9 +25,9 @@ class LinearAttention(InnerAttention):
     """y_i = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j) with the φ of `feature_map`, over all j or, if `causal`, j ≤ i.
 
     `normalize` is as in `causal_linear_attention`; "default" is the choice of the feature map. `decay` makes the past
-    fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per feature, and a write,
-    which multiplies v and requires `normalize=None`. A decay per feature excludes feature maps with a scale per token,
-    such as FAVOR+ and exp. Without `causal`, both `decay` and `needs` raise ValueError."""
+    fade at a fixed rate per head. `needs` names gates per token: a decay per key head or per channel of a key, and a
+    write, which multiplies v and requires `normalize=None`. A decay per channel is for feature maps with a feature per
+    channel and no scale per token, as FAVOR+ and exp have. Without `causal`, `decay` and `needs` raise ValueError."""
 
     state_kind = FeatureState
 
