@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linattn.checks import check_types
+from linattn.nn.checks import check_indices
 from linattn.ops.tokens.compaction import compact, pack
 from linattn.types import TokenIds, TokenMask
 
@@ -31,10 +32,11 @@ def next_token_loss(
 
     `logits` are for `tokens[:, :-1]`, as no token follows the last one, or for all tokens, where those of the last are
     ignored. Masked tokens (`key_mask` False), and next tokens that are `ignore_index`, do not count either."""
-    count = max(tokens.shape[1] - 1, 0)
-    if logits.shape[1] not in (count, count + 1):
-        wanted = f"logits for the first {count} of {count + 1} tokens, or for all"
-        raise ValueError(f"there must be {wanted}, but there are {logits.shape[1]}")
+    check_indices(tokens, key_mask)
+    b, count = len(tokens), max(tokens.shape[1] - 1, 0)
+    if logits.ndim != 3 or len(logits) != b or logits.shape[1] not in (count, count + 1):
+        wanted = f"({b}, {count}, v), for all tokens but the last one, or ({b}, {count + 1}, v)"
+        raise ValueError(f"logits must be {wanted}, but are {tuple(logits.shape)}")
     logits, targets = logits[:, :count], tokens[:, 1:]
     if key_mask is not None:
         inputs, everything = compact(key_mask[:, :-1]), compact(key_mask)

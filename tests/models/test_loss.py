@@ -65,7 +65,15 @@ def test_no_following_token_is_zero_too(n):
         assert next_token_loss(logits, tokens, key_mask=mask) == 0
 
 
-def test_other_lengths_are_refused():
+@pytest.mark.usefixtures("unchecked")
+def test_other_shapes_are_refused():
     logits, tokens = example()
-    with pytest.raises(ValueError, match="logits for the first 11 of 12 tokens, or for all, but there are 10"):
-        next_token_loss(logits[:, :-1], tokens)
+    for wrong in (logits[:, :-1], logits[0], logits[:2]):
+        with pytest.raises(ValueError, match=r"logits must be \(3, 11, v\), .* or \(3, 12, v\), but are"):
+            next_token_loss(wrong, tokens)
+    with pytest.raises(ValueError, match="key_mask must be boolean"):
+        next_token_loss(logits, tokens, key_mask=torch.ones(3, 12))
+    with pytest.raises(ValueError, match=r"key_mask must be \(3, 12\), as tokens, but is \(3, 11\)"):
+        next_token_loss(logits, tokens, key_mask=torch.ones(3, 11, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"tokens must be integers \(b, n\), but are torch.float32"):
+        next_token_loss(logits, tokens.float())
