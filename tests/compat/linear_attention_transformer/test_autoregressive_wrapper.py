@@ -116,14 +116,14 @@ def test_after_its_end_a_row_is_padding(n):
     """Also where positions end, and every token is a call of its own."""
     net, prompts = lm(), some_tokens(n, b=4)
     plain = AutoregressiveWrapper(net).generate(prompts, 10, temperature=0)
-    end = int(plain[0, 3])
+    # of the first row, and not among the first tokens of another one
+    end = next(int(token) for token in plain[0] if not (plain[:, :5] == token).any(1).all())
     new = AutoregressiveWrapper(net, pad_value=7).generate(prompts, 10, temperature=0, eos_token=end)
     for row, long in zip(new, plain, strict=True):
         stop = (long == end).nonzero()
         count = int(stop[0]) + 1 if len(stop) else len(row)
         assert torch.equal(row[:count], long[:count]) and (row[count:] == 7).all()
-    # the others go on
-    assert n == 5 or new.shape[1] > 4
+    assert new.shape[1] > 4
 
 
 def test_one_row_comes_back_as_one_row():
