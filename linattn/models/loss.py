@@ -37,6 +37,8 @@ def next_token_loss(
     if logits.ndim != 3 or len(logits) != b or logits.shape[1] not in (count, count + 1):
         wanted = f"({b}, {count}, v), for all tokens but the last one, or ({b}, {count + 1}, v)"
         raise ValueError(f"logits must be {wanted}, but are {tuple(logits.shape)}")
+    # models take int32 tokens too, unlike torch's loss
+    tokens = tokens.long()
     logits, targets = logits[:, :count], tokens[:, 1:]
     if key_mask is not None:
         inputs, everything = compact(key_mask[:, :-1]), compact(key_mask)

@@ -30,6 +30,13 @@ def test_masked_tokens_are_missing_tokens(where):
     assert_close(next_token_loss(logits, tokens, key_mask=mask), torch.cat(parts).mean())
 
 
+def test_tokens_may_be_int32():
+    logits, tokens = example()
+    for mask in (None, torch.rand(3, 12) < 0.6):
+        expected = next_token_loss(logits, tokens, key_mask=mask)
+        assert_close(next_token_loss(logits, tokens.int(), key_mask=mask), expected)
+
+
 def test_some_tokens_do_not_count():
     logits, tokens = example()
     tokens[:, 3] = tokens[1, 7] = -100
