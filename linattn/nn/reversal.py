@@ -49,18 +49,20 @@ class _Reversal(torch.autograd.Function):
         buffers = [buffer for branch in branches for buffer in branch.buffers()]
         ctx.save_for_backward(first, second, *call, *weights, *buffers)
         # saved tensors may come back as other objects, so their identity is kept here
-        ctx.tensors = _tensors(branches)
+        ctx.tensors = [(tensor, tensor.requires_grad) for tensor in _tensors(branches)]
         return first, second
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         first, second, key_mask, context, context_mask, *_ = ctx.saved_tensors
-        if [*map(id, ctx.tensors)] != [*map(id, _tensors([branch for branch, _ in ctx.branches]))]:
+        now = [(id(tensor), tensor.requires_grad) for tensor in _tensors([branch for branch, _ in ctx.branches])]
+        if now != [(id(tensor), needs_gradient) for tensor, needs_gradient in ctx.tensors]:
             raise RuntimeError(
                 "the branches of a reversible stack must have the same weights and buffers in the backward pass as in "
-                "the forward pass, but some are other tensors now, as after torch.func.functional_call: copy the "
-                "weights into the module, or use a ResidualSequence"
+                "the forward pass, and the same of them frozen, but some are other tensors now, as after "
+                "torch.func.functional_call, or requires_grad has changed: copy the weights into the module, freeze "
+                "before the forward pass, or use a ResidualSequence"
             )
         shared = [] if context is None or not ctx.needs_input_grad[4] else [context.detach().requires_grad_()]
         call = Call(key_mask, shared[0] if shared else context, context_mask)

@@ -245,6 +245,18 @@ def test_substituted_weights_are_refused(learns):
         y.sum().backward()
 
 
+def test_weights_that_were_frozen_in_between_are_refused():
+    """The gradient of one would be that of another."""
+    stack, x = reversible(), some_inputs().requires_grad_()
+    norm = stack.branches[0].norm
+    norm.weight.requires_grad_(False)
+    y = stack(x)
+    norm.weight.requires_grad_(True)
+    norm.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"or requires_grad has changed: .* freeze before the forward pass"):
+        y.sum().backward()
+
+
 def test_second_derivatives_are_refused():
     stack, x = reversible(), some_inputs().requires_grad_()
     (gradient,) = torch.autograd.grad(stack(x).square().sum(), x, create_graph=True)
