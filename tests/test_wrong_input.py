@@ -94,8 +94,8 @@ def test_wrong_masks_and_shapes(name: str) -> None:
             )
         refused(lambda call=call: call(x, key_mask=torch.ones(B, N)), "key_mask must be boolean", "torch.float32")
         if name in OF_TOKENS:
-            refused(lambda call=call: call(x[0]), "integers (b, n)", "(5,)")
-            refused(lambda call=call: call(x.float()), "integers", "torch.float32")
+            refused(lambda call=call: call(x[0]), "int64 or int32 (b, n)", "(5,)")
+            refused(lambda call=call: call(x.float()), "int64 or int32", "torch.float32")
         elif "attention" in name or "convolution" in name:
             refused(lambda call=call: call(x[0]), f"(b, n, {DIM})", "(5, 16)")
             refused(lambda call=call: call(x[..., 1:]), f"(b, n, {DIM})", "(2, 5, 15)")

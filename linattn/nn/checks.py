@@ -65,11 +65,11 @@ def check_mask(x: Tensor, mask: Tensor | None, *, name: str = "x", starts: bool 
 
 
 def check_indices(tokens: Tensor, key_mask: Tensor | None) -> None:
-    """Raise ValueError unless tokens are integers (b, n) and their mask boolean (b, n)."""
+    """Raise ValueError unless tokens are int64 or int32 (b, n) and their mask boolean (b, n)."""
     if not isinstance(tokens, Tensor):
         check_tensors(tokens=tokens)
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens must be integers (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens must be int64 or int32 (b, n), but are {tokens.dtype} {tuple(tokens.shape)}")
     check_mask(tokens, key_mask, name="tokens")
 
 

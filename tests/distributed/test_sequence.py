@@ -305,8 +305,8 @@ def errors(rank: int) -> None:
         split_sequence(tokens[:, :7], group=group)
     present = torch.ones(2, 8, dtype=torch.bool)
     for wrong, mask, why in (
-        (tokens[0], None, r"tokens must be integers \(b, n\), but are torch.int64 \(8,\)"),
-        (tokens.double(), None, r"tokens must be integers \(b, n\), but are torch.float64 \(2, 8\)"),
+        (tokens[0], None, r"tokens must be int64 or int32 \(b, n\), but are torch.int64 \(8,\)"),
+        (tokens.double(), None, r"tokens must be int64 or int32 \(b, n\), but are torch.float64 \(2, 8\)"),
         (tokens, present.long(), "key_mask must be boolean, .* but is torch.int64"),
         (tokens, present[:, :6], r"key_mask must be \(2, 8\), as tokens, but is \(2, 6\)"),
         (tokens, present[:1], r"key_mask must be \(2, 8\), as tokens, but is \(1, 8\)"),

@@ -260,6 +260,15 @@ def test_what_is_no_token_is_refused(tokens):
         model.extend(tokens)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+def test_tokens_of_other_dtypes_are_refused(dtype):
+    model, tokens = small_model({"attention": "elu"}), some_tokens(1, 5)
+    assert torch.equal(model(tokens.int()), model(tokens))
+    with pytest.raises(ValueError, match=rf"tokens must be int64 or int32 \(b, n\), but are {dtype} \(1, 5\)"):
+        model(tokens.to(dtype))
+
+
 def test_learned_positions_end():
     model = small_model({"attention": "elu", "positions": "learned", "max_length": 8})
     model(some_tokens(2, 8))

@@ -82,5 +82,5 @@ def test_other_shapes_are_refused():
         next_token_loss(logits, tokens, key_mask=torch.ones(3, 12))
     with pytest.raises(ValueError, match=r"key_mask must be \(3, 12\), as tokens, but is \(3, 11\)"):
         next_token_loss(logits, tokens, key_mask=torch.ones(3, 11, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"tokens must be integers \(b, n\), but are torch.float32"):
+    with pytest.raises(ValueError, match=r"tokens must be int64 or int32 \(b, n\), but are torch.float32"):
         next_token_loss(logits, tokens.float())
