@@ -1,6 +1,7 @@
 """Texts for the prompts of a file, many at a time: `linattn generate --prompts`."""
 
 import argparse
+import codecs
 import glob
 import hashlib
 import json
@@ -77,7 +78,8 @@ class Reader:
             self.origin.append(hashlib.sha256(arguments.state.read_bytes()).hexdigest())
 
     def jobs(self) -> Iterator[Job]:
-        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+        # editors on Windows put a mark of the encoding before the first line
+        for number, line in enumerate(self.path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
             if line.strip():
                 with self.explained(number):
                     yield self._job(number, read_json(Line, line))

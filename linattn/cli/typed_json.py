@@ -13,5 +13,5 @@ def read_json(kind: Any, text: str | bytes) -> Any:
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors())
+        wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ") for each in error.errors())
         raise ValueError("; ".join(wrong)) from None

@@ -61,9 +61,10 @@ def test_each_line_is_what_the_command_writes_alone(finished, complete, capsys):
         assert (result["text"], result["tokens"]) == alone(capsys, finished, line)
 
 
-def test_a_batch_of_one_and_blank_lines_change_nothing(finished, path, complete, tmp_path, capsys):
+def test_a_batch_of_one_and_what_editors_add_change_nothing(finished, path, complete, tmp_path, capsys):
+    """Blank lines, the mark of the encoding, and ends of lines as on Windows."""
     out = tmp_path / "new" / "out.jsonl"
-    path.write_text(path.read_text("utf-8") + "\n \n", encoding="utf-8")
+    path.write_text(path.read_text("utf-8") + "\n \n", encoding="utf-8-sig", newline="\r\n")
     assert main(command(finished, path, out, "--batch", "1")) == 0
     assert out.read_bytes() == complete
     captured = capsys.readouterr()
@@ -167,6 +168,7 @@ def test_more_prompts_are_added_and_others_are_refused(finished, path, complete,
     ("line", "message"),
     [
         ('{"prompt": "a"', "line 6 of prompts.jsonl: "),
+        ("{", "line 6 of prompts.jsonl: Invalid JSON"),
         ("{}", "line 6 of prompts.jsonl: prompt"),
         ('{"prompt": 3}', "line 6 of prompts.jsonl: prompt"),
         ('{"prompt": "a", "tokens": 3}', "line 6 of prompts.jsonl: tokens"),

@@ -43,7 +43,7 @@ def test_what_is_of_a_type(kind, fitting, others):
         read = read_json(kind, json.dumps(value))
         assert read == (tuple(value) if isinstance(read, tuple) else value)
     for value in others:
-        with pytest.raises(ValueError, match=": "):
+        with pytest.raises(ValueError, match=r"^([\w.]+: )?(Input|Field) "):
             read_json(kind, json.dumps(value))
 
 
