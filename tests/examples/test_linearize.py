@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sysconfig
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,21 @@ from examples.linearize.training import fit
 TASKS = {name: replace(task, steps=4) for name, task in run.TASKS.items()}
 
 
-def test_the_held_out_text_is_other_files():
-    training, held_out = byte_lm.text()
-    assert 10 < len(training) / len(held_out) < 30
+def test_the_held_out_text_is_other_files(tmp_path, monkeypatch):
+    """Every 15th of 31 modules of 100 equal bytes each."""
+    for i in range(31):
+        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]) * 100)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    training, held_out = byte_lm.text.__wrapped__()
+    assert held_out.unique().tolist() == [0, 15, 30] and len(held_out) == 300
+    assert training.unique().tolist() == [i for i in range(31) if i % 15] and len(training) == 2_800
+
+
+def test_a_batch_is_of_the_training_text():
     batch = byte_lm.ByteText(0).batch()
     assert batch["input_ids"].shape == (byte_lm.BATCH, byte_lm.CONTEXT)
+    training = byte_lm.text()[0].numpy().tobytes()
+    assert all(bytes(row) in training for row in batch["input_ids"].tolist())
 
 
 def test_an_answer_is_the_label_of_the_place_after_the_question():
