@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[1] / "linattn"
 LAYERS = [
     {"cli"},
@@ -83,6 +85,18 @@ def test_imports_point_one_way():
                 beside = target in BELOW or (layer, target) == ("cli", "diagnostics")
                 assert target in DEPTH or beside, f"{relative(path)} imports {name}, which belongs to no layer"
                 assert target not in DEPTH or allowed(layer, target), f"{relative(path)} imports {name}"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/methods.md"])
+def test_pages_show_the_layers(page):
+    text = (PACKAGE.parent / page).read_text("utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith("    cli  →  "))
+    assert [set(layer.strip().split(", ")) for layer in line.split("→")] == LAYERS
+
+
+def test_the_map_explains_every_layer():
+    text = (PACKAGE.parent / "docs/methods.md").read_text("utf-8")
+    assert [name for name in DEPTH if f"](../linattn/{name}/__init__.py): " not in text] == []
 
 
 def test_parts_of_an_integration_do_not_import_each_other():
