@@ -41,6 +41,12 @@ def test_every_name_is_listed_once():
     assert {path.stem for path in (ROOT / "docs/reference").glob("*.md")} == {*listed, "index"}
 
 
+def test_versions_protect_every_name_of_the_reference():
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    (promise,) = re.findall(r"The public interface consists of the names that (.*?) list,", text, re.DOTALL)
+    assert set(re.findall(r"`([\w.]+)`", promise)) == set(PACKAGES)
+
+
 def test_every_example_is_of_a_name():
     assert set(EXAMPLES.glob("*.py")) == set(map(example, NAMES))
 
