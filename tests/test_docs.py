@@ -54,6 +54,11 @@ def test_links_lead_somewhere(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_that_installs_needs_no_clone(page):
+    assert not re.findall(r"^ *pip install '?\.", page.read_text("utf-8"), re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_the_map_has_every_attention(name):
     rows = [line for line in (ROOT / "docs" / "methods.md").read_text("utf-8").splitlines() if line.startswith("|")]
