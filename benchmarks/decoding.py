@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from linattn import LanguageModel, PromptLookup, Sampling, generate
+from linattn.cli.argument_types import names_from
 
 # files of Python's standard library, of which some bytes go before the new ones
 CODE = ("argparse.py", "ast.py", "dis.py", "enum.py", "heapq.py", "opcode.py", "subprocess.py", "token.py")
@@ -60,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
+    parser.add_argument("--parts", type=names_from(PARTS), default=PARTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = LanguageModel.load(arguments.run)

@@ -11,7 +11,7 @@ import itertools
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from linattn.cli.argument_types import comma_separated
+from linattn.cli.argument_types import comma_separated, names_from
 from linattn.cli.demo import bits_without_states, train
 from linattn.cli.run_folder import open_run
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", type=comma_separated, default=tuple(VARIANTS))
+    parser.add_argument("--variants", type=names_from(tuple(VARIANTS)), default=tuple(VARIANTS))
     parser.add_argument("--seeds", type=comma_separated, default=("0",))
     own, options = parser.parse_known_args()
     print("| variant | seed | steps | bits per byte | bits with the whole past | bits with a short past | worth |")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from linattn import LanguageModel, LanguageModelConfig, named_attention
 from linattn.attention.gates import AnyNeeds, Gates
+from linattn.cli.argument_types import METHODS, counts, names_from
 from linattn.console.processes import average_gradients
 from linattn.distributed import sequence_loss, shard_sequence, split_sequence
 from linattn.distributed.segments import segment
@@ -81,8 +82,8 @@ def sequence(rank: int, folder: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=options.ranks)
     group = dist.group.WORLD
     assert group is not None
-    for attention in options.attentions.split(","):
-        for tokens in map(int, options.tokens.split(",")):
+    for attention in options.attentions:
+        for tokens in options.tokens:
             compare(attention, tokens, group, options)
     dist.barrier()
     dist.destroy_process_group()
@@ -174,22 +175,23 @@ def seconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="sequence")
+    parser.add_argument("--parts", type=names_from(("sequence", "summary")), default=("sequence",))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", default="16384")
+    parser.add_argument("--tokens", type=counts, default=(16_384,), help="lengths, with commas between")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--attentions", default=",".join(MODELS))
+    parser.add_argument("--attentions", type=METHODS, default=MODELS)
     parser.add_argument("--engine", choices=("wave", "scan"), default=None)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if "sequence" in options.parts.split(","):
+    if "sequence" in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             mp.start_processes(sequence, (folder, options), nprocs=options.ranks, start_method="spawn")
-    if "summary" in options.parts.split(","):
-        summary(int(options.tokens), options.repeats)
+    if "summary" in options.parts:
+        for tokens in options.tokens:
+            summary(tokens, options.repeats)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from second_generation import HEADS, difference, with_gradients, without_gradien
 from torch import Tensor
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
+from linattn.cli.argument_types import names_from
 from linattn.ops import causal_linear_attention
 
 Call = Callable[[], tuple[Tensor, ...]]
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="ssd,gla")
+    parser.add_argument("--only", type=names_from(("ssd", "gla")), default=("ssd", "gla"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if "ssd" in options.only:

@@ -188,6 +188,9 @@ def main() -> None:
     parser.add_argument("--smallest", action="store_true", help="once, on tiny shapes")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, help="these, in this process")
     options = parser.parse_args()
+    unknown = set(options.only.split(",")) - set(LIMITS)
+    if unknown:
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     if machine == "no GPU" and not options.smallest:
         parser.error("there is no GPU here; --smallest needs none")
@@ -196,9 +199,6 @@ def main() -> None:
         sys.exit(not all([run_section(section, here, options.json) for section in options.section]))
     if options.contenders:
         options.only += ",contenders"
-    unknown = set(options.only.split(",")) - set(LIMITS)
-    if unknown:
-        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     print(f"{machine}, torch {torch.__version__}", flush=True)
     append(options.json, {"device": machine, "torch": torch.__version__})
     sys.exit(not run_all(options))

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from linattn.cli.argument_types import names_from
 from linattn.integrations.transformers import speed_up
 
 VOCABULARY = 1024
@@ -131,10 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default=",".join(MODELS))
+    parser.add_argument("--only", type=names_from(tuple(MODELS)), default=tuple(MODELS))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for name in options.only.split(","):
+    for name in options.only:
         for work in (forward, step):
             measure(name, work, options.repeats)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from linattn.cli.argument_types import comma_separated, counts
+from linattn.cli.argument_types import METHODS, counts
 from linattn.cli.bench import SOFTMAX, add_conditions
 from linattn.cli.bench.attentions import state_at
 from linattn.cli.bench.command import case_groups
@@ -93,7 +93,7 @@ def throughput(record: Record) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     methods = (SOFTMAX, "local+elu", "elu")
-    parser.add_argument("--methods", type=comma_separated, default=methods, metavar="A,B")
+    parser.add_argument("--methods", type=METHODS, default=methods, metavar="A,B")
     parser.add_argument("--positions", type=counts, default=(1_000, 100_000), metavar="N,N", help="of generated tokens")
     parser.add_argument("--json", type=Path, help="write the record here too")
     add_conditions(parser)

@@ -25,6 +25,7 @@ from torch.nn.functional import elu as elu_map
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from linattn.attention import LearnedProjection, LinformerAttention
+from linattn.cli.argument_types import names_from
 from linattn.cli.bench.measure import Call, interleaved_times
 from linattn.generation import stream
 from linattn.models import LanguageModel, LanguageModelConfig
@@ -209,9 +210,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument(
+        "--only", type=names_from(tuple(PARTS)), default=tuple(PARTS), help="parts, with commas between"
+    )
     options = parser.parse_args()
-    for part in options.only.split(","):
+    for part in options.only:
         torch.set_num_threads(options.threads)
         for what, seconds, note in PARTS[part](options.repeats):
             print(f"{what:45} {seconds * 1e3:10.3f} ms   {note}", flush=True)

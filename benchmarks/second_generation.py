@@ -27,6 +27,7 @@ from torch.nn.functional import normalize
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from linattn.cli.argument_types import names_from
 from linattn.ops import causal_delta_attention
 
 Operator = Callable[..., Tensor]
@@ -166,10 +167,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     # memory comes first, because a child's count begins at what its parent has held
-    parser.add_argument("--only", default=",".join(("memory", *OPERATORS, "lengths")))
+    parts = ("memory", *OPERATORS, "lengths")
+    parser.add_argument("--only", type=names_from(parts), default=parts)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name in options.only.split(","):
+    for name in options.only:
         if name == "lengths":
             lengths("gated", 64, options.repeats)
         elif name == "memory":

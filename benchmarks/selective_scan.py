@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
+from linattn.cli.argument_types import counts
 from linattn.integrations.transformers.hybrids.scans import mamba_scan
 
 CHANNELS, STATES = 1024, 16
@@ -62,13 +63,13 @@ def seconds(work: Callable[..., list[Tensor]], scan: Scan, arguments: list[Tenso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--lengths", default="256,512,1024")
+    parser.add_argument("--lengths", type=counts, default=(256, 512, 1024))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stock-steps", type=int, default=1, help="how often transformers' step, of minutes, is timed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     both = {"stock": mamba_selective_scan, "ours": mamba_scan}
-    for n in map(int, options.lengths.split(",")):
+    for n in options.lengths:
         arguments = inputs(n)
         saved = {who: saved_bytes(scan, arguments) / (n * CHANNELS) for who, scan in both.items()}
         print(f"n {n:6,}  saved    stock {saved['stock']:7.0f} B  ours {saved['ours']:7.0f} B", flush=True)

@@ -28,6 +28,7 @@ import aiohttp
 import torch
 
 from linattn import ContinuousBatch, LanguageModel, LanguageModelConfig, Request, generate, generate_each, states
+from linattn.cli.argument_types import names_from
 from linattn.cli.vocabulary import Bytes
 from linattn.models.loss import next_token_loss
 from linattn.nn.modes import evaluating
@@ -275,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
+    parser.add_argument("--parts", type=names_from(PARTS), default=PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=LINEAR)
     parser.add_argument("--train", nargs=3, metavar=("MODEL", "TOKENS", "SEGMENT"), help="one step, in this process")
     arguments = parser.parse_args()

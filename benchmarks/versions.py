@@ -106,6 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.answer:
         return measure_on_request(options.tokens, options.channels)
+    if unknown := set(options.only.split(",")) - set(METHODS):
+        parser.error(f"argument --only: there is no {', '.join(sorted(unknown))}, but {', '.join(METHODS)}")
     other, this = (Checkout(folder.resolve(), options) for folder in (options.other, HERE))
     # the processes end when their input does
     with other.process, this.process:

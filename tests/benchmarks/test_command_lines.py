@@ -1,0 +1,54 @@
+"""Each program refuses names of parts that it does not know."""
+
+import ast
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = {"--only", "--parts", "--variants", "--methods", "--attentions", "--workloads"}
+PROGRAMS = [
+    path.relative_to(ROOT)
+    for folder in ("benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text("utf-8")
+]
+
+
+def arguments(path: Path) -> Iterator[str]:
+    """Yield the first name of each argument that the program's parser has."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            yield ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""
+
+
+LISTS = [(path, option) for path in PROGRAMS for option in arguments(path) if option in NAMES]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(path: Path, *given: str) -> int | str | None:
+        if path.name.startswith("gpu"):
+            pytest.importorskip("triton")
+        # a script finds those beside it
+        monkeypatch.syspath_prepend(str(ROOT / path.parent))
+        monkeypatch.setattr(sys, "argv", [str(path), *given])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+        return ended.value.code
+
+    return run
+
+
+@pytest.mark.parametrize(("path", "option"), LISTS, ids=str)
+def test_an_unknown_name_is_refused(path, option, run, capsys):
+    positional = ["x" for name in arguments(path) if name and not name.startswith("-")]
+    assert run(path, *positional, option, "nope") == 2
+    assert "nope" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_all_kinds_are_walked():
+    assert len(PROGRAMS) > 50 and len(LISTS) > 10
