@@ -2,6 +2,7 @@
 
 python -m benchmarks.compat_figures        # needs the extra "peers"; a minute on one core"""
 
+import argparse
 import resource
 import time
 import warnings
@@ -179,6 +180,7 @@ def training() -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     for options in ({}, {"dim_head": 16}):
         look_ahead(1, **options)

@@ -1,4 +1,4 @@
-"""Each program refuses names of parts that it does not know."""
+"""Each program explains itself by --help, before it measures anything, and refuses names that it does not know."""
 
 import ast
 import runpy
@@ -41,6 +41,14 @@ def run(monkeypatch):
         return ended.value.code
 
     return run
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=str)
+def test_it_explains_itself(path, run, capsys):
+    assert not run(path, "--help")
+    docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8")))
+    shown = capsys.readouterr().out.split()
+    assert docstring and " ".join(docstring.split()[:8]) in " ".join(shown)
 
 
 @pytest.mark.parametrize(("path", "option"), LISTS, ids=str)
