@@ -377,8 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("page", type=Path, help="the page of Markdown; pictures become PAGE-NAME.svg")
     options = parser.parse_args(arguments)
     runs = read(options.runs)
-    page = with_tables(options.page.read_text(), runs)
-    options.page.write_text(page)
+    page = with_tables(options.page.read_text("utf-8"), runs)
+    options.page.write_text(page, "utf-8")
     for name, draw in pictures().items():
         path = options.page.with_name(f"{options.page.stem}-{name}.svg")
         if path.name in page:

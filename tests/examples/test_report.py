@@ -1,5 +1,6 @@
 """Tables and curves say what the runs say."""
 
+import io
 import json
 
 import pytest
@@ -351,3 +352,12 @@ def test_no_picture_shows_a_variant_or_other_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "pictures", lambda: {"copying": lambda given, path: shown.extend(given)})
     report.main([str(runs), str(page)])
     assert shown == RUNS
+
+
+def test_a_page_has_its_letters_whatever_the_system_would_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    page, runs = tmp_path / "page.md", tmp_path / "runs.jsonl"
+    page.write_text(f"φ(x)\n{PAGE}", "utf-8")
+    runs.write_text("".join(json.dumps(record) + "\n" for record in RUNS))
+    report.main([str(runs), str(page)])
+    assert page.read_text("utf-8").startswith("φ(x)\n")
