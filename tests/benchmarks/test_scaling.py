@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.exchanges import ENGINES, LINEAR, SOFTMAX, all_to_all, ring, scan, wave
-from benchmarks.scaling import HALF, MEASURED, check, main
+from benchmarks.scaling import HALF, MEASURED, OPTIONS, SIZES, check, main
 from benchmarks.timeline import Machine, Model, Run, Timeline, Wire
 
 FREE, SLOW = Wire(math.inf, 0), Wire(1e9, 1e-3)
@@ -147,5 +148,35 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr().out
     assert printed.count("more devices than heads") == 2
     assert "prefers-color-scheme" in path.read_text("utf-8")
-    main([*sizes, "--far-latency", "1"])
-    assert capsys.readouterr().out != printed
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *SIZES])
+def test_every_option_changes_the_figures(name, capsys):
+    sizes = {"depth": 2, "dim": 1024, "heads": 8, "vocab": 99}
+    given = [f"--{size}={value}" for size, value in sizes.items()] + ["--tokens", "100000", "--devices", "2,16"]
+    printed = []
+    for changed in ([], [f"--{name}", str(OPTIONS[name][0] / 2 if name in OPTIONS else 2 * sizes[name])]):
+        main([*given, *changed])
+        printed.append(capsys.readouterr().out)
+    assert printed[0] != printed[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the lines of tables."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_page_has_the_figures_of_the_program(capsys):
+    """The seconds of training and the share of linear scaling for each length and number of devices."""
+    main([])
+    found: dict[str, list[list[str]]] = {}
+    for attention, exchange, *figures in rows(capsys.readouterr().out):
+        found.setdefault(f"{attention}, {exchange}", []).append(figures)
+    page = (Path(__file__).parents[2] / "docs/devices.md").read_text("utf-8")
+    _, _, *table = rows("| attention | exchange |" + page.partition("| attention | exchange |")[2].split("\n\n")[0])
+    assert [(attention, exchange) for attention, exchange, *_ in table] == [*ENGINES]
+    for attention, exchange, *cells in table:
+        figures = found[f"{attention}, {exchange}"]
+        seconds = [f"{x[2]}, {x[3].replace('%', ' %')}" if x[2] else "–" for x in figures]
+        # the bytes of 64 devices and the shorter length
+        assert cells == [*seconds, figures[1][4] or "–"]
