@@ -1,4 +1,4 @@
-"""How many of linattn's functions are on the stack at the first matrix product of the attention in a public call:
+"""Count linattn's functions on the stack at the first matrix product of the attention in a public call:
 
 python benchmarks/call_depth.py --calls    # and which"""
 

@@ -131,7 +131,7 @@ def attentions() -> None:
 
 @torch.no_grad()
 def linear_heads() -> None:
-    """Of linear-attention-transformer."""
+    """Faults of the linear heads of linear-attention-transformer."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 256, 64).double()
     causal = partial(lat.causal_linear_attn, bucket_size=1)

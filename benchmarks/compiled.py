@@ -1,4 +1,4 @@
-"""What `torch.compile` and `torch.export` make of the operator: times beside the library's own calls.
+"""The times of the operator compiled by `torch.compile` and exported by `torch.export`, beside the library's own calls.
 
     python benchmarks/compiled.py [--repeats 9]
 

@@ -1,4 +1,4 @@
-"""What guesses and a compiled step save when a model generates, on one thread, in the seconds of the process.
+"""The time that guesses and a compiled step save in generation, on one thread, in seconds of the process.
 
     python benchmarks/decoding.py runs/demo [--repeats 5] [--parts lookup,compiled]
 

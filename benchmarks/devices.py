@@ -1,4 +1,4 @@
-"""What several processes gain with one sequence, and what it costs, on one thread each.
+"""The gain of several processes that share one sequence, and its cost, on one thread each.
 
     python benchmarks/devices.py [--parts sequence] [--ranks 2] [--tokens 16384,65536] [--repeats 5] [--engine wave]
     python benchmarks/devices.py --parts summary [--tokens 16384]

@@ -1,4 +1,4 @@
-"""What ranks that share one sequence send to each other, as a timeline.
+"""The messages between ranks that share one sequence, as a timeline.
 
 Linear attention exchanges states: from rank to rank (wave), or once per layer among all (scan). Softmax attention
 passes keys and values around a ring. Both can exchange tokens for heads (all-to-all)."""

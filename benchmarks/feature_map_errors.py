@@ -1,4 +1,4 @@
-"""How far each feature map's attention is from softmax, on the queries and keys of a language model.
+"""The error of each feature map's attention against softmax, on the queries and keys of a language model.
 
     python benchmarks/feature_map_errors.py [--model RUN] [--text FILE] [--minutes 1] [--json FILE]
 

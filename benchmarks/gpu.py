@@ -49,7 +49,7 @@ class Timing(NamedTuple):
 
 
 class Machine:
-    """Where times are taken: a GPU, or this process where there is none."""
+    """The place of the measurements: a GPU, or this process where there is none."""
 
     def __init__(self, smallest: bool, repeats: int) -> None:
         self.smallest, self.repeats = smallest, 1 if smallest else repeats

@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel: registers, spills and shared memory, for a GPU that need not be there.
+"""The registers, spills and shared memory of every compiled kernel, for a GPU that need not be there.
 
     PYTHONPATH=. python benchmarks/gpu_compile.py [--capability 90] [--widths 64 128x64] [--json FILE]
 
@@ -60,7 +60,7 @@ class Driver:
 
 @contextmanager
 def compiled(capability: int, newest: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """What is compiled meanwhile; nothing is launched."""
+    """Yield the list of the kernels that are compiled inside the block; nothing is launched."""
     run, found, seen = JITFunction.run, [], set()
 
     def compile_only(self: Any, *args: Any, **options: Any) -> object:

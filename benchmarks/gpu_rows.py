@@ -1,4 +1,4 @@
-"""What `gpu.py` times, section by section."""
+"""The rows that `gpu.py` measures, section by section."""
 
 import copy
 import importlib
@@ -175,7 +175,7 @@ def step(smallest: bool) -> Iterator[Row]:
 
 
 def ablations(smallest: bool) -> Iterator[Row]:
-    """What the parts cost, in place of a profiler."""
+    """The time of each part, in place of a profiler."""
     for size in sizes(smallest)[::2]:
         # features that may be negative have denominators near zero, which no gradient survives
         for trained in trainings(smallest):

@@ -1,4 +1,4 @@
-"""What the epsilon of the norm of heads does in half precision, at initial weights and for each gated method.
+"""The effect of the epsilon of the norm of heads in half precision, at initial weights, for each gated method.
 
     PYTHONPATH=. python benchmarks/head_norm.py [--eps 0 1e-6 1e-5 1e-4] [--seeds 4]
 

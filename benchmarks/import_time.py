@@ -1,4 +1,4 @@
-"""What `import linattn` costs beyond `import torch`: python benchmarks/import_time.py
+"""The time of `import linattn` beyond that of `import torch`: python benchmarks/import_time.py
 
 Each is a new process; the two take turns, so that a slower machine for a while slows down both."""
 

@@ -1,4 +1,4 @@
-"""How far the CPU forms are from what they cannot do without, and what a busy neighbour costs. Methods take turns.
+"""The time of the CPU forms beside that of the products they need, and the cost of a busy neighbour, in turns.
 
     python benchmarks/limits.py [--threads 1] [--repeats 5] [--only local,model,…]
 
@@ -182,7 +182,7 @@ def once(what: str, call: Callable[[Tensor], object], n: int) -> Row:
     started = time.perf_counter()
     call(tokens)
     seconds = time.perf_counter() - started
-    return what, seconds, f"{n / seconds:,.0f} tokens a second"
+    return what, seconds, f"{n / seconds:,.0f} tokens per second"
 
 
 def train(model: LanguageModel, tokens: Tensor) -> None:

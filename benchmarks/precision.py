@@ -1,4 +1,4 @@
-"""How far gradients are from float64's on the same rounded inputs, and what a training step keeps for its backward.
+"""The errors of gradients against float64 on the same rounded inputs, and the memory kept for the backward pass.
 
     PYTHONPATH=. python benchmarks/precision.py [--tokens 256 2048 16384 65536] [--dim 16] [--means 0 1 10]
 

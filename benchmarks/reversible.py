@@ -1,4 +1,4 @@
-"""What a residual and a reversible stack keep for the backward pass, and how long both passes take, against depth:
+"""The memory that residual and reversible stacks keep for the backward pass, and the time of both passes, by depth:
 
 python benchmarks/reversible.py --depths 2 8 32"""
 
@@ -30,7 +30,7 @@ def build(kind: str, depth: int, dim: int) -> Stack:
 
 
 def megabytes_kept(stack: Stack, x: Tensor) -> float:
-    """Of activations, each storage counted once; the weights are there anyway."""
+    """Return the megabytes of activations, each storage counted once, without those of the weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in stack.parameters()}
     kept: dict[int, Tensor] = {}
 

@@ -1,5 +1,5 @@
-"""What the state as a value saves, on one thread: reading a text again, the memory of training on a long sequence, and
-the time of generating many texts in one batch.
+"""The gain of the state as a value, on one thread: texts that are not read again, the memory of training on a long
+sequence, and the time of generating many texts in one batch.
 
     python benchmarks/states.py [--tokens 100000] [--repeats 5]
         [--parts reading,back,training,batches,conversations,serve]

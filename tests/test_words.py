@@ -37,17 +37,20 @@ PARTICIPLE = re.compile(
 
 
 def offences(file: str, source: str | None = None) -> Iterator[str]:
-    source = (ROOT / file).read_text() if source is None else source
-    tree = ast.parse(source)
+    source = (ROOT / file).read_text("utf-8") if source is None else source
+    yield from sentences(source)
+    found = (Path(file).stem, *names(ast.parse(source)))
+    yield from (f"the name says nothing: {name}" for name in found if name.strip("_") in SAYS_NOTHING)
+
+
+def sentences(source: str) -> Iterator[str]:
+    """Yield the offences of docstrings and comments."""
     texts = [token.string for token in tokenize.generate_tokens(io.StringIO(source).readline)]
     comments = [text for text in texts if text.startswith("#")]
-    docstrings = [node.value.value for node in ast.walk(tree) if is_docstring(node)]
+    docstrings = [node.value.value for node in ast.walk(ast.parse(source)) if is_docstring(node)]
     yield from (f"begins mid-sentence: {text[:60]}" for text in docstrings if FRAGMENT.match(text))
     for text in (*docstrings, *comments):
         yield from unusual_phrases(text)
-    yield from (
-        f"the name says nothing: {name}" for name in (Path(file).stem, *names(tree)) if name.strip("_") in SAYS_NOTHING
-    )
 
 
 def participles(source: str) -> Iterator[str]:
@@ -74,6 +77,12 @@ def names(tree: ast.AST) -> Iterator[str]:
 def test_words():
     found = {file: list(offences(file)) for file in FILES}
     assert not {file: texts for file, texts in found.items() if texts}
+
+
+def test_sentences_of_examples_and_benchmarks():
+    paths = [path for folder in ("examples", "benchmarks") for path in (ROOT.parent / folder).rglob("*.py")]
+    found = {path: list(sentences(path.read_text("utf-8"))) for path in paths}
+    assert paths and not {path: texts for path, texts in found.items() if texts}
 
 
 def test_names_are_no_participles():

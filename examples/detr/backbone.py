@@ -1,4 +1,4 @@
-"""What gives the Transformer its tokens: convolutions, and where each token is."""
+"""The tokens of the Transformer: features by convolutions, and their positions."""
 
 import itertools
 import math

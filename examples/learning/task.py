@@ -1,4 +1,4 @@
-"""What a task is to the runner: data, models and how long they train."""
+"""A task of the runner: data, models, and the length of their training."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Task:
 
 
 def label(method: str) -> str:
-    """What pictures and tables call it."""
+    """Return the name of a method in pictures and tables."""
     return method.replace("+", " + ")
 
 

@@ -16,7 +16,7 @@ from linattn.nn.gates import BoundedDecay, ChannelDecay, HeadDecay, SigmoidDecay
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the configuration."""
+    """The changed options of the configuration."""
     begin: Callable[[LanguageModel], None] | None = None
     """Changes a model before its training."""
 

@@ -1,4 +1,4 @@
-"""How much a few steps help: a byte model converted with the command's rates and split of steps, from 5 to 40 steps.
+"""The gain of a few steps: a byte model converted with the command's rates and split of steps, from 5 to 40 steps.
 
 python -m examples.linearize.few_steps --seed 0 1"""
 

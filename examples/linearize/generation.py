@@ -1,4 +1,4 @@
-"""What a generated token costs after more and more tokens, before and after a conversion: a picture and a table.
+"""The cost of a generated token after more and more tokens, before and after a conversion: a picture and a table.
 
 The weights do not matter for time, so they are random.
 

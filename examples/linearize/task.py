@@ -1,4 +1,4 @@
-"""What a task is to the runner: a stock model of transformers, data in its own format, and how long it trains."""
+"""A task of the runner: a stock model of transformers, data in its own format, and the length of its training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

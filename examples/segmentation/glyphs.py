@@ -24,7 +24,7 @@ DIGITS = ("012456", "25", "02346", "02356", "1235", "01356", "013456", "025", "0
 
 
 def mnist(path: Path) -> Float[Tensor, "digits 14 14"]:
-    """From an idx file, zipped or not, such as t10k-images-idx3-ubyte.gz; each digit's brightest pixel is one."""
+    """Read an idx file, zipped or not, such as t10k-images-idx3-ubyte.gz; each digit's brightest pixel is one."""
     images = idx(path, (2 * SIZE, 2 * SIZE)).float()
     return _bright(F.avg_pool2d(images.unsqueeze(1), 2).squeeze(1))
 

@@ -15,7 +15,7 @@ class Nuclei(Task):
     name, steps, batch_size = "nuclei", 600, 12
 
     def __init__(self, path: Path):
-        """From an .npz with `images`, uint8 (count, h, w), and `masks`, bits packed along the last axis. A fifth of it
+        """Read an .npz with `images`, uint8 (count, h, w), and `masks`, bits packed along the last axis. A fifth of it
         is for the test."""
         with np.load(path) as file:
             images = torch.from_numpy(file["images"].astype(np.float32) / 255).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What a segmentation task is: images with masks, drawn for training, and fixed ones to test with."""
+"""A segmentation task: images with masks, drawn for training, and fixed ones for the test."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple

@@ -45,7 +45,7 @@ def train(task: Task, mixer: str, *, steps: int | None = None, seed: int = 0) ->
 
 
 def _share(done: float) -> float:
-    """Of the learning rate: up over the first fortieth, level, and down along a cosine over the last third."""
+    """Return the part of the learning rate: up over the first fortieth, level, down by a cosine in the last third."""
     return min((done + 0.002) / 0.025, 1) * 0.5 * (1 + math.cos(math.pi * max(0, 3 * done - 2)))
 
 

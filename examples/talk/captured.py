@@ -16,7 +16,7 @@ from linattn import LanguageModel, SoftmaxAttention, attention_weights
 
 
 class Captured(NamedTuple):
-    """Of one layer; queries and keys are turned by their positions already."""
+    """The inputs of one layer's attention. Queries and keys are already rotated by their positions."""
 
     q: Float[Tensor, "b h n d"]
     k: Float[Tensor, "b h n d"]
@@ -35,7 +35,7 @@ def load(path: Path) -> nn.Module:
 
 
 def parser(description: str | None, *, model: str, count: int) -> argparse.ArgumentParser:
-    """What every page takes that looks into a trained model."""
+    """Return the parser of the programs that look into a trained model."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("model", type=Path, help=model)
     options.add_argument("--data", type=Path, required=True, help="the text")

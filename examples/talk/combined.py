@@ -87,7 +87,7 @@ def relative(y: Tensor, exact: Tensor) -> Tensor:
 
 
 def errors(calls: Sequence[Call], inners: dict[str, InnerAttention]) -> dict[str, dict[str, float]]:
-    """How far each, and the mean of all values, is from softmax and from the methods alone."""
+    """Return the distance of each, and of the mean of all values, from softmax and from the methods alone."""
     outputs = {name: _all(inner, calls) for name, inner in inners.items()}
     outputs["uniform"] = torch.cat([v.mean(-2, keepdim=True).expand_as(q).flatten() for q, _, v in calls])
     exact = {"softmax": _all(SoftmaxAttention(), calls)} | {name: outputs[name] for name in ("linear", "linformer")}
@@ -99,7 +99,8 @@ def _all(inner: InnerAttention, calls: Sequence[Call]) -> Tensor:
 
 
 def weights(calls: Sequence[Call], inners: dict[str, InnerAttention]) -> dict[str, tuple[float, float, float]]:
-    """Of each: the share of its weights for the n tokens that are negative, and the least and largest sum of a row."""
+    """Return for each the share of its weights for the n tokens that are negative, and the least and largest sum of a
+    row."""
     found = {}
     for name, inner in inners.items():
         A = torch.cat([attention_weights(inner, q, k).flatten(0, 1) for q, k, _ in calls])
@@ -109,7 +110,7 @@ def weights(calls: Sequence[Call], inners: dict[str, InnerAttention]) -> dict[st
 
 
 def cost_contenders(n: int) -> dict[str, InnerAttention]:
-    """Of length n; FAVOR+ has so many features that projecting keys before they are made may pay."""
+    """Return the attentions for n tokens. FAVOR+ has so many features that it may pay to project the keys before."""
     learned, pooled = LearnedProjection(n, PROJECTED), MeanPooling(n, PROJECTED)
     favor = FavorFeatureMap(CHANNELS, FEATURES)
     return {
@@ -122,7 +123,7 @@ def cost_contenders(n: int) -> dict[str, InnerAttention]:
 
 
 def operations(inner: InnerAttention, n: int) -> float:
-    """Of matrix products, for each token; on tensors without contents, which take neither time nor memory."""
+    """Count the operations of matrix products per token, on tensors without contents, which take no time and memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         q, k, v = (torch.empty(1, 1, n, CHANNELS) for _ in range(3))
         with FlopCounterMode(display=False) as counter:
@@ -185,7 +186,7 @@ def _costs(axes: Any, costs: dict[int, dict[str, float]]) -> None:
         axes.plot(lengths, values, color=colour, marker=marker, markersize=5, linestyle=line, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    tidy(axes, xlabel="length n", ylabel="thousand operations a token")
+    tidy(axes, xlabel="length n", ylabel="thousand operations per token")
     axes.set_title(f"Cost of a head: d = {CHANNELS}, k = {PROJECTED}", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
 
@@ -216,7 +217,8 @@ def report_errors(by_rank: Errors) -> str:
 
 
 def report_costs(costs: dict[int, dict[str, float]], times: dict[str, float]) -> str:
-    lines = [f"| | operations a token, n = {min(costs)} | n = {max(costs)} | ms, n = {TIMED} |", "|---|---:|---:|---:|"]
+    head = f"| | operations per token, n = {min(costs)} | n = {max(costs)} | ms, n = {TIMED} |"
+    lines = [head, "|---|---:|---:|---:|"]
     for name in times:
         label = LABELS.get(name, name.replace("_", " "))
         lines.append(

@@ -1,4 +1,4 @@
-"""What training keeps for the backward pass: naive autograd a state for every token, n × d × d; ours, n × d.
+"""The memory that is saved for the backward pass: n × d × d by naive autograd, a state per token, and n × d by ours.
 Katharopoulos et al., https://arxiv.org/abs/2006.16236, section 3.3.1
 
     python -m examples.talk.gradient_memory --out docs/talk-gradient-memory.svg"""
@@ -53,7 +53,7 @@ def inputs(n: int, d: int = CHANNELS) -> list[Tensor]:
 
 
 def saved_bytes(attention: Attention, n: int, d: int = CHANNELS) -> int:
-    """Of all memory that autograd holds between forward and backward, each block counted once."""
+    """Return the bytes that autograd holds between forward and backward, with each block counted once."""
     held: dict[int, Tensor] = {}
 
     def note(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all the talk's pictures have in common: colours that the colour-blind can tell apart, and no background."""
+"""The common style of the talk's pictures: colours that the colour-blind can tell apart, and no background."""
 
 from pathlib import Path
 from typing import Any

@@ -100,7 +100,8 @@ def _median(call: Callable[[], object], repeats: int) -> float:
 
 @torch.no_grad()
 def difference(tokens: int) -> dict[str, float]:
-    """How far the slide's outputs and the library's token by token are from those of the parallel form, in float64."""
+    """Return the largest differences from the parallel form, in float64: of the slide's outputs, and of the library's
+    token by token."""
     layer, f = make_layer("elu").double(), nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()).double()
     x = torch.randn(tokens, DIM, dtype=torch.float64)
     parallel = f(layer(x[None])[0] + x)

@@ -35,7 +35,7 @@ def spectra(model: torch.nn.Module, tokens: Tensor) -> Float[Tensor, "layers h n
 
 
 def needed(curve: Float[Tensor, "*b n"], share: float) -> Float[Tensor, "*b"]:
-    """How many singular values hold so large a share."""
+    """Return the number of the largest singular values that hold such a share of the sum."""
     return (curve < share).sum(-1) + 1
 
 
