@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from examples.learning.report import markdown, replaced
-from examples.learning.run import append, read
+from examples.learning.run import append, existing, read
 from linattn import LanguageModel
 from linattn.cli.demo import EXCLUDED, bits_after
 from linattn.cli.main import main as linattn
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, default=RATE)
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
-    parser.add_argument("--page", type=Path, help="the page whose table and picture show the file")
+    parser.add_argument("--page", type=existing, help="the page whose table and picture show the file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for seed in options.seed:

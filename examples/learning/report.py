@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from examples.learning import haystack, library, recall, tracking
-from examples.learning.run import TASKS, read
+from examples.learning.run import TASKS, existing, read
 from examples.learning.task import Task, label
 from examples.learning.training import settings
 from examples.learning.variants import VARIANTS
@@ -373,8 +373,8 @@ def replaced(page: str, name: str, text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="the file of JSON lines")
-    parser.add_argument("page", type=Path, help="the page of Markdown; pictures become PAGE-NAME.svg")
+    parser.add_argument("runs", type=existing, help="the file of JSON lines")
+    parser.add_argument("page", type=existing, help="the page of Markdown; pictures become PAGE-NAME.svg")
     options = parser.parse_args(arguments)
     runs = read(options.runs)
     page = with_tables(options.page.read_text("utf-8"), runs)

@@ -37,6 +37,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def existing(text: str) -> Path:
+    """Return the path of an argument that names a file, which must be there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
+
+
 def append(path: Path, record: dict[str, Any]) -> None:
     """Adds a line, after cutting off what another run left of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,9 @@ python -m examples.linearize.report docs/linearize.jsonl docs/linearize.md"""
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from examples.learning.run import read
+from examples.learning.run import existing, read
 from examples.linearize.run import ROWS, TASKS, Row
 from examples.linearize.task import Task
 
@@ -91,8 +90,8 @@ def with_tables(page: str, runs: Sequence[Run]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="the file of JSON lines")
-    parser.add_argument("page", type=Path, help="the page of Markdown")
+    parser.add_argument("runs", type=existing, help="the file of JSON lines")
+    parser.add_argument("page", type=existing, help="the page of Markdown")
     options = parser.parse_args(arguments)
     page = options.page.read_text("utf-8")
     options.page.write_text(with_tables(page, read(options.runs)), "utf-8")

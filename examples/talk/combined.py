@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.learning.run import read
+from examples.learning.run import existing, read
 from examples.talk import lookup
 from examples.talk.captured import capture, load, parser, texts
 from examples.talk.combining import FeaturesOfProjected, ProjectedFeatures
@@ -239,7 +239,7 @@ def report_runs(runs: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     line = parser(__doc__, model="a folder of examples.talk.masked", count=4)
-    line.add_argument("--lookup", type=Path, required=True, help="the runs of examples.talk.lookup")
+    line.add_argument("--lookup", type=existing, required=True, help="the runs of examples.talk.lookup")
     options = line.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
