@@ -74,15 +74,16 @@ ROWS: dict[str, Row] = {
 
 def run(task: Task, name: str, seed: int, folder: Path, runs: Sequence[dict[str, Any]], say: Line) -> dict[str, Any]:
     """Run a row of a task, and return all there is to say about it."""
-    row, trained = ROWS[name], teacher(task, seed, folder, say)
+    row = ROWS[name]
+    seconds = next((run["seconds"] for run in runs if _key(run) == (task.name, row.as_long_as, seed)), None)
+    if row.as_long_as is not None and seconds is None:
+        raise SystemExit(f"{name} takes as long as {row.as_long_as}, which must be run first")
+    trained = teacher(task, seed, folder, say)
     torch.manual_seed(seed)
     data = task.data(seed + 100)
     record = {"task": task.name, "row": name, "seed": seed, "teacher_seconds": trained.config.training_seconds}
-    if row.as_long_as is None:
-        return record | _converted(task, row, trained, data, say)
-    seconds = next((run["seconds"] for run in runs if _key(run) == (task.name, row.as_long_as, seed)), None)
     if seconds is None:
-        raise SystemExit(f"{name} takes as long as {row.as_long_as}, which must be run first")
+        return record | _converted(task, row, trained, data, say)
     model, frozen, lr = trained, make_teacher(trained), task.lr
     if row.method != "softmax":
         model, lr = task.model(), SCRATCH_LR

@@ -132,6 +132,8 @@ def runs(tmp_path_factory):
         before = (folder / "runs.jsonl").read_text()
         run.main([*arguments, "linear_20"])
         assert (folder / "runs.jsonl").read_text() == before
+        # which is said before a teacher is trained
+        patch.setattr(run, "teacher", lambda *_: pytest.fail("trained"))
         with pytest.raises(SystemExit, match="which must be run first"):
             run.main([*arguments, "scratch_50"])
     return [json.loads(line) for line in before.splitlines()]
