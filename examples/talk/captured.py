@@ -64,6 +64,8 @@ def capture(model: nn.Module, tokens: Int[Tensor, "b n"]) -> list[Captured]:
     layers: list[Captured] = []
     with _listening(model, layers):
         model.eval()(tokens)
+    if not layers:
+        raise ValueError("the model has no layer with softmax attention: linattn train --attention softmax makes some")
     return layers
 
 

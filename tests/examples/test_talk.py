@@ -89,6 +89,12 @@ def test_captured_queries_keys_and_values_are_the_models_own(small, causal):
     assert len(layers) == 2
 
 
+def test_a_model_without_softmax_is_refused():
+    model = LanguageModel(LanguageModelConfig(vocab_size=70, dim=16, depth=1, num_heads=2, attention="elu"))
+    with pytest.raises(ValueError, match="no layer with softmax attention"):
+        captured.capture(model, torch.randint(66, (3, 16)))
+
+
 def test_the_page_on_the_spectrum(folder, text, tmp_path, capsys):
     spectrum.main([str(folder), "--data", str(text), "--texts", "2", "--out", str(tmp_path / "masked.svg")])
     model = LanguageModel(LanguageModelConfig(vocab_size=257, dim=16, depth=2, num_heads=2, attention="softmax"))
