@@ -27,7 +27,10 @@ ON = {BrightestDigit.name: tuple(MIXERS), Nuclei.name: ("none", "efficient")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.task == [Nuclei.name] and options.nuclei is None:
+        parser.error(f"the task {Nuclei.name} needs a file: --nuclei")
     options.out.mkdir(parents=True, exist_ok=True)
     tasks = _tasks(options)
     jobs = [(task, mixer, options.steps) for task in tasks for mixer in options.mixer if mixer in ON[task.name]]

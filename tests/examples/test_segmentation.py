@@ -116,6 +116,12 @@ def test_a_run_says_what_it_did_and_does_it_again():
     assert torch.equal(run["predicted"], again["predicted"])
 
 
+def test_nuclei_need_a_file(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--task", "nuclei", "--out", str(tmp_path / "out")])
+    assert "needs a file: --nuclei" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_the_whole_example(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "DRAWN_DIGITS", 40)
     monkeypatch.setattr(BrightestDigit, "batch_size", 2)
