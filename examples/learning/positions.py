@@ -182,14 +182,14 @@ def train(method: str, carry: float, seed: int, options: argparse.Namespace) -> 
                 for name, files in (("training", training), ("held out", held_out))
             )
         texts, run = list(documents(held_out)), f"{folder}/run"
-        words = f"{SIZES} {METHODS[method]} --out {run} --cpu --seed {seed} --depth {options.depth} --steps {steps}"
+        words = f"{SIZES} {METHODS[method]} --cpu --seed {seed} --depth {options.depth} --steps {steps}"
         words += f" --context {options.context} --batch {max(1, BATCH // options.context)} --lr {options.lr}"
         words += f" --evaluate-every {steps} --evaluate-tokens 65536 --save-every {steps} --log-every 100"
         words += f" --carry {carry}" if carry else ""
         words += f" --segment {options.segment}" if options.segment else ""
         before = time.process_time()
         data = [*map(str, training), *(f"--validation-data={file}" for file in held_out)]
-        if status := linattn(["train", *data, *words.split()]):
+        if status := linattn(["train", *data, "--out", run, *words.split()]):
             raise SystemExit(status)
         seconds = time.process_time() - before
         model = LanguageModel.load(run)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,9 @@ def test_a_run_becomes_a_line_a_row_and_a_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(positions, "split", lambda: (files[:2], files[2:]))
     monkeypatch.setattr(positions, "SIZES", "--dim 16 --num-heads 4 --window 8 --precision float32")
     monkeypatch.setattr(positions, "BATCH", 512)
+    # as folders may have names of several words
+    (tmp_path / "of this test").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "of this test"))
     out, page, threads = tmp_path / "runs.jsonl", tmp_path / "page.md", torch.get_num_threads()
     page.write_text("before\n<!-- table positions -->\n<!-- end -->\nafter\n")
     arguments = ["--method", "local+elu", "--depth", "1", "--steps", "1", "--carry", "0", "0.9", "--out", str(out)]
