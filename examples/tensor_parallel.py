@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="steps of training")
     options = parser.parse_args()
     dist.init_process_group("gloo")
+    if dist.get_world_size() % options.data:
+        parser.error(f"--data {options.data} does not divide the {dist.get_world_size()} processes")
     shape = (options.data, dist.get_world_size() // options.data)
     losses = train(init_device_mesh("cpu", shape, mesh_dim_names=("data", "heads")), options.steps)
     if dist.get_rank() == 0:
