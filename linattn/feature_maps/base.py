@@ -8,13 +8,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linattn.ops.features import Features
-from linattn.ops.numerics import accumulator
+from linattn.ops.numerics import accumulator, is_readable
 
 
 def unit(x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     """Return x / ‖x‖ in x's dtype. A zero vector stays zero."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulator(x.dtype))
-    return (x / norm.masked_fill(norm == 0, 1)).to(x.dtype)
+    norm = _norm(x)
+    is_zero = norm == 0
+    if not is_readable(is_zero) or is_zero.any():
+        # at 0 a norm has no second derivative
+        norm = _norm(x.masked_fill(is_zero, 1)).masked_fill(is_zero, 1)
+    return (x / norm).to(x.dtype)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulator(x.dtype))
 
 
 class FeatureMap(nn.Module, ABC):

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import grad
 from torch.testing import assert_close
 
 from linattn.feature_maps import SecondOrderTaylorFeatureMap, TaylorFeatureMap
@@ -23,6 +24,17 @@ def test_a_zero_vector_stays_zero(dtype):
     assert features[1].tolist() == [1] + [0] * 8
     features.square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all() and (x.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("hessian", [torch.autograd.functional.hessian, lambda f, x: torch.func.jacrev(grad(f))(x)])
+def test_second_derivatives_at_a_zero_vector_are_finite(hessian):
+    """And those of other vectors are as without it."""
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with_zero = x.index_fill(0, torch.tensor(1), 0)
+    found = hessian(lambda x: TaylorFeatureMap().key(x).value().pow(3).sum(), with_zero)
+    expected = hessian(lambda x: (x / x.square().sum(-1, True).sqrt()).pow(3).sum(), x[::2])
+    assert found.isfinite().all()
+    assert_close(found[::2, :, ::2], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
