@@ -115,13 +115,14 @@ def _sooner(column: Column, run: Run) -> str:
 
 
 def optimizers_table(task: Task, runs: Sequence[Run]) -> str:
-    """A row for each method and variant that was trained by Muon, with both optimizers at their best learning rate."""
+    """A row for each method that was trained by Muon, and each variant, with both optimizers at their best learning
+    rate."""
     lines = [["method", "state", "AdamW", "Muon"]]
     for method, variant in itertools.product(task.methods, (None, *VARIANTS)):
         key = task.name, method, variant
         own = [run for run in of_usual_length(runs) if (run["task"], run["method"], run.get("variant")) == key]
         by_optimizer = [best(task, [run for run in own if run["optimizer"] == name]) for name in OPTIMIZERS]
-        if by_optimizer[1]:
+        if by_optimizer[1] or (variant and own):
             row = label(method) + comma(variant or ""), f"{state_size(task, method):,}"
             lines.append([*row, *(_figures_of(Column("", task, task.metric), own) for own in by_optimizer)])
     return markdown(lines)

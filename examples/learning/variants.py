@@ -75,7 +75,8 @@ VARIANTS = {
         for eps in ("1e-8", "1e-6", "1e-3", "1e-2")
     },
     "unit_keys": Variant(options={"unit_keys": True}),
-    "induction": Variant(options={"induction": True}),
+    # models with a SiLU alone have a convolution one token wide
+    "induction": Variant(options={"convolution": 4, "induction": True}),
     "zero_outputs": Variant(begin=zero_outputs),
     "matrices*3": Variant(begin=partial(scale_matrices, factor=3.0)),
     **{
