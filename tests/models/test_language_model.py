@@ -279,8 +279,12 @@ def test_learned_positions_end():
         model.extend(some_tokens(2, 1), state)
 
 
-@every_kind
-def test_no_tokens_give_no_logits(options):
+@every_model
+def test_no_tokens_give_no_logits_and_no_gradients(options):
     model = small_model(options)
-    assert model(some_tokens(2, 0)).shape == (2, 0, VOCABULARY)
-    assert model(some_tokens(0, 5)).shape == (0, 5, VOCABULARY)
+    for shape in ((2, 0), (0, 5)):
+        logits = model(some_tokens(*shape))
+        assert logits.shape == (*shape, VOCABULARY)
+        # as training in processes needs, every weight has one
+        gradients = torch.autograd.grad(logits.sum(), list(model.parameters()))
+        assert not any(gradient.any() for gradient in gradients)

@@ -33,8 +33,8 @@ def fused_softmax(
     # the kernels with linear memory want one width; zeros change neither q·k nor the first dv outputs
     q, k, v = (F.pad(x, (0, max(d, dv) - x.shape[-1])) if d != dv else x for x in (q, k, v))
     if not torch.compiler.is_compiling() and 0 in (q.numel(), k.numel(), v.numel()):
-        # torch 2.11 divides by the size of what is empty
-        return F.pad(q[..., :0], (0, dv))
+        # torch 2.11 divides by the size of what is empty; these sums are zeros, with which k and v have gradients
+        return F.pad(q[..., :0], (0, dv)) + k[..., :0].sum() + v[..., :0].sum()
     grouped = False
     # numbers of heads may be symbolic; only a branch makes a bool of their comparison, as the kernel needs
     if q.shape[1] != k.shape[1]:
