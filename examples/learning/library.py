@@ -100,8 +100,8 @@ def _model(attention: str | tuple[str, ...], **options: Any) -> LanguageModelCon
     )
 
 
-def _hybrid(*layers: str) -> LanguageModelConfig:
-    return _model(layers, window=64, rotary=None, head_norm=True)
+def _hybrid(*layers: str, window: int = 64) -> LanguageModelConfig:
+    return _model(layers, window=window, rotary=None, head_norm=True)
 
 
 MODELS = {
@@ -116,6 +116,7 @@ MODELS = {
     "local+elu+convolution": _model("local+elu", window=64, rotary=10_000.0),
     "local+gated_delta+convolution": _model("local+gated_delta", window=64, rotary=None, head_norm=True),
     "hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "local"),
+    "hybrid256+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "local", window=256),
     # the layer of windows in another place, and softmax in its place
     "hybrid2+convolution": _hybrid("gated_delta", "local", "gated_delta", "gated_delta"),
     "softmax hybrid+convolution": _hybrid("gated_delta", "gated_delta", "gated_delta", "softmax"),
