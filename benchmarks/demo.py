@@ -17,8 +17,8 @@ from linattn.cli.run_folder import open_run
 
 VARIANTS = {
     "demo": "",
-    "softmax": "--attention softmax --convolution-on projections",
-    "softmax-inputs": "--attention softmax",
+    "softmax": "--attention softmax",
+    "softmax-inputs": "--attention softmax --convolution-on inputs",
     "window": "--attention local --convolution-on projections",
     "local+elu": "--attention local:2+elu:2",
     "gated_delta": "--attention gated_delta",

@@ -54,7 +54,7 @@ METHODS = {
     "hybrid+induction": "",
     "hybrid": "--no-induction",
     "hybrid+keys128": "--key-dim 128 --no-induction",
-    "softmax": "--attention softmax --convolution-on projections",
+    "softmax": "--attention softmax --no-induction",
     "local": "--attention local --convolution-on projections",
     "local+elu": "--attention local:2+elu:2 --convolution-on projections",
     "retention": "--attention retention --convolution-on projections --rotary none --head-norm",

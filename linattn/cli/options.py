@@ -39,6 +39,8 @@ PATTERN = ("gated_delta", "gated_delta", "gated_delta", "local")
 MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4, "dim": 128}
 # of a model with a layer that has gates: these mark the order of tokens, and their outputs have any size
 GATED_DEFAULTS = {"convolution_on": "projections", "induction": True, "head_norm": True, "rotary": None}
+# of a model of softmax alone
+SOFTMAX_DEFAULTS = {"convolution_on": "projections", "induction": True}
 
 
 def option(default: Any, help: str, parsing: parse.Parsing | None = None, **rules: Any) -> Any:
@@ -155,17 +157,16 @@ OPTIONS = {each.name: each for each in dataclasses.fields(TrainOptions)}
 
 
 def new_options(given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a new run. Without a preset, some defaults depend on the attention, and `induction` on what
-    it needs. With one, an option of the model that is neither in the preset nor `given` has the default of
+    """Return the options of a new run. Without a preset, some defaults depend on the attention, if what is `given` does
+    not exclude them. With one, an option of the model that is neither in the preset nor `given` has the default of
     LanguageModelConfig, not that of `linattn train`."""
     if (name := given.get("preset")) is None:
         pattern = tuple(islice(cycle(PATTERN), given.get("depth", TrainOptions.depth)))
         attention = given.get("attention", pattern)
         gated = any(traits(name).gated for name in attention if not name.startswith("convolution:"))
-        options = TrainOptions(**{"attention": attention, **(GATED_DEFAULTS if gated else {}), **given})
-        if "induction" in given or _has_a_key_per_query(options):
-            return options
-        return dataclasses.replace(options, induction=False)
+        defaults = GATED_DEFAULTS if gated else SOFTMAX_DEFAULTS if {*attention} == {"softmax"} else {}
+        options = TrainOptions(**{"attention": attention, **defaults, **given})
+        return dataclasses.replace(options, **{name: x for name, x in _excluded(options).items() if name not in given})
     defaults = {each.name: each.default for each in dataclasses.fields(LanguageModelConfig) if each.name in OPTIONS}
     fields = defaults | preset_fields(name, given)
     if isinstance(fields["attention"], str):
@@ -173,10 +174,15 @@ def new_options(given: Mapping[str, Any]) -> TrainOptions:
     return TrainOptions(**(fields | dict(given)))
 
 
-def _has_a_key_per_query(options: TrainOptions) -> bool:
-    """Return whether a token's key can be the query of the token before."""
-    is_late = options.convolution_on == "projections" and options.convolution > 1
-    return is_late and options.writes == 1 and options.num_key_heads in (None, options.num_heads)
+def _excluded(options: TrainOptions) -> dict[str, Any]:
+    """Return the defaults that others exclude, with values that none does."""
+    if not options.convolution:
+        return {"convolution_on": "inputs", "induction": False}
+    # a token's key cannot be the query of the token before
+    has_late_keys = options.convolution_on == "projections" and options.convolution > 1
+    if not has_late_keys or options.writes > 1 or options.num_key_heads not in (None, options.num_heads):
+        return {"induction": False}
+    return {}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +196,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _help(each: dataclasses.Field) -> str:
     if each.name in GATED_DEFAULTS:
         gated, other = (str(value).lower() for value in (GATED_DEFAULTS[each.name], each.default))
-        return f"{each.metadata['help']} (default: {gated} if a layer has gates, such as gated_delta, else {other})"
+        which = "a layer has gates, such as gated_delta" + ", or all are softmax" * (each.name in SOFTMAX_DEFAULTS)
+        return f"{each.metadata['help']} (default: {gated} if {which}, else {other})"
     if each.default is None or each.default is False or each.default == ():
         return each.metadata["help"]
     return f"{each.metadata['help']} (default: {_shown(each.default)})"

@@ -172,6 +172,21 @@ def test_where_no_key_can_be_the_query_before_no_layer_begins_so(given):
     assert new_options({"num_key_heads": 4, "num_heads": 4}).language_model(9).induction
 
 
+@pytest.mark.parametrize("attention", [("softmax",), ("softmax",) * 2, ("gated_delta", "local"), ("gla",)])
+def test_without_a_convolution_no_default_needs_one(attention):
+    given = {"attention": attention, "depth": 2}
+    config, without = (new_options({**given, "convolution": width}).language_model(9) for width in (4, 0))
+    assert (config.convolution_on, config.induction) == ("projections", True)
+    assert without == dataclasses.replace(config, convolution=0, convolution_on="inputs", induction=False)
+
+
+def test_softmax_alone_begins_as_induction_heads():
+    for attention in (("elu",), ("local",), ("elu", "softmax")):
+        assert not new_options({"attention": attention}).induction
+    config = new_options({"attention": ("softmax",)}).language_model(9)
+    assert (config.head_norm, config.rotary) == (False, 10_000.0)
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_options_of_the_training_change_what_is_learned(plain, text, tokenizer, tmp_path, name):
     files = {"TOKENIZER": str(tokenizer), "TEXT": str(text / "b.txt")}
