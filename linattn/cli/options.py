@@ -36,7 +36,7 @@ MODEL_PARSING: dict[str, parse.Parsing] = {
 # the layers that learn best in equal time (docs/learning.md), repeated to the depth
 PATTERN = ("gated_delta", "gated_delta", "gated_delta", "local")
 # and the width of which a CPU learns most in ten minutes (there)
-MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4, "dim": 128}
+MODEL_DEFAULTS = {"attention": PATTERN, "convolution": 4, "dim": 128, "window": 256}
 # of a model with a layer that has gates: these mark the order of tokens, and their outputs have any size
 GATED_DEFAULTS = {"convolution_on": "projections", "induction": True, "head_norm": True, "rotary": None}
 # of a model of softmax alone
