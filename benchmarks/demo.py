@@ -19,7 +19,7 @@ VARIANTS = {
     "demo": "",
     "softmax": "--attention softmax",
     "softmax-inputs": "--attention softmax --convolution-on inputs",
-    "window": "--attention local --convolution-on projections",
+    "window": "--attention local --convolution-on projections --induction",
     "local+elu": "--attention local:2+elu:2",
     "gated_delta": "--attention gated_delta",
     "kda": "--attention kda,kda,kda,local",
